@@ -1,0 +1,1 @@
+"""The facade a training script talks to."""

@@ -1,0 +1,1 @@
+"""Checkpoints that do not remember the layout they were written in."""

@@ -1,0 +1,1 @@
+"""Processes: launching them, naming their axes, coordinating them."""

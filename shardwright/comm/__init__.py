@@ -1,0 +1,1 @@
+"""Raw communication: no autograd, no modules."""

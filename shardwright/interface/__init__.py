@@ -1,0 +1,1 @@
+"""The wrappers that boosting returns."""

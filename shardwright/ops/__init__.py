@@ -1,0 +1,1 @@
+"""Autograd functions on local tensors."""

@@ -1,0 +1,1 @@
+"""Optimizers with the names that users of other frameworks know."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, one runtime for all of them."""

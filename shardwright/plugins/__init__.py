@@ -1,0 +1,1 @@
+"""Plugins: how a model, its optimizer and its data are laid out over the processes."""

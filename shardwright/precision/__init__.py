@@ -1,0 +1,1 @@
+"""Number formats: policies, the loss scaler and the gradient norm."""

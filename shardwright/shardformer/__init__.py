@@ -1,0 +1,1 @@
+"""Tensor parallelism for HuggingFace models, from plans instead of re-typed forwards."""

@@ -1,0 +1,1 @@
+"""Optimizer state, gradients and parameters sharded over data-parallel ranks."""
