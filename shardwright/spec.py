@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -120,9 +121,11 @@ class ParamSpec:
         """Runs of the full dim held by more than one coordinate, ascending."""
         edges = sorted({edge for rank in self.pieces for p in rank if not p.is_padding for edge in (p.start, p.start + p.length)})
         runs = []
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             holders = tuple(
-                c for c, rank in enumerate(self.pieces) if any(not p.is_padding and p.start <= start and end <= p.start + p.length for p in rank)
+                c
+                for c, rank in enumerate(self.pieces)
+                if any(not p.is_padding and p.start <= start and end <= p.start + p.length for p in rank)
             )
             if len(holders) > 1:
                 runs.append(SharedRun(start, end - start, holders))
@@ -151,7 +154,7 @@ class ParamSpec:
             cuts = [piece.start, piece.start + piece.length]
             for start, length in taken:
                 cuts += [edge for edge in (start, start + length) if piece.start < edge < piece.start + piece.length]
-            for low, high in zip(sorted(set(cuts)), sorted(set(cuts))[1:], strict=False):
+            for low, high in pairwise(sorted(set(cuts))):
                 if not any(start <= low and high <= start + length for start, length in taken):
                     runs.append((offset + low - piece.start, high - low))
         return runs
@@ -161,7 +164,7 @@ class ParamSpec:
 
 
 def even_pieces(size: int, ranks: int, start: int = 0, granule: int = 1) -> tuple[tuple[Piece, ...], ...]:
-    """`size` indices from `start`, dealt to `ranks` in equal runs of whole granules; the last ranks are padded when it does not come out even.
+    """`size` indices from `start`, dealt to `ranks` in equal runs of whole granules, the last ranks padded if need be.
 
     Every rank's shard has ceil(size / granule / ranks) * granule indices, so that kernels see equal shapes.
     """

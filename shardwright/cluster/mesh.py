@@ -1,0 +1,193 @@
+"""The mesh of processes: which rank sits where along the data, pipeline, tensor and sequence axes.
+
+Axes of the base mesh, outermost first:
+
+    dp outside (default)   replica  shard  pp  tp  sp
+    dp inside              pp  replica  shard  tp  sp
+    ring attention         ... sp  tp instead of tp  sp
+
+`replica x shard = dp`. Derived axes, each with a process group of its own:
+
+    dp            replica x shard                 data-parallel ranks: they see different samples
+    dp_sp         dp x sp                         gradient synchronisation: they hold the same parameters
+    zero          shard x sp                      one ZeRO sub-group: optimizer shards live inside it
+    zero_replica  replica                         across the sub-groups: the same shard, reduced a second time
+    dp_pp, ...    any other product of axes       made on demand by `group("dp", "pp")`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..utils.device import device_type_of_backend
+from ..utils.errors import divisors, nearest
+
+_DERIVED = {
+    "dp": ("replica", "shard"),
+    "zero": ("shard", "sp"),
+    "zero_replica": ("replica",),
+    "dp_sp": ("replica", "shard", "sp"),
+    "world": ("replica", "shard", "pp", "tp", "sp"),
+}
+
+
+class ParallelMesh:
+    """Sizes, coordinates and process groups of every axis. Creating one is collective: all ranks must do it."""
+
+    def __init__(
+        self,
+        pp: int = 1,
+        tp: int = 1,
+        sp: int = 1,
+        dp: int | None = None,
+        *,
+        dp_outside: bool = True,
+        ring_attention: bool = False,
+        zero_group_size: int | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError("no process group: call shardwright.launch_from_torch() (or launch) before building a plugin")
+        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank()
+        dp, shard = validate_sizes(self.world_size, pp=pp, tp=tp, sp=sp, dp=dp, zero_group_size=zero_group_size)
+        sizes = {"replica": dp // shard, "shard": shard, "pp": pp, "tp": tp, "sp": sp}
+        inner = ("sp", "tp") if ring_attention else ("tp", "sp")
+        outer = ("replica", "shard", "pp") if dp_outside else ("pp", "replica", "shard")
+        self.axes: tuple[str, ...] = outer + inner
+        self._sizes = sizes
+        self._ranks = torch.arange(self.world_size).view([sizes[axis] for axis in self.axes])
+        position = (self._ranks == self.rank).nonzero()[0].tolist()
+        self._coordinates = dict(zip(self.axes, position, strict=True))
+        self.device_type = device_type_of_backend(dist.get_backend())
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Made now and in this order on every rank: creating a group is collective.
+        for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
+            self.group(axis)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along the product of `axes`."""
+        return math.prod(self._sizes[axis] for axis in self._expand(axes))
+
+    def coordinate(self, *axes: str) -> int:
+        """This rank's position along `axes`; the last axis given runs fastest, as in `ranks`."""
+        position = 0
+        for axis in self._expand(axes):
+            position = position * self._sizes[axis] + self._coordinates[axis]
+        return position
+
+    def ranks(self, *axes: str) -> list[int]:
+        """Global ranks along `axes` through this rank, ordered by `coordinate`."""
+        names = self._expand(axes)
+        index = tuple(slice(None) if axis in names else self._coordinates[axis] for axis in self.axes)
+        line = self._ranks[index]
+        present = [axis for axis in self.axes if axis in names]
+        return line.permute([present.index(axis) for axis in names]).flatten().tolist()
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The process group along `axes`. The first call for a product of axes is collective over that group."""
+        return self.group_of(self.ranks(*axes))
+
+    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these global ranks; every member must ask for it, in the same order among its other groups."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            if key == tuple(range(self.world_size)):
+                assert dist.group.WORLD is not None
+                self._groups[key] = dist.group.WORLD
+            else:
+                # Rank order in the group is the order of coordinates, which need not be ascending under `dp_outside=False`.
+                group = dist.new_group(list(key), use_local_synchronization=True, sort_ranks=False)
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[key] = group
+        return self._groups[key]
+
+    def stage_ranks(self, stages: Sequence[int]) -> list[int]:
+        """Global ranks of pipeline positions `stages` with this rank's other coordinates."""
+        line = self.ranks("pp")
+        return [line[stage] for stage in stages]
+
+    def tied_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of the pipeline positions that hold a copy of one tied parameter (first and last for embeddings).
+
+        None on ranks of other positions, which hold no copy.
+        """
+        if self.coordinate("pp") not in stages:
+            return None
+        return self.group_of(self.stage_ranks(sorted(stages)))
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """A torch DeviceMesh over `axes`, for FSDP2 and for describing shards to a checkpoint; it reuses the groups."""
+        if len(axes) == 1:
+            mesh = DeviceMesh.from_group(self.group(axes[0]), self.device_type, mesh=torch.tensor(self.ranks(axes[0])), mesh_dim_names=axes)
+        else:
+            shape = [self.size(axis) for axis in axes]
+            ranks = torch.tensor(self.ranks(*axes)).view(shape)
+            mesh = DeviceMesh.from_group([self.group(axis) for axis in axes], self.device_type, mesh=ranks, mesh_dim_names=axes)
+        assert isinstance(mesh, DeviceMesh)
+        return mesh
+
+    def base_mesh(self) -> DeviceMesh:
+        """The whole layout as one DeviceMesh, its axes outermost first; it makes groups of its own."""
+        return init_device_mesh(self.device_type, tuple(self._sizes[axis] for axis in self.axes), mesh_dim_names=self.axes)
+
+    def _expand(self, axes: Sequence[str]) -> list[str]:
+        names: list[str] = []
+        for axis in axes:
+            if axis not in _DERIVED and axis not in self._sizes:
+                known = [*self._sizes, *_DERIVED]
+                raise ValueError(f"mesh axis {axis!r} does not exist; the axes are {', '.join(known)}{nearest(axis, known)}")
+            names += [name for name in _DERIVED.get(axis, (axis,)) if name not in names]
+        return names
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in ("dp", "pp", "tp", "sp"))
+        return f"ParallelMesh({sizes}, zero={self.size('shard')}, world_size={self.world_size}, order={'x'.join(self.axes)})"
+
+
+def validate_sizes(world_size: int, *, pp: int, tp: int, sp: int, dp: int | None, zero_group_size: int | None) -> tuple[int, int]:
+    """Check the layout against the world once; returns (dp, size of a ZeRO sub-group along dp).
+
+    `zero_group_size`: None or <= 0 the whole data-parallel group, 1 no sharding, else a divisor of dp.
+    """
+    for name, value in (("pp_size", pp), ("tp_size", tp), ("sp_size", sp), ("dp_size", dp if dp is not None else 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    model = pp * tp * sp
+    layout = f"tp_size={tp} x pp_size={pp} x sp_size={sp}"
+    if world_size % model:
+        fits = [f"{name}={size}" for name, size in _sizes_that_fit(world_size, pp=pp, tp=tp, sp=sp)]
+        worlds = sorted({max(model, world_size // model * model), (world_size // model + 1) * model})
+        raise ValueError(
+            f"world_size={world_size} is not divisible by {layout} = {model}: every data-parallel replica takes {model} ranks. "
+            f"Start {' or '.join(map(str, worlds))} ranks" + (f", or use {' or '.join(fits)}" if fits else "")
+        )
+    rest = world_size // model
+    if dp is not None and dp != rest:
+        raise ValueError(
+            f"dp_size={dp} x {layout} = {dp * model} is not world_size={world_size}; dp_size={rest} would be, or start {dp * model} ranks"
+        )
+    if zero_group_size is None or zero_group_size <= 0:
+        return rest, rest
+    if rest % zero_group_size:
+        raise ValueError(
+            f"zero_group_size={zero_group_size} does not divide dp_size={rest} (world_size={world_size} / ({layout})); "
+            f"values that do: {', '.join(map(str, divisors(rest)))}, or None for all of dp"
+        )
+    return rest, zero_group_size
+
+
+def _sizes_that_fit(world_size: int, *, pp: int, tp: int, sp: int) -> list[tuple[str, int]]:
+    """For each axis alone, the sizes next below and above the one asked for that make the product divide the world."""
+    fits = []
+    sizes = {"tp_size": tp, "pp_size": pp, "sp_size": sp}
+    for name, size in sizes.items():
+        others = math.prod(value for other, value in sizes.items() if other != name)
+        options = [d for d in divisors(world_size) if world_size % (others * d) == 0]
+        below, above = [d for d in options if d < size], [d for d in options if d > size]
+        fits += [(name, d) for d in below[-1:] + above[:1]]
+    return fits

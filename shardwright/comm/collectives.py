@@ -1,0 +1,102 @@
+"""Collectives on local tensors whose sizes may differ over the ranks, and their asynchronous forms.
+
+Shapes: a rank's tensor is [..., n_r, ...] with n_r = sizes[r] along `dim`; the joined tensor is [..., sum(sizes), ...].
+Uneven exchanges pad to the largest n_r, because gloo's all_gather and NCCL's flat collectives only know equal sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .compat import all_gather_single, reduce_scatter_single
+from .handle import Handle
+
+
+def even_sizes(total: int, ranks: int) -> list[int]:
+    """Sizes that differ by at most one, larger ones first; they sum to `total`."""
+    share, rest = divmod(total, ranks)
+    return [share + (rank < rest) for rank in range(ranks)]
+
+
+def gather_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Every rank's `size`. Reads the result back to the host: not for the hot path."""
+    mine = torch.tensor([size], dtype=torch.int64, device=device)
+    everyone = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    all_gather_single(everyone, mine, group=group)
+    return [int(value) for value in everyone.tolist()]
+
+
+def all_gather_async(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Handle[torch.Tensor]:
+    """Start joining every rank's tensor along `dim`; `wait()` returns the joined tensor. `sizes` only when they differ."""
+    ranks = dist.get_world_size(group)
+    sizes = list(sizes) if sizes is not None else [tensor.shape[dim]] * ranks
+    assert len(sizes) == ranks, f"{len(sizes)} sizes for a group of {ranks}"
+    if ranks == 1:
+        return Handle("all_gather", [], lambda: tensor)
+    largest = max(sizes)
+    moved = tensor.movedim(dim, 0)
+    mine = _padded(moved, largest).contiguous()
+    joined = mine.new_empty((ranks * largest, *mine.shape[1:]))
+    work = all_gather_single(joined, mine, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        if all(size == largest for size in sizes):
+            whole = joined
+        else:
+            whole = torch.cat([part[:size] for part, size in zip(joined.split(largest), sizes, strict=True)])
+        return whole.movedim(0, dim).contiguous()
+
+    return Handle("all_gather", [work], finish, keep=mine)
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """Every rank's tensor joined along `dim`."""
+    return all_gather_async(tensor, group, dim, sizes).wait()
+
+
+def reduce_scatter_async(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Handle[torch.Tensor]:
+    """Start summing `tensor` over the ranks and dealing the sum out along `dim`; `wait()` returns this rank's part."""
+    ranks = dist.get_world_size(group)
+    if sizes is None:
+        assert tensor.shape[dim] % ranks == 0, f"dim {dim} of {tuple(tensor.shape)} is not divisible by {ranks}: pass sizes"
+        sizes = [tensor.shape[dim] // ranks] * ranks
+    assert len(sizes) == ranks, f"{len(sizes)} sizes for a group of {ranks}"
+    assert sum(sizes) == tensor.shape[dim], f"sizes {list(sizes)} do not sum to dim {dim} of {tuple(tensor.shape)}"
+    if ranks == 1:
+        return Handle("reduce_scatter", [], lambda: tensor)
+    largest = max(sizes)
+    parts = tensor.movedim(dim, 0).split(list(sizes))
+    flat = torch.cat([_padded(part, largest) for part in parts])
+    mine = flat.new_empty((largest, *flat.shape[1:]))
+    work = reduce_scatter_single(mine, flat, group=group, async_op=True)
+    size = sizes[dist.get_rank(group)]
+    return Handle("reduce_scatter", [work], lambda: mine[:size].movedim(0, dim).contiguous(), keep=flat)
+
+
+def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """This rank's part along `dim` of the sum over the ranks."""
+    return reduce_scatter_async(tensor, group, dim, sizes).wait()
+
+
+def all_reduce_async(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Handle[torch.Tensor]:
+    """Start reducing `tensor` in place; `wait()` returns it."""
+    if dist.get_world_size(group) == 1:
+        return Handle("all_reduce", [], lambda: tensor)
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return Handle("all_reduce", [work], lambda: tensor)
+
+
+def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """`tensor` with zeros appended along dim 0 until it has `size` entries."""
+    if tensor.shape[0] == size:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((size - tensor.shape[0], *tensor.shape[1:]))])

@@ -1,0 +1,27 @@
+"""Names that torch renamed between 2.11 and 2.13, under their newest name.
+
+Checked on torch 2.11 (`all_gather_into_tensor`, `reduce_scatter_tensor`) and 2.13 (`all_gather_single`,
+`reduce_scatter_single`; the old names still work there but warn at every call site).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_Collective = Callable[..., Any]
+
+
+def _first_of(*names: str) -> _Collective:
+    for name in names:
+        found: _Collective | None = getattr(dist, name, None)
+        if found is not None:
+            return found
+    raise ImportError(f"this torch has none of torch.distributed.{{{', '.join(names)}}}; shardwright needs torch >= 2.11")
+
+
+all_gather_single = _first_of("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+all_to_all_single: _Collective = dist.all_to_all_single

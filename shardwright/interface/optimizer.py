@@ -1,0 +1,120 @@
+"""The wrapper around a boosted optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..utils.tensors import local_tensor
+
+
+class OptimizerWrapper(Optimizer):
+    """One face for every plugin's optimizer: `backward, step, zero_grad, clip_grad_by_norm, clip_grad_by_value, get_grad_norm`.
+
+    It is a `torch.optim.Optimizer` by type, so that lr schedulers accept it, but holds no state of its own: `param_groups` and
+    `state` are those of the optimizer it wraps. A scheduler built on the original optimizer before boosting keeps driving it.
+
+    `max_norm > 0` clips the global gradient norm at every `step`.
+    """
+
+    def __init__(self, optim: Optimizer, max_norm: float = 0.0) -> None:
+        # Deliberately without Optimizer.__init__: parameters and defaults belong to `optim`.
+        self.optim = optim
+        self.max_norm = max_norm
+        self._grad_norm: torch.Tensor | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+        loss.backward(inputs=inputs, retain_graph=retain_graph)
+
+    def backward_by_grad(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grads: torch.Tensor | Sequence[torch.Tensor | None] | None,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Backward from inner tensors whose gradients came from elsewhere (the next pipeline stage)."""
+        torch.autograd.backward(tensors, grads, inputs=inputs, retain_graph=retain_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError(
+                "step(closure=...) is not supported by a boosted optimizer: gradients are reduced once per step; call step() without it"
+            )
+        if self.max_norm > 0:
+            self.clip_grad_by_norm(self.max_norm)
+        return self.optim.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+        self._grad_norm = _whole(norm)
+        return self._grad_norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        for grad in gradients(self.parameters()):
+            local_tensor(grad).clamp_(-clip_value, clip_value)
+
+    def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
+        """The global norm before clipping: that of the last clipped step, else of the gradients as they are. None without gradients."""
+        if self._grad_norm is not None:
+            return float(self._grad_norm)
+        grads = gradients(self.parameters())
+        return float(_whole(torch.nn.utils.get_total_norm(grads, norm_type=norm_type))) if grads else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError(
+            "add_param_group after boost is not supported: the plugin has laid out the parameters; add the group before booster.boost"
+        )
+
+    def unwrap(self) -> Optimizer:
+        return self.optim
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optim": self.optim, "max_norm": self.max_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    full: Callable[[], torch.Tensor] | None = getattr(norm, "full_tensor", None)
+    return full() if full is not None else norm

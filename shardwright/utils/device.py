@@ -1,0 +1,22 @@
+"""Which device this process computes on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accelerator_type() -> str:
+    """ "cuda" where a CUDA device is present, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_current_device() -> torch.device:
+    """The CUDA device set by `launch`, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def device_type_of_backend(backend: str) -> str:
+    """Device type that tensors of a process group's collectives live on."""
+    return "cuda" if "nccl" in backend else "cpu"
