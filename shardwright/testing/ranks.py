@@ -38,10 +38,7 @@ _PRELOAD_MODELS = [
     "transformers",
     "transformers.modeling_utils",
     # Some ten milliseconds each, once the first one has brought what they share.
-    *(
-        f"transformers.models.{family}.modeling_{family}"
-        for family in ["llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "opt", "bloom", "vit"]
-    ),
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "opt")),
 ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.interface.model import ModelWrapper
 from shardwright.testing.inputs import Batch, make_inputs
 from shardwright.utils.errors import nearest
 
@@ -166,7 +167,7 @@ _VARIANTS: dict[str, _Variant] = {
     "t5": _Variant("T5", _T5, _T5_HEADS),
     "t5-gated": _Variant(
         "T5",
-        _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "initializer_factor": 0.2},
         _T5_HEADS,
         only=("conditional_generation",),
         family="t5",
@@ -269,8 +270,8 @@ def inputs(
         return make_inputs(entry(model).task, config(model, **overrides), batch_size, seq_len, seed, dtype or torch.float64)
     if overrides:
         raise ValueError(f"{', '.join(overrides)}: a model brings its own config; overrides go with a name")
-    model = model.unwrap() if hasattr(model, "unwrap") else model
-    return make_inputs(_task_of(model), model.config, batch_size, seq_len, seed, dtype or next(model.parameters()).dtype)
+    plain: Any = model.unwrap() if isinstance(model, ModelWrapper) else model
+    return make_inputs(_task_of(plain), plain.config, batch_size, seq_len, seed, dtype or next(plain.parameters()).dtype)
 
 
 def _task_of(model: nn.Module) -> str:
