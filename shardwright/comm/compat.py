@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _Collective = Callable[..., Any]
@@ -25,3 +26,11 @@ def _first_of(*names: str) -> _Collective:
 all_gather_single = _first_of("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
 all_to_all_single: _Collective = dist.all_to_all_single
+
+
+def outputs_are_recorded() -> bool:
+    """Whether a dispatch mode (selective checkpointing) may be keeping the outputs of ops, so that they must not be changed in place.
+
+    Checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0

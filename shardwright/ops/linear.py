@@ -42,9 +42,10 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from shardwright.comm.collectives import all_reduce_async
+from shardwright.comm.compat import outputs_are_recorded
 from shardwright.comm.handle import Handle
 
-from .collective import all_reduce, reduce_scatter_to_group
+from .collective import reduce_from_group, reduce_scatter_to_group
 from .weight_grad import active_store, deferral_possible
 
 _SHARED = "_shardwright_shared_input"
@@ -94,7 +95,12 @@ def row_linear(
     if group.size() == 1:
         return linear(x, weight, bias, transposed=transposed)
     partial = linear(x, weight, None, transposed=transposed)
-    y = _ReduceFresh.apply(partial, group) if scatter_dim is None else reduce_scatter_to_group(partial, group, scatter_dim)
+    if scatter_dim is not None:
+        y = reduce_scatter_to_group(partial, group, scatter_dim)
+    elif outputs_are_recorded():
+        y = reduce_from_group(partial, group)
+    else:
+        y = _ReduceFresh.apply(partial, group)
     return y if bias is None else y + bias.to(y.dtype)
 
 
