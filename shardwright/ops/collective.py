@@ -16,11 +16,11 @@ Sizes: `sizes` lists the length of every rank's part along `dim`, in the order o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from shardwright.comm import compat
 from shardwright.comm.collectives import all_gather, even_sizes, reduce_scatter
@@ -146,75 +146,76 @@ def _gather_sizes(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes | 
         return [x.shape[dim]] * group.size()
     if len(sizes) != group.size() or sizes[group.rank()] != x.shape[dim]:
         raise ValueError(
-            f"sizes={list(sizes)} must give one length for each of {group.size()} ranks, and {x.shape[dim]} for rank {group.rank()} (dim {dim})"
+            f"sizes={list(sizes)} must give one length for each of {group.size()} ranks, "
+            f"and {x.shape[dim]} for rank {group.rank()} (dim {dim})"
         )
     return sizes
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return all_reduce(dy, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, sum_gradients: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, sum_gradients: bool) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes, ctx.sum_gradients = group, dim, sizes, sum_gradients
         return all_gather(x, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         part = reduce_scatter if ctx.sum_gradients else own_part
         return part(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         return own_part(x, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return all_gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         return reduce_scatter(x, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return all_gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes
     ) -> Tensor:
         ctx.group, ctx.dims, ctx.sizes = group, (scatter_dim, gather_dim), (scatter_sizes, gather_sizes)
         return all_to_all(x, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (scatter_dim, gather_dim), (scatter_sizes, gather_sizes) = ctx.dims, ctx.sizes
         return all_to_all(dy, ctx.group, gather_dim, scatter_dim, gather_sizes, scatter_sizes), None, None, None, None, None

@@ -15,12 +15,11 @@ saved for backward are the logits as they came and lse [N], not a copy in fp32.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from .vocab_shard import VocabShard
 
@@ -62,7 +61,7 @@ def vocab_cross_entropy(
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits: Tensor, target: Tensor, shard: VocabShard, ignore_index: int, label_smoothing: float, z_loss: float
+        ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, ignore_index: int, label_smoothing: float, z_loss: float
     ) -> Tensor:
         ignored = target == ignore_index
         foreign = (target < shard.start) | (target >= shard.start + shard.length) | ignored
@@ -93,7 +92,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, local_target, foreign, ignored = ctx.saved_tensors
         shard, label_smoothing, z_loss = ctx.shard, ctx.label_smoothing, ctx.z_loss
         dlosses = dlosses.masked_fill(ignored, 0)

@@ -32,13 +32,12 @@ copy-to-group at the boundary of the module (`ops.collective.copy_to_group`, rig
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from shardwright.comm.collectives import all_reduce_async
@@ -64,12 +63,12 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.Pr
         return linear(x, weight, bias, transposed=transposed)
     shared = _shared_input(x, group)
     if shared is not None:
-        return _linear(shared, weight, bias, weight, transposed, None)
+        return _linear(shared, weight, bias, weight, transposed)
     link = _Link(group)
     opened, first_weight = _Open.apply(x, weight, link, transposed)
     launched = _Launch.apply(opened, link)
     y = _linear(launched, first_weight, bias, weight, transposed, link)
-    y.grad_fn.launched = launched
+    cast(Any, y.grad_fn).launched = launched  # kept for as long as the graph
     setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(weakref.ref(launched), x._version)})
     return y
 
@@ -111,7 +110,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed:
     dgrad     dx = dy W
     wgrad     dW = dy^T x, db = sum over tokens of dy
     """
-    return _linear(x, weight, bias, weight, transposed, None)
+    if deferral_possible():
+        return _linear(x, weight, bias, weight, transposed)
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 class _Link:
@@ -133,13 +134,15 @@ def _shared_input(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
     return shared.launched() if shared is not None and shared.version == x._version else None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None) -> Tensor:
-    """`weight` is what autograd differentiates, `param` the module's own parameter, which may be the same object."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None = None) -> Tensor:
+    """`weight` is what autograd differentiates, `param` the module's own parameter, which may be the same object.
+
+    All column linears on a shared input come through here, with or without a link: when a checkpointed region is recomputed, x may
+    have been shared by then, and what is saved for backward must not depend on who comes first.
+    """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if link is None and not deferral_possible():
-        return F.linear(x, weight.t() if transposed else weight, bias)
     return _Linear.apply(x, weight, bias, _Owner(param, bias), transposed, link)
 
 
@@ -157,22 +160,21 @@ def _weight_grad(x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, owner: _Owner, transposed: bool, link: _Link | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: _Owner, transposed: bool, link: _Link | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.x_shape = x.shape
         ctx.owner, ctx.transposed, ctx.link = owner, transposed, link
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         transposed, owner, store = ctx.transposed, ctx.owner, active_store()
         dx = dw = db = None
         flat_dy = dy.reshape(-1, dy.shape[-1])
         if need_x:
-            dx = flat_dy.mm(weight.t() if transposed else weight).view(x.shape)
+            dx = flat_dy.mm(weight.t() if transposed else weight).view(ctx.x_shape)
         if need_weight:
             flat_x = x.reshape(-1, x.shape[-1])
             if store is not None and owner.weight is not None:
@@ -194,16 +196,20 @@ class _Open(torch.autograd.Function):
     """forward (x, W) -> (x, W);  backward: dW while dx is on its way, then dx."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, link: _Link, transposed: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, link: _Link, transposed: bool) -> tuple[Tensor, Tensor]:
         ctx.link, ctx.transposed = link, transposed
         ctx.set_materialize_grads(False)
-        return x.view_as(x), weight.view_as(weight)
+        x, weight = x.detach(), weight.detach()  # aliases, but not views: x may change in place when nothing else needs it
+        if not ctx.needs_input_grad[1]:
+            ctx.mark_non_differentiable(weight)
+        return x, weight
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
         link = ctx.link
         if dw is not None and link.operands is not None:
-            dw = _weight_grad(*link.operands, ctx.transposed)
+            x, dy = link.operands
+            dw = _weight_grad(x, dy, ctx.transposed)
         link.operands = None
         if link.reduction is not None:
             dx = link.reduction.wait()
@@ -215,12 +221,12 @@ class _Launch(torch.autograd.Function):
     """forward x -> x;  backward: start summing dx over the ranks. The gradient that it returns is complete once `_Open` has waited."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, link: _Link) -> Tensor:
+    def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dx: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         # Only linears use x2, and the gradients of linears are fresh matrices or fresh sums of them: reducing in place is safe.
         dx = dx.contiguous()
         ctx.link.reduction = all_reduce_async(dx, ctx.link.group)
@@ -235,11 +241,11 @@ class _ReduceFresh(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None

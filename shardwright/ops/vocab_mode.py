@@ -9,8 +9,8 @@ A sharded head returns logits [..., V_local]; the unchanged forward of the model
         ...
         loss = F.cross_entropy(logits.float().view(-1, V), labels)
 
-Nothing is guessed from shapes. The head marks its output with the shard and the dim that holds the vocabulary; functions that move, slice or
-rescale logits hand the mark on, so a hidden size that happens to equal V_local is never mistaken for a vocabulary. A function that mixes
+Nothing is guessed from shapes. The head marks its output with the shard and the dim that holds the vocabulary; functions that move, slice
+or rescale logits hand the mark on, so a hidden size that happens to equal V_local is never mistaken for a vocabulary. A function that mixes
 the vocabulary (softmax, argmax, topk, ...) would be wrong on a shard and raises `ValueError` instead.
 
 The mode is entered when a tensor is marked, not before: the layers below the head run without its overhead.
@@ -33,21 +33,26 @@ from .vocab_shard import VocabShard
 
 _MARK = "_shardwright_vocab"
 
-# Functions, by name, that keep every dim where it is. Scalars and unmarked tensors may take part.
-_ELEMENTWISE = frozenset(
-    "float half bfloat16 double to type type_as alias cpu cuda requires_grad_ "
-    "add sub mul div neg tanh sigmoid clamp clip abs square sqrt exp log pow relu true_divide "
-    "add_ sub_ mul_ div_ tanh_ clamp_ masked_fill masked_fill_ where nan_to_num dropout softplus "
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __iadd__ __isub__ __imul__ __itruediv__".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Functions that keep every dim where it is. Scalars and unmarked tensors may take part.
+_ELEMENTWISE = _names(
+    """float half bfloat16 double to type type_as alias cpu cuda requires_grad_ add sub mul div neg tanh sigmoid clamp clip abs square sqrt
+    exp log pow relu true_divide add_ sub_ mul_ div_ tanh_ clamp_ masked_fill masked_fill_ where nan_to_num dropout softplus __add__
+    __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __iadd__ __isub__ __imul__ __itruediv__"""
 )
 # Functions that are wrong on a shard when their `dim` argument is the vocabulary.
-_OVER_A_DIM = frozenset(
-    "softmax log_softmax gumbel_softmax logsumexp argmax argmin topk sort argsort max min amax amin sum mean norm std var cumsum gather "
-    "scatter index_select take_along_dim median mode kthvalue prod any all".split()
+_OVER_A_DIM = _names(
+    """softmax log_softmax gumbel_softmax logsumexp argmax argmin topk sort argsort max min amax amin sum mean norm std var cumsum gather
+    scatter index_select take_along_dim median mode kthvalue prod any all"""
 )
 # Functions that read the last dim as the features.
-_WITH_FEATURES = frozenset(
-    "nll_loss kl_div binary_cross_entropy_with_logits mse_loss multi_margin_loss layer_norm rms_norm normalize linear matmul mm bmm __matmul__".split()
+_WITH_FEATURES = _names(
+    """nll_loss kl_div binary_cross_entropy_with_logits mse_loss multi_margin_loss layer_norm rms_norm normalize linear matmul mm bmm
+    __matmul__"""
 )
 
 
@@ -102,7 +107,9 @@ _scopes: list[_Scope] = []
 
 
 class _VocabMode(TorchFunctionMode):
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         logits = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and hasattr(arg, _MARK)), None)
         if logits is None:
@@ -159,7 +166,7 @@ def _view(func: Callable[..., Tensor], mark: _Mark, logits: Tensor, *shape: Any)
 
 def _reorder(func: Callable[..., Tensor], mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # A tensor whose every dim has its own length tells where the vocabulary goes.
-    moved = func(torch.empty(range(1, logits.ndim + 1), device="meta"), *args, **kwargs)
+    moved = func(torch.empty(tuple(range(1, logits.ndim + 1)), device="meta"), *args, **kwargs)
     return _hand_on(func(logits, *args, **kwargs), mark._replace(dim=moved.shape.index(1 + mark.dim)))
 
 
@@ -170,11 +177,18 @@ def _getitem(mark: _Mark, logits: Tensor, index: Any) -> Tensor:
         raise _unsupported("indexing while the vocabulary is not the last dim", mark)
     ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
     consumed = sum(
-        item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items if item is not None and item is not Ellipsis
+        item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+        for item in items
+        if item is not None and item is not Ellipsis
     )
     if (ellipses and ellipses[0] != len(items) - 1) or consumed >= logits.ndim:
         last = items[-1]
-        if not isinstance(last, slice) or last.start not in (None, 0) or last.stop not in (None, mark.shard.size) or last.step not in (None, 1):
+        if (
+            not isinstance(last, slice)
+            or last.start not in (None, 0)
+            or last.stop not in (None, mark.shard.size)
+            or last.step not in (None, 1)
+        ):
             raise _unsupported("indexing the vocabulary", mark)
         items[-1] = slice(None)
     result = logits[tuple(items)]

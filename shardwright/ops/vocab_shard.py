@@ -15,7 +15,7 @@ class VocabShard:
 
     group    the ranks that share the vocabulary
     size     number of ids in the whole vocabulary, padding not counted
-    start    first id that this rank holds (anything when `length` is 0)
+    start    first id that this rank holds (0 when `length` is 0)
     length   number of ids that this rank holds; 0 on a rank that holds only padding
     local    rows of this rank's shard, padding included
     """
@@ -35,8 +35,9 @@ class VocabShard:
         """The vocabulary padded to a multiple of `multiple_of` times the number of ranks and dealt in equal runs."""
         ranks, rank = group.size(), group.rank()
         local = -(-size // (ranks * multiple_of)) * multiple_of
-        start = min(rank * local, size)
-        return cls(group, size, start, min(local, size - start), local)
+        start = rank * local
+        length = max(0, min(local, size - start))
+        return cls(group, size, start if length else 0, length, local)
 
     @classmethod
     def from_spec(cls, spec: ParamSpec, group: dist.ProcessGroup) -> VocabShard:
@@ -44,6 +45,8 @@ class VocabShard:
         assert spec.dim is not None, f"{spec.name} is not sharded"
         pieces = spec.pieces[group.rank()]
         real = [piece for piece in pieces if not piece.is_padding and piece.length]
-        assert not real or (len(real) == 1 and pieces[0] == real[0]), f"{spec.name}: a vocabulary shard is one run of ids, then padding: {pieces}"
+        assert not real or (len(real) == 1 and pieces[0] == real[0]), (
+            f"{spec.name}: a vocabulary shard is one run of ids, then padding: {pieces}"
+        )
         start, length = real[0] if real else (0, 0)
         return cls(group, spec.full_shape[spec.dim], start, length, sum(piece.length for piece in pieces))

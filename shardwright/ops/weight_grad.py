@@ -22,7 +22,6 @@ Activation checkpointing: tensors that autograd unpacks are detached aliases, so
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from torch.nn import Parameter
 WeightGrad = Callable[[], Tensor]
 
 _active: list[WeightGradStore | None] = []  # innermost last; process-wide, because on CUDA backward runs on a thread of the engine
-_stores: weakref.WeakSet[WeightGradStore] = weakref.WeakSet()
+_any_store = False
 
 
 class WeightGradStore:
@@ -43,7 +42,8 @@ class WeightGradStore:
     def __init__(self) -> None:
         self._queues: dict[Hashable, list[tuple[Parameter, WeightGrad]]] = defaultdict(list)
         self._key: Hashable = None
-        _stores.add(self)
+        global _any_store
+        _any_store = True
 
     @contextmanager
     def deferring(self, key: Hashable = None) -> Iterator[None]:
@@ -101,12 +101,12 @@ def active_store() -> WeightGradStore | None:
 
 
 def deferral_possible() -> bool:
-    """Whether any store exists, so that a forward made now may meet one in its backward.
+    """Whether a store was ever made, so that a forward made now may meet one in its backward.
 
-    Linears take torch's own, cheaper backward where it does not. A forward made before the first store exists computes its weight
-    gradients at once, which is correct, only not postponed.
+    Plain linears take torch's own, cheaper backward until then. A forward made before the first store computes its weight gradients at
+    once, which is correct, only not postponed; make the store before the first forward.
     """
-    return len(_stores) > 0
+    return _any_store
 
 
 @torch.no_grad()
