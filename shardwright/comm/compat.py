@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _Collective = Callable[..., Any]
@@ -42,3 +43,11 @@ def world_group_for_ddp() -> dist.ProcessGroup | None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def outputs_are_recorded() -> bool:
+    """Whether a dispatch mode (selective checkpointing) may be keeping the outputs of ops, so that they must not be changed in place.
+
+    Checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0

@@ -30,7 +30,8 @@ def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = zoo.build("llama-causal-lm", dtype=dtype).train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
-    return model, torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
 @keep_float64()
@@ -104,7 +105,9 @@ def test_matches_one_process(plugin: tuple[str, dict[str, Any]], world_size: int
         for mine, expected in ((result[1], gradients), (result[2], weights)):
             assert mine.keys() == expected.keys()
             for key in expected:
-                torch.testing.assert_close(mine[key], expected[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}")
+                torch.testing.assert_close(
+                    mine[key], expected[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+                )
 
 
 def test_hybrid_sharding_matches_one_process() -> None:

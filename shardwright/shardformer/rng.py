@@ -1,0 +1,214 @@
+"""Random numbers under tensor parallelism: masks that differ over the ranks where activations are sharded and agree where they are not.
+
+All ranks of a tensor-parallel group keep the *global* generators in step (`synchronize_rng` once, at sharding): whatever runs on replicated
+activations draws the same numbers everywhere, as it would on one process. A sharded region draws one number from the CPU
+generator, the same on all ranks, mixes it with the rank and seeds the generators with the result until the region ends; then the
+global state goes on from where the draw left it.
+
+So the global state is the only state there is. Activation checkpointing, reentrant or not, saves and restores exactly that
+(`preserve_rng_state`), hence a recomputed region draws the same seed and the same masks; and a training checkpoint needs to
+save nothing else.
+
+A region is a stretch of time, not a module: it opens when its module is entered (or at a column linear inside) and ends with the row linear
+whose output is replicated again, or with the module. `nn.Dropout`, `F.dropout` and the `dropout_p` of attention kernels all draw
+from the global generators, so all of them are reached without touching a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_MASK = (1 << 63) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over all bits
+
+States = list[Tensor]
+
+
+class ShardedRng:
+    """The random numbers of sharded regions of one group. Get it with `sharded_rng(group)`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank = group.rank()
+        self._size = group.size()
+        self._outer: States | None = None  # the global states while a region is open
+
+    @property
+    def is_open(self) -> bool:
+        return self._outer is not None
+
+    def open(self) -> None:
+        """Go over to this rank's own numbers; nothing happens if a region is open already."""
+        if self._outer is None and self._size > 1:
+            seed = int(torch.randint(_MASK, ()))
+            self._outer = _get_states()
+            _seed((seed ^ ((self._rank + 1) * _GOLDEN)) & _MASK)
+
+    def close(self) -> None:
+        """Go back to the numbers that all ranks share."""
+        if self._outer is not None:
+            _set_states(self._outer)
+            self._outer = None
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """A sharded region of its own, or part of the one that is open."""
+        if self.is_open:
+            yield
+            return
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    @contextmanager
+    def replicated(self) -> Iterator[None]:
+        """Shared numbers within a sharded region, for replicated activations in its middle."""
+        if self._outer is None:
+            yield
+            return
+        inner = _get_states()
+        self.close()
+        try:
+            yield
+        finally:
+            self._outer = _get_states()
+            _set_states(inner)
+
+
+_trackers: dict[dist.ProcessGroup, ShardedRng] = {}
+
+
+def sharded_rng(group: dist.ProcessGroup) -> ShardedRng:
+    """The one `ShardedRng` of a group."""
+    if group not in _trackers:
+        _trackers[group] = ShardedRng(group)
+    return _trackers[group]
+
+
+def synchronize_rng(group: dist.ProcessGroup) -> None:
+    """Give all ranks of `group` the generator states of its first rank, whatever they were seeded with before."""
+    if group.size() == 1:
+        return
+    states = _get_states()
+    for number, state in enumerate(states):
+        shared = state.to(_device_of(group))
+        dist.broadcast(shared, group=group, group_src=0)
+        states[number] = shared.to(state.device)
+    _set_states(states)
+
+
+def make_sharded_region(
+    module: nn.Module, group: dist.ProcessGroup, opens: Sequence[nn.Module] = (), closes: Sequence[nn.Module] = ()
+) -> None:
+    """Let the forward of `module` draw per-rank numbers, in training.
+
+    opens    descendants whose output is the first sharded activation (column linears); empty: the region opens as `module` is entered
+    closes   descendants whose output is replicated again (row linears); whatever happens, the region ends with `module`
+    """
+    rng = sharded_rng(group)
+
+    def open_region(entered: nn.Module, *_: Any) -> None:
+        if entered.training:
+            rng.open()
+
+    def close_region(*_: Any) -> None:
+        rng.close()
+
+    if opens:
+        for child in opens:
+            child.register_forward_hook(open_region)
+    else:
+        module.register_forward_pre_hook(open_region)
+    for child in closes:
+        child.register_forward_hook(close_region)
+    # Recomputation under activation checkpointing may leave a forward by an exception once it has all it needs.
+    module.register_forward_hook(close_region, always_call=True)
+
+
+def uses_dropout(module: nn.Module) -> bool:
+    """Whether any dropout with a positive probability is found in `module`: as a sub-module or as a `*drop*` number of one."""
+    return any(
+        "drop" in name.lower() and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        for part in module.modules()
+        for name, value in [*vars(part).items(), (type(part).__name__, getattr(part, "p", None))]
+    )
+
+
+class DropoutForParallelInput(nn.Dropout):
+    """Dropout on a sharded activation: every rank of `process_group` has its own mask."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(p, inplace)
+        self.process_group = process_group
+
+    @classmethod
+    def from_native_module(cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None) -> DropoutForParallelInput:
+        return cls(module.p, module.inplace, process_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return super().forward(x)
+        with sharded_rng(_or_world(self.process_group)).fork():
+            return super().forward(x)
+
+
+class DropoutForReplicatedInput(nn.Dropout):
+    """Dropout on a replicated activation: all ranks of `process_group` have the same mask, inside a sharded region too."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(p, inplace)
+        self.process_group = process_group
+
+    @classmethod
+    def from_native_module(cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None) -> DropoutForReplicatedInput:
+        return cls(module.p, module.inplace, process_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return super().forward(x)
+        with sharded_rng(_or_world(self.process_group)).replicated():
+            return super().forward(x)
+
+
+def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    world = group or dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _accelerator() -> Any:
+    """The device module (`torch.cuda`, ...) whose default generator dropout uses, or None on a CPU-only machine."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else torch.get_device_module(device)
+
+
+def _get_states() -> States:
+    accelerator = _accelerator()
+    return [torch.get_rng_state()] + ([] if accelerator is None else [accelerator.get_rng_state()])
+
+
+def _set_states(states: States) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        _accelerator().set_rng_state(states[1])
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    accelerator = _accelerator()
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """A device that the group's backend can communicate on."""
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,289 @@
+"""Column, row and plain linears against torch's on one process: values, every gradient, collectives, postponed weight gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwright.ops.linear import column_linear, linear, row_linear
+from shardwright.ops.weight_grad import WeightGradStore, immediate
+from shardwright.testing import run_ranks
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Reference(nn.Module):
+    """An attention-like block: three projections of one input, one output projection."""
+
+    def __init__(self, hidden: int, inner: int, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+        for name, (i, o) in {"q": (hidden, inner), "k": (hidden, inner), "v": (hidden, inner), "o": (inner, hidden)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn((i, o) if transposed else (o, i)) / 3))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(o)))
+
+    def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight = getattr(self, name)
+        return F.linear(x, weight.t() if self.transposed else weight, getattr(self, f"{name}_bias"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.project(name, x) for name in "qkv")
+        return x + self.project("o", torch.tanh(q) * torch.sigmoid(k) + v)
+
+
+class Sharded(Reference):
+    """The same from a rank's shards."""
+
+    def __init__(self, full: Reference, group: dist.ProcessGroup) -> None:
+        nn.Module.__init__(self)
+        self.transposed, self.group = full.transposed, group
+        for name, param in full.named_parameters():
+            dim = 0 if name.endswith("bias") else int(full.transposed)
+            if name == "o":
+                dim = 1 - dim
+            local = param.detach() if name == "o_bias" else param.detach().chunk(group.size(), dim)[group.rank()]
+            self.register_parameter(name, nn.Parameter(local.clone()))
+
+    def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        fn = row_linear if name == "o" else column_linear
+        return fn(x, getattr(self, name), getattr(self, f"{name}_bias"), self.group, transposed=self.transposed)
+
+
+def _local_grad(name: str, full: Reference, group: dist.ProcessGroup) -> torch.Tensor:
+    grad = getattr(full, name).grad
+    if name == "o_bias":
+        return grad
+    dim = 0 if name.endswith("bias") else int(full.transposed)
+    return grad.chunk(group.size(), 1 - dim if name == "o" else dim)[group.rank()]
+
+
+def _blocks(rank: int, world: int, transposed: bool) -> None:
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    full = Reference(6, 8, transposed)
+    sharded = Sharded(full, group)
+    base = torch.randn(3, 5, 6)
+    dy = torch.randn(3, 5, 6)
+
+    x = base.clone().requires_grad_()
+    y = full(full(x.exp()))
+    y.backward(dy)
+    want_dx = x.grad
+
+    def run(wrap: Any = lambda fn, x: fn(x)) -> None:
+        x = base.clone().requires_grad_()
+        y_local = wrap(sharded, wrap(sharded, x.exp()))
+        torch.testing.assert_close(y_local, y, **CLOSE)
+        y_local.backward(dy)
+        torch.testing.assert_close(x.grad, want_dx, **CLOSE)
+
+    def check(times: int = 1) -> None:
+        for name, param in sharded.named_parameters():
+            torch.testing.assert_close(param.grad, times * _local_grad(name, full, group), **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        sharded.zero_grad()
+
+    with CountCollectives() as counted:
+        run()
+    assert counted.calls == {"allreduce_": 4}, counted.calls  # per block one forward (o), one backward (q, k, v together)
+    check()
+    run()
+    run()
+    check(2)
+    immediate_grads = {}
+    run()
+    for name, param in sharded.named_parameters():
+        immediate_grads[name] = param.grad.clone()
+    check()
+
+    for reentrant in (False, True):
+        run(lambda fn, x: checkpoint(fn, x, use_reentrant=reentrant))  # noqa: B023
+        check()
+
+    def save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, save_matmuls)
+    run(lambda fn, x: checkpoint(fn, x, use_reentrant=False, context_fn=contexts))
+    check()
+
+    # Accumulation hooks see every gradient, the one computed during the all-reduce included.
+    seen: Counter[str] = Counter()
+    hooks = [param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update([n])) for name, param in sharded.named_parameters()]
+    run()
+    assert seen == {name: 1 for name, _ in sharded.named_parameters()}
+    for hook in hooks:
+        hook.remove()
+    check()
+
+    # Only some of the projections reach the loss, on an input used by two calls.
+    x = base.clone().requires_grad_()
+    h = x.exp()
+    parts = [full.project(name, h) for name in "qkv"]
+    want = torch.autograd.grad(parts[2].sum() + parts[1].square().sum(), [x, full.k, full.v])
+    h = x.exp()
+    parts = [sharded.project(name, h) for name in "qkv"]
+    local = parts[2].sum() + parts[1].square().sum()
+    got = torch.autograd.grad(local, [x, sharded.k, sharded.v])
+    torch.testing.assert_close(got[0], want[0], **CLOSE)
+    for got_grad, want_grad in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(got_grad, want_grad.chunk(world, int(transposed))[rank], **CLOSE)
+
+    # An input modified in place between two projections is another input (torch allows that where no weight needs it).
+    x = base.clone().requires_grad_()
+    h = x * 1.0
+    sharded.requires_grad_(False)
+    q = sharded.project("q", h)
+    h = h.mul_(2)
+    k = sharded.project("k", h)
+    sharded.requires_grad_(True)
+    (dx,) = torch.autograd.grad(q.sum() * 3 + k.sum(), x)
+    w = full.transposed
+    want_x = (3 * full.q.sum(int(w)) + 2 * full.k.sum(int(w))).detach()
+    torch.testing.assert_close(dx, want_x.expand_as(dx), **CLOSE)
+
+    # Frozen weights (adapters): the input gradient is still reduced.
+    frozen = Sharded(full, group).requires_grad_(False)
+    x = base.clone().requires_grad_()
+    frozen(frozen(x.exp())).backward(dy)
+    torch.testing.assert_close(x.grad, want_dx, **CLOSE)
+
+    # Postponed: the same dx, no gradient before run(), then bitwise the immediate one.
+    store = WeightGradStore()
+    plans = [lambda fn, x: fn(x)] + [lambda fn, x, r=r: checkpoint(fn, x, use_reentrant=r) for r in (False, True)]
+    for wrap in plans:
+        with store.deferring(("chunk", 0)):
+            run(wrap)
+        assert all(param.grad is None for name, param in sharded.named_parameters() if name != "o_bias")
+        assert store.pending(("chunk", 0)) == len(store) > 0
+        with CountCollectives() as counted:
+            store.run(("chunk", 0))
+        assert len(store) == 0
+        assert not counted.calls
+        for name, param in sharded.named_parameters():
+            torch.testing.assert_close(param.grad, immediate_grads[name], rtol=1e-14, atol=1e-14)
+        check()
+
+
+@pytest.mark.parametrize(("world", "transposed"), [(2, False), (2, True), (4, False)])
+def test_blocks_match_one_process(world: int, transposed: bool) -> None:
+    run_ranks(_blocks, world, transposed)
+
+
+def _scattered(rank: int, world: int) -> None:
+    """Row linear with a reduce-scattered output, bias on this rank's tokens only."""
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 8), (6,), (2, 5, 8)))
+    y = F.linear(x, weight, bias)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    sizes = [5 // world + (r < 5 % world) for r in range(world)]
+    local_weight = nn.Parameter(weight.detach().chunk(world, 1)[rank].clone())
+    local_bias = nn.Parameter(bias.detach().clone())
+    local_x = x.detach().chunk(world, 2)[rank].clone().requires_grad_()
+    local_y = row_linear(local_x, local_weight, local_bias, group, scatter_dim=1)
+    torch.testing.assert_close(local_y, y.split(sizes, 1)[rank], **CLOSE)
+    local_y.backward(dy.split(sizes, 1)[rank])
+    torch.testing.assert_close(local_weight.grad, weight.grad.chunk(world, 1)[rank], **CLOSE)
+    torch.testing.assert_close(local_x.grad, x.grad.chunk(world, 2)[rank], **CLOSE)
+    dist.all_reduce(local_bias.grad)
+    torch.testing.assert_close(local_bias.grad, bias.grad, **CLOSE)
+
+    # Autocast: the linear runs in bf16, parameters and gradients stay fp32, and siblings still share a reduction.
+    layer = [nn.Parameter(torch.randn(4, 8) / 3) for _ in range(2)]
+    x = torch.randn(3, 8, requires_grad=True)
+    with CountCollectives() as counted, torch.autocast("cpu", torch.bfloat16):
+        a, b = (column_linear(x, weight, None, group) for weight in layer)
+        assert a.dtype == torch.bfloat16
+        (a.float().sum() + b.float().square().sum()).backward()
+    assert counted.calls == {"allreduce_": 1}
+    assert x.grad.dtype == layer[0].grad.dtype == torch.float32
+    reference = [weight.detach().clone().requires_grad_() for weight in layer]
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = (F.linear(x, weight) for weight in reference)
+        (a.float().sum() + b.float().square().sum()).backward()
+    for weight, want in zip(layer, reference, strict=True):
+        torch.testing.assert_close(weight.grad, want.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_scattered_output_and_autocast() -> None:
+    run_ranks(_scattered, 2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_plain_linear_defers_into_flat_fp32_views(transposed: bool) -> None:
+    """bf16 weights, fp32 gradients in views of one flat buffer: postponed accumulation is bitwise autograd's."""
+    torch.manual_seed(0)
+    shapes = [(8, 6) if transposed else (6, 8), (6,)]
+    data = [torch.randn(shape).bfloat16() for shape in shapes]
+    batches = [torch.randn(4, 3, 8).bfloat16() for _ in range(3)]
+
+    def prepared() -> tuple[list[nn.Parameter], torch.Tensor]:
+        params = [nn.Parameter(tensor.clone()) for tensor in data]
+        flat = torch.zeros(sum(param.numel() for param in params))
+        offset = 0
+        for param in params:
+            param.grad_dtype = torch.float32
+            param.grad = flat[offset : offset + param.numel()].view_as(param)
+            offset += param.numel()
+        return params, flat
+
+    params, flat = prepared()
+    store = WeightGradStore()
+    for number, batch in enumerate(batches):
+        with store.deferring(number):
+            linear(batch, *params, transposed=transposed).square().sum().backward()
+    assert not flat.any()
+    for number in range(3):
+        store.run(number)
+    reference, reference_flat = prepared()
+    for batch in batches:
+        F.linear(batch, reference[0].t() if transposed else reference[0], reference[1]).square().sum().backward()
+    assert torch.equal(flat, reference_flat)
+    assert flat.any()
+    assert params[0].grad.data_ptr() == flat.data_ptr()
+
+
+def test_deferring_nests_and_can_be_suspended() -> None:
+    outer, inner = WeightGradStore(), WeightGradStore()
+    weight, x = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2)
+    with outer.deferring("a"):
+        with inner.deferring():
+            linear(x, weight).sum().backward()
+        with outer.deferring("b"):
+            linear(x, weight).sum().backward()
+        linear(x, weight).sum().backward()
+        assert weight.grad is None
+        with immediate():
+            linear(x, weight).sum().backward()
+        assert weight.grad is not None
+    assert (outer.pending("a"), outer.pending("b"), inner.pending()) == (1, 1, 1)
+    outer.run_all()
+    inner.run()
+    torch.testing.assert_close(weight.grad, 4 * x.sum(0).expand(3, 2))
+    outer.deferring("c")
+    with outer.deferring("c"):
+        linear(x, weight).sum().backward()
+    outer.discard()
+    assert len(outer) == 0

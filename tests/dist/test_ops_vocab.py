@@ -1,0 +1,236 @@
+"""Vocabulary-parallel embedding and loss against torch's on the full vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import CrossEntropyLoss
+
+from shardwright.ops.cross_entropy import vocab_cross_entropy
+from shardwright.ops.embedding import vocab_embedding
+from shardwright.ops.vocab_mode import mark_vocab_sharded, vocab_parallel_loss, vocab_shard_of
+from shardwright.ops.vocab_shard import VocabShard
+from shardwright.spec import ParamSpec, even_pieces
+from shardwright.testing import run_ranks
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
+
+
+def _spec(size: int, world: int, hidden: int = 4) -> ParamSpec:
+    return ParamSpec("embed", (size, hidden), 0, even_pieces(size, world))
+
+
+def _columns(full: torch.Tensor, shard: VocabShard, filler: float = 1e4) -> torch.Tensor:
+    """This rank's columns; padding holds a number that would show if it were used."""
+    local = full.new_full((*full.shape[:-1], shard.local), filler)
+    local[..., : shard.length] = full[..., shard.start : shard.start + shard.length]
+    return local.requires_grad_()
+
+
+def _embedding(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    for size, padding_idx in itertools.product((1, 5, 8, 13), (None, 0, -1)):
+        spec = _spec(size, world)
+        shard = VocabShard.from_spec(spec, group)
+        assert shard == VocabShard.even(size, group)
+        full = torch.randn(size, 4, dtype=torch.float64, requires_grad=True)
+        ids = torch.randint(0, size, (3, 7))
+        local = nn.Parameter(spec.shard(full.detach(), rank))
+        want, got = F.embedding(ids, full, padding_idx), vocab_embedding(ids, local, shard, padding_idx)
+        assert torch.equal(got, want)
+        dy = torch.randn_like(want)
+        want.backward(dy)
+        got.backward(dy)
+        assert torch.equal(local.grad, spec.shard(full.grad, rank))
+        for wrong in (-1, size):
+            with pytest.raises(IndexError):
+                vocab_embedding(torch.tensor([0, wrong]), local, shard)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_embedding(world: int) -> None:
+    run_ranks(_embedding, world)
+
+
+def _loss(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    for size, ignore_index, smoothing, reduction in itertools.product((1, 2, 5, 8, 13), (-100, 1), (0.0, 0.1), ("mean", "sum", "none")):
+        shard = VocabShard.even(size, group)
+        full = (torch.randn(11, size, dtype=torch.float64) * 20).requires_grad_()
+        with torch.no_grad():
+            full[2] += 1000
+            full[3] -= 1000
+        target = torch.randint(0, size, (11,))
+        target[[1, 4, 5]] = ignore_index
+        if ignore_index == 1 and size == 1:
+            target[:] = 0
+        options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": reduction}
+        local = _columns(full.detach(), shard)
+        want = F.cross_entropy(full, target, **options)
+        got = vocab_cross_entropy(local, target, shard, **options)
+        torch.testing.assert_close(got, want, **CLOSE)
+        dy = torch.randn_like(want)
+        want.backward(dy)
+        got.backward(dy)
+        torch.testing.assert_close(local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE)
+        assert not local.grad[:, shard.length :].any()
+
+        # z-loss is a term on top, a mean over the tokens that count.
+        full.grad = local.grad = None
+        terms = 0.01 * full.logsumexp(1).square().masked_fill(target == ignore_index, 0)
+        plain = F.cross_entropy(full, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
+        kept = (target != ignore_index).sum()
+        want = {"none": plain + terms, "sum": (plain + terms).sum(), "mean": (plain + terms).sum() / kept}[reduction]
+        if reduction == "mean" and smoothing == 0:
+            torch.testing.assert_close(plain.sum() / kept, F.cross_entropy(full, target, **options), **CLOSE)
+        got = vocab_cross_entropy(local, target, shard, z_loss=0.01, **options)
+        torch.testing.assert_close(got, want, **CLOSE)
+        want.backward(dy)
+        got.backward(dy)
+        torch.testing.assert_close(local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE)
+
+    # A batch without a single label, and one without tokens.
+    shard = VocabShard.even(7, group)
+    for tokens in (3, 0):
+        full = torch.randn(tokens, 7, dtype=torch.float64, requires_grad=True)
+        target = torch.full((tokens,), -100)
+        local = _columns(full.detach(), shard)
+        for reduction in ("mean", "sum"):
+            want = F.cross_entropy(full, target, reduction=reduction)
+            got = vocab_cross_entropy(local, target, shard, reduction=reduction)
+            torch.testing.assert_close(got, want, **CLOSE)
+            (want_dx,) = torch.autograd.grad(want, full)
+            (got_dx,) = torch.autograd.grad(got, local)
+            torch.testing.assert_close(got_dx[:, : shard.length], want_dx[:, shard.start : shard.start + shard.length], **CLOSE)
+    # -inf logits (masked words), in whole shards too.
+    full = torch.randn(4, 7, dtype=torch.float64)
+    full[:, : shard.local] = -torch.inf
+    full.requires_grad_()
+    local, target = _columns(full.detach(), shard), torch.tensor([6, 5, 6, -100])
+    want, got = F.cross_entropy(full, target), vocab_cross_entropy(local, target, shard)
+    torch.testing.assert_close(got, want, **CLOSE)
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE)
+    # Half precision: the loss is fp32, the gradient comes back in bf16.
+    full = torch.randn(9, 7).bfloat16()
+    local, target = _columns(full, shard), torch.randint(0, 7, (9,))
+    reference = full.float().requires_grad_()
+    want, got = F.cross_entropy(reference, target), vocab_cross_entropy(local, target, shard)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    want.backward()
+    got.backward()
+    assert local.grad.dtype == torch.bfloat16
+    assert torch.equal(local.grad[:, : shard.length], reference.grad[:, shard.start : shard.start + shard.length].bfloat16()) or torch.allclose(
+        local.grad[:, : shard.length].float(), reference.grad[:, shard.start : shard.start + shard.length], rtol=1e-2, atol=1e-4
+    )
+    for wrong in (7, -1):
+        with pytest.raises((IndexError, RuntimeError)):
+            vocab_cross_entropy(local, torch.full((9,), wrong), shard)
+        dist.barrier()
+    for bad, text in (({"reduction": "max"}, "reduction='max'"), ({"label_smoothing": 2.0}, "label_smoothing=2.0")):
+        with pytest.raises(ValueError, match=text):
+            vocab_cross_entropy(local, target, shard, **bad)
+    with pytest.raises(ValueError, match="must be"):
+        vocab_cross_entropy(local.view(3, 3, -1), target.view(3, 3), shard)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_loss(world: int) -> None:
+    run_ranks(_loss, world)
+
+
+class Head(nn.Module):
+    """Losses the way transformers' heads write them; `sharded` replaces the projection only."""
+
+    def __init__(self, vocab: int, style: str, shard: VocabShard | None = None) -> None:
+        super().__init__()
+        self.vocab, self.style, self.shard = vocab, style, shard
+
+    def forward(self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # A hidden tensor as wide as the local vocabulary must not be taken for logits.
+        width = hidden.shape[-1]
+        gate = F.cross_entropy(hidden.view(-1, width), hidden.new_zeros(hidden.shape[:-1].numel(), dtype=torch.long))
+        hidden = hidden * F.softmax(hidden, -1) + gate
+        logits = F.linear(hidden, weight)
+        if self.shard is not None:
+            mark_vocab_sharded(logits, self.shard)
+        hidden.view(-1, width)
+        if self.style == "shift":
+            logits = torch.tanh(logits / 30.0) * 30.0
+            shifted = logits[..., :-1, :].contiguous()
+            return CrossEntropyLoss()(shifted.view(-1, self.vocab), labels[..., 1:].contiguous().view(-1)) + gate
+        if self.style == "float":
+            return F.cross_entropy(logits.float().view(-1, self.vocab), labels.view(-1), ignore_index=-100, reduction="sum") / 7
+        if self.style == "channels":
+            return F.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=0.1)
+        if self.style == "keyword":
+            return F.cross_entropy(input=logits.reshape((-1, logits.size(-1))), target=labels.reshape(-1), reduction="none").square().mean()
+        if self.style == "masked":
+            return F.cross_entropy(logits[labels != -100], labels[labels != -100])
+        if self.style == "permuted":
+            return nn.functional.cross_entropy(logits[:, :, : self.vocab].permute(0, 2, 1), labels, reduction="none").sum()
+        return F.cross_entropy(logits[0, 1], labels[0, 1])
+
+
+def _mode(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    for vocab, style in itertools.product((8, 13), ("shift", "float", "channels", "keyword", "masked", "permuted", "single")):
+        shard = VocabShard.even(vocab, dist.group.WORLD)
+        dtype = torch.float32 if style == "float" else torch.float64
+        hidden = torch.randn(3, 6, shard.local, dtype=dtype)
+        weight = torch.randn(vocab, shard.local, dtype=dtype)
+        labels = torch.randint(0, vocab, (3, 6))
+        labels[0, 3:] = -100
+        labels[2, 1] = -100
+        results = []
+        for head, local in ((Head(vocab, style), weight), (Head(vocab, style, shard), _columns(weight.t(), shard).detach().t().contiguous())):
+            x, w = hidden.clone().requires_grad_(), local.clone().requires_grad_()
+            with vocab_parallel_loss():
+                loss = head(x, w, labels)
+            loss.backward()
+            results.append((loss, x.grad, w.grad))
+        (loss, _, dw), (local_loss, _, local_dw) = results
+        close = {"rtol": 1e-5, "atol": 1e-5} if style == "float" else CLOSE
+        torch.testing.assert_close(local_loss, loss, **close, msg=lambda text, style=style: f"{style}: {text}")
+        torch.testing.assert_close(local_dw[: shard.length], dw[shard.start : shard.start + shard.length], **close)
+
+    shard = VocabShard.even(8, dist.group.WORLD)
+    refused = {
+        "softmax": lambda x: x.softmax(-1),
+        "argmax": lambda x: x.argmax(-1),
+        "max": lambda x: torch.max(x, dim=2),
+        "log_softmax": lambda x: F.log_softmax(x, -1),
+        "topk": lambda x: x.topk(2),
+        "view": lambda x: x.view(-1),
+        "indexing": lambda x: x[..., 1],
+        "matmul": lambda x: x @ x.new_ones(shard.local, 2),
+        "weight": lambda x: F.cross_entropy(x.view(-1, 8), torch.zeros(6, dtype=torch.long), weight=torch.ones(8)),
+        "probabilities": lambda x: F.cross_entropy(x.view(-1, 8), torch.zeros(6, 8)),
+    }
+    for name, fn in refused.items():
+        with vocab_parallel_loss(), pytest.raises(ValueError, match=name):
+            fn(mark_vocab_sharded(torch.randn(2, 3, shard.local), shard))
+    with vocab_parallel_loss():
+        logits = mark_vocab_sharded(torch.randn(2, 3, shard.local), shard)
+        assert logits.max(1).values.shape == (2, shard.local)
+        assert vocab_shard_of(logits * 2) == shard
+        assert vocab_shard_of(logits.sum(0)) is None
+        half = mark_vocab_sharded(torch.randn(2, 3, shard.local).bfloat16(), shard)
+        assert half.float().dtype == torch.bfloat16  # the loss promotes; no copy
+        assert (half.float() * 2).dtype == torch.float32
+    # Outside, nothing is intercepted, and a failing forward leaves nothing behind.
+    assert logits.softmax(-1).shape == logits.shape
+
+
+def test_inline_losses() -> None:
+    run_ranks(_mode, 2)
