@@ -118,7 +118,7 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
 
         for step, action in enumerate(rank_actions):
             kind, stage, microbatch = action
-            if (kind in TRANSFER and not forward_only) or kind in (Kind.SEND_F, Kind.RECV_F):
+            if kind in TRANSFER and not (forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
                 continue
             if kind not in allowed:
                 fail(step, f"{action} does not belong into a forward-only schedule")
@@ -136,8 +136,9 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
                 fail(step, f"{action} before {Action(Kind.F, stage, microbatch)}")
             if kind is Kind.W and Action(Kind.I, stage, microbatch) not in seen:
                 fail(step, f"{action} before {Action(Kind.I, stage, microbatch)}")
-            if (kind is Kind.B and Action(Kind.I, stage, microbatch) in seen) or (kind is Kind.I and Action(Kind.B, stage, microbatch) in seen):
-                fail(step, f"{action}: the backward of this microbatch has run already")
+            other = {Kind.B: Kind.I, Kind.I: Kind.B}.get(kind)
+            if other is not None and Action(other, stage, microbatch) in seen:
+                fail(step, f"{action} after {Action(other, stage, microbatch)}: both compute the gradient of the input")
             if kind in (Kind.B, Kind.W):
                 weights_done[stage] += 1
         for stage, done in weights_done.items():

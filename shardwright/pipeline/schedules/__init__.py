@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ...utils.errors import one_of
 from ..actions import Action
 from ..placement import Placement
 from .forward_only import forward_only as _forward_only
@@ -49,9 +49,7 @@ def get_placement(pp_style: str, num_ranks: int, num_model_chunks: int = 1) -> P
     """Where the stages of this style live; ValueError where style, ranks and chunks do not fit."""
     style = STYLES.get(pp_style)
     if style is None:
-        near = difflib.get_close_matches(str(pp_style).lower(), STYLES, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"pp_style={pp_style!r} is unknown{hint} Known styles: {', '.join(map(repr, STYLES))}")
+        raise one_of("pp_style", pp_style, list(STYLES))
     if num_ranks < 1:
         raise ValueError(f"pp_size={num_ranks}: a pipeline needs at least 1 rank")
     too_many = style.max_chunks is not None and num_model_chunks > style.max_chunks

@@ -8,7 +8,7 @@ from .interleaved import round_order
 
 
 def forward_only(placement: Placement, rank: int, num_microbatches: int) -> list[Action]:
-    """p - 1 slots of waiting out of v m + p - 1 (V: for m >= 2 p - 1; round robin: for multiples of p)."""
+    """p - 1 slots of waiting on top of v m (round robin: for multiples of p), 2 (p - 1) in a V: none can do with less."""
     stages = placement.stages_of(rank)
     if placement.style != "v":
         # One round after the other, in it chunk by chunk; with one chunk this is microbatch after microbatch.

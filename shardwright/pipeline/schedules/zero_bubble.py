@@ -13,7 +13,7 @@ from ..placement import Placement
 
 
 def zero_bubble(placement: Placement, rank: int, num_microbatches: int) -> list[Action]:
-    """Bubble of (p - 1) slots out of 3 m + p - 1 for F = I = W: a third of 1F1B's 3 (p - 1)."""
+    """Bubble of (p - 1) slots out of 3 m + p - 1 for F = I = W and m >= p: a third of 1F1B's 3 (p - 1)."""
     stage = placement.stage_of(rank, 0)
     num_warmup = min(num_microbatches, placement.num_ranks - 1 - rank)
     num_steady = num_microbatches - num_warmup
