@@ -43,7 +43,8 @@ class Placement:
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """Index of the stage that `rank` holds as its chunk number `chunk`."""
-        assert 0 <= rank < self.num_ranks and 0 <= chunk < self.num_chunks, (rank, chunk, self)
+        assert 0 <= rank < self.num_ranks, (rank, self)
+        assert 0 <= chunk < self.num_chunks, (chunk, self)
         if self.style == "v" and chunk == 1:
             return self.num_stages - 1 - rank
         return chunk * self.num_ranks + rank
