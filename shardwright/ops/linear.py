@@ -1,0 +1,238 @@
+"""Linears on local shards: column, row and plain, with overlapped and deferrable weight gradients.
+
+Shapes, with T tokens in any number of leading dims, n the size of the group:
+
+    column   x [T, I]     W [O/n, I]     b [O/n]     y [T, O/n]
+    row      x [T, I/n]   W [O, I/n]     b [O]       y [T, O]
+    plain    x [T, I]     W [O, I]       b [O]       y [T, O]
+
+`transposed=True` is the Conv1D layout: weights are [in, out], W below stands for their transpose.
+
+[Note: one all-reduce for linears that share an input]
+
+dx of a column linear is a partial sum, to be all-reduced. q, k and v read the same x; gate and up do. Reducing each dx would send three
+times what one reduction of the sum sends, so all column linears called on the *same tensor object* take it through one shared node:
+
+    x -> Open(x, W_first) -> x1 -> Launch -> x2 -> linear(x2, w1)     first caller, w1 is W_first passed through Open
+                    |                       |---> linear(x2, W)       every later caller
+                    `-> w1
+
+Autograd itself counts the users of x2: Launch runs when dx of all of them has been summed, however many they are and whichever of them the
+loss depends on, and starts the all-reduce. Open depends on Launch and on the gradient of w1; the first caller's backward has left
+(x, dy) for it instead of computing dW, so Open computes dW = dy^T x while the collective is in flight, waits and returns both. Everything
+reaches autograd as ordinary gradients: accumulation hooks fire, `torch.autograd.grad` works, nothing depends on the engine's order of
+execution. The link from x to x2 is an attribute of x, so it lives exactly as long as x; it is not used again once x was modified in place.
+
+Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes projections that a
+cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not depend on one of them; a
+copy-to-group at the boundary of the module (`ops.collective.copy_to_group`, right where the consumers are not linears) cannot overlap.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import Parameter
+
+from shardwright.comm.collectives import all_reduce_async
+from shardwright.comm.handle import Handle
+
+from .collective import all_reduce, reduce_scatter_to_group
+from .weight_grad import active_store, deferral_possible
+
+_SHARED = "_shardwright_shared_input"
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *, transposed: bool = False) -> Tensor:
+    """Column-parallel linear on a replicated x; the output is this rank's columns.
+
+    forward   y = x W^T + b
+    dgrad     dx = sum over ranks of dy W, started asynchronously, once for all column linears on this x
+    wgrad     dW = dy^T x, db = sum over tokens of dy; dW of the first of them overlaps with the collective
+
+    See [Note: one all-reduce for linears that share an input].
+    """
+    if group.size() == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return linear(x, weight, bias, transposed=transposed)
+    shared = _shared_input(x, group)
+    if shared is not None:
+        return _linear(shared, weight, bias, weight, transposed, None)
+    link = _Link(group)
+    opened, first_weight = _Open.apply(x, weight, link, transposed)
+    launched = _Launch.apply(opened, link)
+    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(launched, x._version, x.grad_fn)})
+    return _linear(launched, first_weight, bias, weight, transposed, link if weight.requires_grad else None)
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    transposed: bool = False,
+    scatter_dim: int | None = None,
+) -> Tensor:
+    """Row-parallel linear on this rank's slice of the features; the output is replicated.
+
+    forward   y = sum over ranks of x W^T, then + b (b is replicated and added once)
+    dgrad     dx = dy W
+    wgrad     dW = dy^T x, db = sum over tokens of dy
+
+    With `scatter_dim` the sum is reduce-scattered along that dim instead (sequence parallelism): y and dy hold this rank's part of the
+    tokens, dy is gathered in backward, and db is partial over the group.
+    """
+    if group.size() == 1:
+        return linear(x, weight, bias, transposed=transposed)
+    partial = linear(x, weight, None, transposed=transposed)
+    y = _ReduceFresh.apply(partial, group) if scatter_dim is None else reduce_scatter_to_group(partial, group, scatter_dim)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    """Linear without communication whose weight gradient a `WeightGradStore` can postpone.
+
+    forward   y = x W^T + b
+    dgrad     dx = dy W
+    wgrad     dW = dy^T x, db = sum over tokens of dy
+    """
+    return _linear(x, weight, bias, weight, transposed, None)
+
+
+class _Link:
+    """What the nodes of one shared input tell each other during a backward."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.reduction: Handle[Tensor] | None = None
+        self.operands: tuple[Tensor, Tensor] | None = None  # x [T, I] and dy [T, O] of the first caller
+
+
+class _Shared(NamedTuple):
+    launched: Tensor  # x2 of the note
+    version: int  # of x when it was shared
+    grad_fn: torch.autograd.graph.Node | None
+
+
+def _shared_input(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+    shared = getattr(x, _SHARED, {}).get(group)
+    if shared is None or shared.version != x._version or shared.grad_fn is not x.grad_fn:
+        return None
+    return shared.launched
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None) -> Tensor:
+    """`weight` is what autograd differentiates, `param` the module's own parameter, which may be the same object."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if link is None and not deferral_possible():
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    return _Linear.apply(x, weight, bias, _Owner(param, bias), transposed, link)
+
+
+class _Owner:
+    """Carries the parameter objects past autograd, which would hand tensors back as aliases."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight if isinstance(weight, Parameter) else None
+        self.bias = bias if isinstance(bias, Parameter) else None
+
+
+def _weight_grad(x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
+    return x.t().mm(dy) if transposed else dy.t().mm(x)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, owner: _Owner, transposed: bool, link: _Link | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.owner, ctx.transposed, ctx.link = owner, transposed, link
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        transposed, owner, store = ctx.transposed, ctx.owner, active_store()
+        dx = dw = db = None
+        flat_dy = dy.reshape(-1, dy.shape[-1])
+        if need_x:
+            dx = flat_dy.mm(weight.t() if transposed else weight).view(x.shape)
+        if need_weight:
+            flat_x = x.reshape(-1, x.shape[-1])
+            if store is not None and owner.weight is not None:
+                store.put(owner.weight, lambda: _weight_grad(flat_x, flat_dy, transposed))
+            elif ctx.link is not None:
+                ctx.link.operands = (flat_x, flat_dy)
+                dw = weight.new_empty(()).expand(weight.shape)  # stands in for dW, which _Open computes
+            else:
+                dw = _weight_grad(flat_x, flat_dy, transposed)
+        if need_bias:
+            if store is not None and owner.bias is not None:
+                store.put(owner.bias, lambda: flat_dy.sum(0))
+            else:
+                db = flat_dy.sum(0)
+        return dx, dw, db, None, None, None
+
+
+class _Open(torch.autograd.Function):
+    """forward (x, W) -> (x, W);  backward: dW while dx is on its way, then dx."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, link: _Link, transposed: bool) -> tuple[Tensor, Tensor]:
+        ctx.link, ctx.transposed = link, transposed
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+        link = ctx.link
+        if dw is not None and link.operands is not None:
+            dw = _weight_grad(*link.operands, ctx.transposed)
+        link.operands = None
+        if link.reduction is not None:
+            dx = link.reduction.wait()
+            link.reduction = None
+        return dx, dw, None, None
+
+
+class _Launch(torch.autograd.Function):
+    """forward x -> x;  backward: start summing dx over the ranks. The gradient that it returns is complete once `_Open` has waited."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, link: _Link) -> Tensor:
+        ctx.link = link
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dx: Tensor) -> tuple[Tensor, None]:
+        # Only linears use x2, and the gradients of linears are fresh matrices or fresh sums of them: reducing in place is safe.
+        dx = dx.contiguous()
+        ctx.link.reduction = all_reduce_async(dx, ctx.link.group)
+        return dx, None
+
+
+class _ReduceFresh(torch.autograd.Function):
+    """Sum over the ranks of the output of a matrix product that nobody else holds.
+
+    forward   y = sum over ranks of x, in the memory of x
+    backward  dx = dy
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
