@@ -21,7 +21,8 @@ Autograd itself counts the users of x2: Launch runs when dx of all of them has b
 loss depends on, and starts the all-reduce. Open depends on Launch and on the gradient of w1; the first caller's backward has left
 (x, dy) for it instead of computing dW, so Open computes dW = dy^T x while the collective is in flight, waits and returns both. Everything
 reaches autograd as ordinary gradients: accumulation hooks fire, `torch.autograd.grad` works, nothing depends on the engine's order of
-execution. The link from x to x2 is an attribute of x, so it lives exactly as long as x; it is not used again once x was modified in place.
+execution. x knows x2 by a weak reference that the first caller's node keeps alive, so nothing outlives the graph, and x2 is not used again
+once x was modified in place.
 
 Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes projections that a
 cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not depend on one of them; a
@@ -30,6 +31,7 @@ copy-to-group at the boundary of the module (`ops.collective.copy_to_group`, rig
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -65,8 +67,10 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.Pr
     link = _Link(group)
     opened, first_weight = _Open.apply(x, weight, link, transposed)
     launched = _Launch.apply(opened, link)
-    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(launched, x._version, x.grad_fn)})
-    return _linear(launched, first_weight, bias, weight, transposed, link if weight.requires_grad else None)
+    y = _linear(launched, first_weight, bias, weight, transposed, link)
+    y.grad_fn.launched = launched
+    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(weakref.ref(launched), x._version)})
+    return y
 
 
 def row_linear(
@@ -114,16 +118,13 @@ class _Link:
 
 
 class _Shared(NamedTuple):
-    launched: Tensor  # x2 of the note
+    launched: weakref.ref[Tensor]  # x2 of the note
     version: int  # of x when it was shared
-    grad_fn: torch.autograd.graph.Node | None
 
 
 def _shared_input(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    shared = getattr(x, _SHARED, {}).get(group)
-    if shared is None or shared.version != x._version or shared.grad_fn is not x.grad_fn:
-        return None
-    return shared.launched
+    shared: _Shared | None = getattr(x, _SHARED, {}).get(group)
+    return shared.launched() if shared is not None and shared.version == x._version else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None) -> Tensor:
