@@ -78,14 +78,19 @@ class Receive:
         self._buffers: list[Tensor] | None = None
         self._works: list[dist.Work] = []
 
-    def wait_tensors(self) -> list[Tensor]:
-        """The tensors of the message, none of which requires grad yet. On CUDA only the current stream waits."""
+    def complete(self) -> None:
+        """Wait until the data is here, and leave it where it is. On CUDA only the current stream waits."""
         if self._buffers is None:
             self._comm._post_until(self)
-        assert self._buffers is not None
         for work in self._works:
             work.wait()
-        buffers, self._works, self._buffers = self._buffers, [], []
+        self._works = []
+
+    def wait_tensors(self) -> list[Tensor]:
+        """The tensors of the message, none of which requires grad yet."""
+        self.complete()
+        assert self._buffers is not None
+        buffers, self._buffers = self._buffers, []
         return buffers
 
     def wait(self) -> Any:
@@ -123,6 +128,10 @@ class PipeComm:
         ValueError, before anything is sent, if `payload` is not like the earlier ones of this key.
         """
         header, tensors = take_apart(payload)
+        self.isend_message(header, tensors, destination, key)
+
+    def isend_message(self, header: Header, tensors: Sequence[Tensor], destination: int, key: Hashable) -> None:
+        """`isend` for a payload that has been taken apart already."""
         headers = self._sent_headers.get(destination)
         if headers is None:
             headers = self._sent_headers[destination] = _Headers()
