@@ -50,19 +50,32 @@ class _Headers:
             self._by_key.popitem(last=False)
 
 
-class _Sent:
-    """A message that has left: its operations, the tensors they read, and whether its receiver may be late posting it."""
+class Sent:
+    """A message on its way: its operations, the tensors they read, and whether its receiver may be late posting it.
 
-    __slots__ = ("may_be_late", "tensors", "works")
+    The communicator owns it and waits for it in the end. Who learns in another way that the message has arrived, such as by the
+    answer to it, calls `wait` to let go of the data at once.
+    """
+
+    __slots__ = ("_tensors", "_works", "may_be_late")
 
     def __init__(self, works: list[dist.Work], tensors: list[Tensor], may_be_late: bool) -> None:
-        self.works = works
-        self.tensors = tensors
+        self._works = works
+        self._tensors = tensors
         self.may_be_late = may_be_late
 
+    @property
+    def pending(self) -> bool:
+        """Whether nobody has waited for it yet."""
+        return bool(self._tensors)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
-        for work in self.works:
+        for work in self._works:
             work.wait()
+        self._works, self._tensors = [], []
 
 
 class Receive:
@@ -119,36 +132,35 @@ class PipeComm:
         self._max_in_flight = 2 * self.size
         self._sent_headers: dict[int, _Headers] = {}
         self._known_headers: dict[int, _Headers] = {}
-        self._in_flight: dict[int, deque[_Sent]] = {}
+        self._in_flight: dict[int, deque[Sent]] = {}
         self._unposted: dict[int, deque[Receive]] = {}
 
-    def isend(self, payload: Any, destination: int, key: Hashable) -> None:
+    def isend(self, payload: Any, destination: int, key: Hashable) -> Sent:
         """Send `payload` to rank `destination`, which calls `irecv` with the same key.
 
         ValueError, before anything is sent, if `payload` is not like the earlier ones of this key.
         """
         header, tensors = take_apart(payload)
-        self.isend_message(header, tensors, destination, key)
+        return self.isend_message(header, tensors, destination, key)
 
-    def isend_message(self, header: Header, tensors: Sequence[Tensor], destination: int, key: Hashable) -> None:
+    def isend_message(self, header: Header, tensors: Sequence[Tensor], destination: int, key: Hashable) -> Sent:
         """`isend` for a payload that has been taken apart already."""
         headers = self._sent_headers.get(destination)
         if headers is None:
             headers = self._sent_headers[destination] = _Headers()
         known = headers.get(key)
+        wire = [self._wire(tensor) for tensor in tensors]
         if known is None:
             headers.put(key, header)
-            prefix = self._encode(header, key)
-            self._send(prefix + [self._wire(tensor) for tensor in tensors], destination, may_be_late=True)
-        elif known == header:
-            self._send([self._wire(tensor) for tensor in tensors], destination, may_be_late=False)
-        else:
+            return self._send(self._encode(header, key) + wire, destination, may_be_late=True)
+        if known != header:
             raise ValueError(
                 f"the message {key!r} from pipeline rank {self.rank} to {destination} is not like the earlier ones of this key, so the "
                 f"receiver's buffers would not fit it.\n  now:     {header}\n  earlier: {known}\n"
                 "Microbatches of different shapes need different keys; after freezing or unfreezing parameters, or changing what stages "
                 "send, call forget_headers() on all ranks."
             )
+        return self._send(wire, destination, may_be_late=False)
 
     def irecv(self, source: int, key: Hashable) -> Receive:
         """Receive the next message from rank `source`, which sends it with the same key."""
@@ -165,9 +177,9 @@ class PipeComm:
             self._post(receive)
         return receive
 
-    def isend_tensors(self, tensors: Sequence[Tensor], destination: int) -> None:
+    def isend_tensors(self, tensors: Sequence[Tensor], destination: int) -> Sent:
         """Send bare tensors, whose shapes and dtypes the receiver knows."""
-        self._send([self._wire(tensor) for tensor in tensors], destination, may_be_late=False)
+        return self._send([self._wire(tensor) for tensor in tensors], destination, may_be_late=False)
 
     def irecv_tensors(self, metas: Sequence[TensorMeta], source: int) -> Receive:
         """Receive bare tensors; take them with `wait_tensors`."""
@@ -197,22 +209,23 @@ class PipeComm:
 
     # Posting ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, tensors: list[Tensor], destination: int, may_be_late: bool) -> None:
+    def _send(self, tensors: list[Tensor], destination: int, may_be_late: bool) -> Sent:
         in_flight = self._in_flight.get(destination)
         if in_flight is None:
             in_flight = self._in_flight[destination] = deque()
         self._drop_finished(in_flight)
         works = [dist.isend(tensor, group=self.group, group_dst=destination) for tensor in tensors if tensor.numel() > 0]
-        in_flight.append(_Sent([work for work in works if work is not None], tensors, may_be_late))
+        sent = Sent([work for work in works if work is not None], tensors, may_be_late)
+        in_flight.append(sent)
+        return sent
 
-    def _drop_finished(self, in_flight: deque[_Sent]) -> None:
-        if self._completion_is_known:
-            while in_flight and all(work.is_completed() for work in in_flight[0].works):
-                in_flight.popleft()
-            return
-        # A receiver that awaits a header posts late, possibly after something that this rank has yet to send.
-        while len(in_flight) >= self._max_in_flight and not in_flight[0].may_be_late:
-            in_flight.popleft().wait()
+    def _drop_finished(self, in_flight: deque[Sent]) -> None:
+        while in_flight and (in_flight[0].is_completed() if self._completion_is_known else not in_flight[0].pending):
+            in_flight.popleft()
+        if not self._completion_is_known:
+            # A receiver that awaits a header posts late, possibly after something that this rank has yet to send.
+            while len(in_flight) >= self._max_in_flight and not in_flight[0].may_be_late:
+                in_flight.popleft().wait()
 
     def _post(self, receive: Receive) -> None:
         assert receive.header is not None

@@ -2,7 +2,8 @@
 
 [Note: what is held, and until when]
     received tensors   from the post of their receive to the backward (they are leaves whose gradients go back)
-    output tensors     until they have been sent; the backward needs their place in the graph (`GradientEdge`), not their data
+    output tensors     until they have been received, at the latest when their gradients come back; the backward needs only
+                       their place in the graph (`GradientEdge`)
     the graph          from F to B or I; then the weight-gradient store holds what W needs
     gradients to send  until they have been sent
 So memory follows the activations in flight, which the schedule bounds, and never the number of microbatches.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..comm.p2p import PipeComm, Receive
+from ..comm.p2p import PipeComm, Receive, Sent
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..ops.weight_grad import WeightGradStore
 from .actions import Action, Kind, table
@@ -155,7 +156,7 @@ class PipelineRuntime:
                     else:
                         with recorder.span(actions[step]):
                             handlers[kind](stage, microbatch)
-                    step += 1  # noqa: SIM113  (after the action, so that it names the one that failed)
+                    step += 1
                 self.comm.flush()
         except Exception as error:
             self._abandon_step()
@@ -195,7 +196,7 @@ class PipelineRuntime:
             if self._rank_of[stage + 1] == self.comm.rank:
                 self._handed_over[stage + 1, microbatch] = (header, [tensor.detach() for tensor in tensors])
             else:
-                self._outgoing[Kind.F, stage, microbatch] = (header, tensors)
+                self._outgoing[stage, microbatch] = (header, tensors)
             if self._training:
                 edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
                 metas = [meta for meta in header.tensors if meta.requires_grad]
@@ -235,6 +236,8 @@ class PipelineRuntime:
                 grads = self._handed_back.pop((stage, microbatch))
             else:
                 grads = self._receives.pop((Kind.B, stage, microbatch)).wait_tensors()
+                if self._overlap:
+                    self._sent.pop((stage, microbatch)).wait()  # it has arrived, for this is the answer: let go of the outputs
         if self.recorder is not None:
             self.recorder.inputs_arrived()
         with self._weight_grads.deferring((stage, microbatch)) if defer and self._weight_grads is not None else nullcontext():
@@ -261,18 +264,20 @@ class PipelineRuntime:
         return (stage, self._shape_keys[microbatch], self._training)
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
-        header, tensors = self._outgoing.pop((Kind.F, stage, microbatch))
-        self.comm.isend_message(header, tensors, self._rank_of[stage + 1], self._key(stage + 1, microbatch))
+        header, tensors = self._outgoing.pop((stage, microbatch))
+        sent = self.comm.isend_message(header, tensors, self._rank_of[stage + 1], self._key(stage + 1, microbatch))
         if not self._overlap:
-            self.comm.flush()
+            sent.wait()
+        elif self._training:
+            self._sent[stage, microbatch] = sent
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         self._keep(self.comm.irecv(self._rank_of[stage - 1], self._key(stage, microbatch)), (Kind.F, stage, microbatch))
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        self.comm.isend_tensors(self._outgoing_grads.pop((stage, microbatch)), self._rank_of[stage - 1])
+        sent = self.comm.isend_tensors(self._outgoing_grads.pop((stage, microbatch)), self._rank_of[stage - 1])
         if not self._overlap:
-            self.comm.flush()
+            sent.wait()
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
         metas = self._live[stage, microbatch].metas
@@ -293,7 +298,8 @@ class PipelineRuntime:
         self._num_live = self._peak_live = 0
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
-        self._outgoing: dict[tuple[Kind, int, int], tuple[Header, list[Tensor]]] = {}
+        self._sent: dict[tuple[int, int], Sent] = {}
+        self._outgoing: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
         self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
         # Between two chunks of this rank nothing is sent: the turn of a V.
         self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}

@@ -11,7 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.ops.linear import linear
 
 HIDDEN = 5
-NUM_LAYERS = 12  # divisible by the stages of 2 and 4 ranks times 1, 2 and 3 chunks
+NUM_LAYERS = 12
+
+
+def layers_of(stage: int, num_stages: int) -> range:
+    """Layers of a stage; 8 stages get 1 or 2 each."""
+    return range(stage * NUM_LAYERS // num_stages, (stage + 1) * NUM_LAYERS // num_stages)
 
 
 class Layer(nn.Module):
@@ -52,8 +57,7 @@ class ToyStage:
         self.model, self.stage, self.num_stages, self.microbatches = model, stage, num_stages, microbatches
         self.checkpointing = checkpointing
         self.tokens = sum(tokens.numel() for tokens in microbatches)
-        width = NUM_LAYERS // num_stages
-        self.layers = [model.layers[i] for i in range(stage * width, (stage + 1) * width)]
+        self.layers = [model.layers[i] for i in layers_of(stage, num_stages)]
 
     def forward(self, received: Any, microbatch: int) -> Any:
         tokens = self.microbatches[microbatch]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_toy import NUM_LAYERS, ToyModel, ToyStage, make_batch, reference
+from pipeline_toy import ToyModel, ToyStage, layers_of, make_batch, reference
 from torch import Tensor
 
 from shardwright.comm.p2p import PipeComm
@@ -30,8 +30,7 @@ def shape_keys(microbatches: list[Tensor]) -> list[tuple[int, ...]]:
 def own_gradients(model: ToyModel, runtime: PipelineRuntime, rank: int) -> dict[str, Tensor]:
     """Gradients of the parameters that this rank's stages hold; all others must have none."""
     placement = runtime.placement
-    width = NUM_LAYERS // placement.num_stages
-    held = {i for stage in placement.stages_of(rank) for i in range(stage * width, (stage + 1) * width)}
+    held = {i for stage in placement.stages_of(rank) for i in layers_of(stage, placement.num_stages)}
     gradients = {}
     for name, param in model.named_parameters():
         part, _, rest = name.partition(".")
@@ -142,7 +141,7 @@ class _Counting(ToyStage):
 
     def forward(self, received: Any, microbatch: int) -> Any:
         if microbatch % 4 == 3:
-            alive = sum(1 for thing in gc.get_objects() if isinstance(thing, Tensor) and tuple(thing.shape) == (2, 3, 5))
+            alive = sum(1 for thing in gc.get_objects() if type(thing) is Tensor and tuple(thing.shape) == (2, 3, 5))
             _Counting.peak = max(_Counting.peak, alive)
         return super().forward(received, microbatch)
 

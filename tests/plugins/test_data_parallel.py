@@ -30,7 +30,9 @@ def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = zoo.build("llama", dtype=dtype).train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
-    return model, torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2)
+    return model, torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2
+    )
 
 
 def reference(dtype: torch.dtype, world_size: int, max_norm: float) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -97,7 +99,9 @@ def test_matches_one_process(name: str, settings: dict[str, Any], world_size: in
         for mine, expected in ((result[1], gradients), (result[2], weights)):
             assert mine.keys() == expected.keys()
             for key in expected:
-                torch.testing.assert_close(mine[key], expected[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}")
+                torch.testing.assert_close(
+                    mine[key], expected[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+                )
 
 
 def test_hybrid_sharding_matches_one_process() -> None:
