@@ -25,7 +25,8 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-_FUSABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# Not SGD: its fused kernel fails when one parameter has a momentum buffer and another none yet (torch 2.13).
+_FUSABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def is_elementwise(optim: Optimizer) -> bool:

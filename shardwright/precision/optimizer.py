@@ -96,6 +96,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             raise ValueError("backward after step without zero_grad: the last gradients are still there; call zero_grad() first")
         self._clip = None
         self._raw_norm = None
+        self._grad_norm = None
 
     def _after_backward(self) -> None:
         """Called when a backward started through this wrapper has returned."""

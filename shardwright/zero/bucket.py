@@ -187,9 +187,12 @@ class GradReducer:
 
     def reopen(self) -> None:
         """Make buckets that were reduced without a zero_grad since ready for more gradients (see [Note: a second backward])."""
-        if not self._reduced or not self.launch_in_backward:
+        if not self.launch_in_backward:
             return
-        self._settle_all()
+        if any(flight.final for flight in self._flying):
+            self._settle_all()
+        if not self._reduced:
+            return
         self.wait_stream()
         for index in self._reduced:
             bucket = self.buckets[index]

@@ -192,7 +192,7 @@ def plan_runs(plan: BucketPlan, shard: int, cut: Iterable[Slot] = ()) -> list[Ru
             runs[-1] = runs[-1]._replace(slots=(*runs[-1].slots, slot))
         else:
             runs.append(Run(start, start, slot.entry.group, (slot,)))
-    if plan.whole:
+    if plan.whole or not runs:
         return runs
     # Every run reaches up to the next one; the last takes the padding at the end.
     stops = [run.start for run in runs[1:]] + [plan.shard_numel]
