@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from zero_cases import SAMPLES, Model, Plan, Trace, adafactor, adamw, batch, loss_of, reference, sgd, uses
+from zero_cases import SAMPLES, Model, Plan, Trace, adafactor, batch, loss_of, reference, sgd, uses
 
 from shardwright.cluster.mesh import ParallelMesh
 from shardwright.testing import run_ranks
@@ -56,10 +56,14 @@ def assert_same(trace: Trace, expected: Trace, tolerance: float, label: str) -> 
         assert abs(got - wanted) <= tolerance * max(1.0, wanted), f"{label}: norm of step {step}: {got} != {wanted}"
     for step, (got, wanted) in enumerate(zip(trace.grads, expected.grads, strict=True)):
         for name, value in wanted.items():
-            torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, s=step: f"{label}: grad {n} step {s}: {m}")
+            torch.testing.assert_close(
+                got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, s=step: f"{label}: grad {n} step {s}: {m}"
+            )
     for step, (got, wanted) in enumerate(zip(trace.weights, expected.weights, strict=True)):
         for name, value in wanted.items():
-            torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, s=step: f"{label}: {n} step {s}: {m}")
+            torch.testing.assert_close(
+                got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, s=step: f"{label}: {n} step {s}: {m}"
+            )
 
 
 def assert_bitwise(trace: Trace, expected: Trace, label: str) -> None:
