@@ -62,7 +62,7 @@ def test_every_axis_agrees_with_itself(kwargs: dict) -> None:
         "ring_attention": {"dp": 8, "pp": 4, "tp": 1, "sp": 2},
     }["".join(kwargs)]
     assert strides == expected
-    assert sorted(sum(mesh["device_mesh"], [])) == sorted(mesh["ranks"]["dp_sp"])
+    assert sorted(rank for row in mesh["device_mesh"] for rank in row) == sorted(mesh["ranks"]["dp_sp"])
 
 
 @pytest.mark.parametrize(
