@@ -200,8 +200,9 @@ print(json.dumps([name for name in {HEAVY!r} if name in sys.modules and name not
 def test_names_are_resolved_when_first_used() -> None:
     code = """
 import shardwright
-for name in ("launch_from_torch", "Booster", "plugins"):
-    assert name in dir(shardwright) and name not in vars(shardwright), name
+names = ("launch_from_torch", "Booster", "plugins")
+assert set(names) <= set(dir(shardwright)) and not set(names) & set(vars(shardwright))
+for name in names:
     assert getattr(shardwright, name) is vars(shardwright)[name]
 """
     run_python(code)
