@@ -50,6 +50,7 @@ PRIVATE_TORCH_ALLOWED = {
     "zero/fsdp": "hooks of fully_shard",
     "checkpoint/describe": "describing shards to the checkpoint format",
     "cluster/launch": "the store of the fake backend, which has no public name",
+    "precision/policy": "the common base class of batch norms",
     "utils/tensors": "pytree functions, which have no public name in torch 2.11",
 }
 HEAVY = ("transformers", "datasets", "deepspeed", "xformers", "flash_attn", "triton")
@@ -133,9 +134,14 @@ def test_transformers_is_imported_only_where_models_are_handled() -> None:
 
 
 def is_private(dotted: str) -> bool:
-    """Whether a name of torch has a private part. Names below torch.ops are operators, whose underscores say nothing about stability."""
+    """Whether a name of torch has a private part.
+
+    Names below torch.ops are operators, whose underscores say nothing about stability; torch._foreach_* is in torch's reference.
+    """
     parts = dotted.split(".")
-    return parts[:2] != ["torch", "ops"] and any(part.startswith("_") and not part.endswith("__") for part in parts)
+    if parts[:2] == ["torch", "ops"] or dotted.startswith("torch._foreach_"):
+        return False
+    return any(part.startswith("_") and not part.endswith("__") for part in parts)
 
 
 def torch_names(path: Path) -> Iterator[Import]:

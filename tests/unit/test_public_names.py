@@ -130,7 +130,6 @@ PENDING = (
     "shardwright.plugins.DeepSpeedPlugin",
     "shardwright.plugins.HybridParallelPlugin",
     "shardwright.shardformer.",
-    "shardwright.optim.",
     "shardwright.lazy.",
 )
 PENDING_VERBS = ("train", "plan", "models", "generate")

@@ -40,8 +40,9 @@ class Console:
         self.enabled = enabled
 
     def introduce(self, history: History) -> None:
-        self.rich.print(f"\n[bold]A Llama with {history.parameters / 1e6:.2f} million random weights[/] on {history.layout}")
-        self.rich.print(f"{history.settings.steps} steps of {history.settings.tokens_per_step:,} tokens of an invented language")
+        self.rich.print(f"\n[bold]A Llama with {history.parameters / 1e6:.2f} million random weights[/]")
+        self.rich.print(f"on {history.layout}")
+        self.rich.print(f"{history.settings.steps} steps of {history.settings.tokens_per_step:,} tokens of an invented language,")
         self.rich.print(f"whose entropy, and so the best possible loss, is {history.lowest_loss:.3f}\n")
 
     @contextmanager
@@ -72,7 +73,9 @@ def _outcome(history: History) -> Table:
     first, last = history.evaluations[0].held_out_loss, history.evaluations[-1].held_out_loss
     table = _two_columns()
     table.add_row("held-out loss", f"{first:.3f} -> [bold]{last:.3f}[/]   (best possible {history.lowest_loss:.3f})")
-    table.add_row("speed", f"{history.tokens_per_second:,.0f} tokens/s, {history.seconds:.1f} s on {history.layout}")
+    table.add_row(
+        "speed", f"{history.tokens_per_second:,.0f} tokens/s, {history.seconds:.1f} s in all, on {history.settings.world_size} rank(s)"
+    )
     for kind, score in history.scores.items():
         table.add_row(kind, f"{score} questions answered right")
     return table
