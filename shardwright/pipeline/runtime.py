@@ -295,7 +295,8 @@ class PipelineRuntime:
         self._training = training
         self._overlap = overlap
         self._losses: list[Tensor] = []
-        self._num_live = self._peak_live = 0
+        self._num_live: int = 0
+        self._peak_live: int = 0
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
         self._sent: dict[tuple[int, int], Sent] = {}

@@ -140,8 +140,10 @@ class Timeline:
                 return fmean(seconds[Kind.B, stage]) / 2
             return fmean(seconds[kind, stage]) if (kind, stage) in seconds else 0.0
 
-        stages = range(self.placement.num_stages)
-        return Costs(*([cost(kind, stage) for stage in stages] for kind in (Kind.F, Kind.I, Kind.W)))
+        forward, input_grad, weight_grad = (
+            [cost(kind, stage) for stage in range(self.placement.num_stages)] for kind in (Kind.F, Kind.I, Kind.W)
+        )
+        return Costs(forward, input_grad, weight_grad)
 
     def ideal(self) -> Timeline:
         """The same schedule as the simulator runs it with the measured mean costs: no jitter, transfers free."""

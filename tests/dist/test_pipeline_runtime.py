@@ -72,7 +72,7 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: lis
             else:
                 assert result.losses == []
             for name, gradient in own_gradients(model, runtime, rank).items():
-                torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-10, msg=lambda text: f"{where} {name}: {text}")
+                assert torch.allclose(gradient, gradients[name], rtol=1e-10, atol=1e-10), (where, name)
                 # Microbatches add up in the same order whatever the schedule, so not a bit may differ.
                 assert torch.equal(gradient, first.setdefault((m, name), gradient.clone())), (where, name)
             assert sorted(reduced) == list(range(chunks)), where
@@ -121,15 +121,14 @@ def _memory(rank: int, world_size: int, style: str, chunks: int) -> int:
     for m in (8, 32):
         microbatches = [torch.zeros(2, 3, dtype=torch.int64) for _ in range(m)]
         model = ToyModel()
-        runtime = PipelineRuntime(
-            PipeComm(dist.group.WORLD), placement, [_Counting(model, s, placement.num_stages, microbatches) for s in placement.stages_of(rank)]
-        )
+        stages = [_Counting(model, s, placement.num_stages, microbatches) for s in placement.stages_of(rank)]
+        runtime = PipelineRuntime(PipeComm(dist.group.WORLD), placement, stages)
         runtime.run(lower(schedules.get(style, world_size, m, chunks)), shape_keys(microbatches))
         peaks.append(_Counting.peak)
         _Counting.peak = 0
         assert all(not pending for pending in runtime.comm._in_flight.values())
         assert all(not pending for pending in runtime.comm._unposted.values())
-        del runtime
+        del runtime, stages
     assert peaks[1] <= peaks[0] * 1.25, peaks
     return peaks[1]
 
