@@ -1,6 +1,5 @@
 """The tensor-parallel layers, for people who write their own policy or model."""
 
-from shardwright.shardformer.layer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from shardwright.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
 from shardwright.shardformer.layer.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row
 from shardwright.shardformer.layer.loss import cross_entropy_1d
@@ -8,8 +7,6 @@ from shardwright.shardformer.layer.norm import FusedLayerNorm, FusedRMSNorm
 from shardwright.shardformer.layer.parallel_module import ParallelModule
 
 __all__ = [
-    "DropoutForParallelInput",
-    "DropoutForReplicatedInput",
     "Embedding1D",
     "FusedLayerNorm",
     "FusedLinear1D_Col",
