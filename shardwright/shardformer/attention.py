@@ -45,9 +45,9 @@ class LocalHeads(Style):
         module, rank, ranks = site.module, site.parallel.rank, site.parallel.size
         geometry = self.geometry or HeadGeometry.of(module)
         heads, kv_heads = geometry.local_heads(rank, ranks), geometry.local_kv_heads(rank, ranks)
-        replaced = {name: (geometry.num_heads, heads) for name in QUERY_HEADS}
-        replaced |= {name: (geometry.num_kv_heads, kv_heads) for name in KEY_VALUE_HEADS}
-        replaced |= {name: (geometry.heads_per_key, heads // kv_heads) for name in HEADS_PER_KEY}
+        replaced = dict.fromkeys(QUERY_HEADS, (geometry.num_heads, heads))
+        replaced |= dict.fromkeys(KEY_VALUE_HEADS, (geometry.num_kv_heads, kv_heads))
+        replaced |= dict.fromkeys(HEADS_PER_KEY, (geometry.heads_per_key, heads // kv_heads))
         for name, (full, local) in replaced.items():
             if module.__dict__.get(name) == full:
                 setattr(module, name, local)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.layer.parallel_module import ParallelGroup, group_or_all
 
 
 @dataclass(kw_only=True)
@@ -59,12 +59,7 @@ class ShardConfig:
     @property
     def parallel(self) -> ParallelGroup:
         """The tensor-parallel ranks."""
-        group = self.tensor_parallel_process_group
-        if group is None:
-            if not dist.is_initialized():
-                raise ValueError("tensor_parallel_process_group=None means all ranks, but there are none yet; call shardwright.launch_from_torch() first")
-            group = dist.group.WORLD
-        return ParallelGroup(group)
+        return ParallelGroup(group_or_all(self.tensor_parallel_process_group))
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -14,7 +14,6 @@ from shardwright.spec import PADDING
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
 HEADS_PER_KEY = ("num_key_value_groups", "num_kv_groups", "n_rep")
-HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
 
 
 class HeadGroup(NamedTuple):
@@ -30,6 +29,9 @@ class HeadGroup(NamedTuple):
 class HeadGeometry:
     """Head counts of an unsharded attention.
 
+    num_heads       query heads
+    num_kv_heads    key and value heads, of which it is a multiple
+
     Ranks get whole key/value heads with all their query heads where there are enough. When `ranks` is a multiple of the
     key/value heads, each of these is held by several ranks, which divide its query heads among themselves. What does not
     come out even is uneven as long as every rank has a head; else ranks without a head get one of zeros, which
@@ -38,7 +40,6 @@ class HeadGeometry:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,13 +60,7 @@ class HeadGeometry:
         if kv_heads is None and (groups := _first_int(attention, HEADS_PER_KEY)):
             kv_heads = heads // groups
         kv_heads = kv_heads or _first_int(config, KEY_VALUE_HEADS) or heads
-        dim = _first_int(attention, HEAD_DIM) or _first_int(config, HEAD_DIM)
-        if dim is None:
-            hidden = _first_int(config, ("hidden_size", "n_embd", "d_model"))
-            if hidden is None:
-                raise ValueError(f"{type(attention).__name__} keeps no head size ({', '.join(HEAD_DIM)}); give the plan a HeadGeometry")
-            dim = hidden // heads
-        return cls(heads, kv_heads, dim)
+        return cls(heads, kv_heads)
 
     def groups(self, rank: int, ranks: int) -> list[HeadGroup]:
         """The key/value heads of `rank`, each with the query heads that the rank computes."""
@@ -75,8 +70,9 @@ class HeadGeometry:
             kv, part = divmod(rank, holders)
             share, extra = divmod(per_key, holders)
             count = share + (part < extra)
-            start = kv * per_key + part * share + min(part, extra)
-            return [HeadGroup(kv, start, count, max(count, 1))]
+            if not count:
+                return [HeadGroup(PADDING, PADDING, 0, 1)]
+            return [HeadGroup(kv, kv * per_key + part * share + min(part, extra), count, count)]
         share, extra = divmod(self.num_kv_heads, ranks)
         count = share + (rank < extra)
         if not count:

@@ -16,7 +16,18 @@ from dataclasses import dataclass, field
 import torch.nn as nn
 
 from shardwright.shardformer.layer.parallel_module import ParallelGroup
-from shardwright.shardformer.styles import NAMED, Column, HiddenEmbedding, PartialSum, Row, ShardedParameter, Site, Style, VocabEmbedding, VocabHead
+from shardwright.shardformer.styles import (
+    NAMED,
+    Column,
+    HiddenEmbedding,
+    PartialSum,
+    Row,
+    ShardedParameter,
+    Site,
+    Style,
+    VocabEmbedding,
+    VocabHead,
+)
 from shardwright.spec import ParamSpec
 
 
@@ -109,8 +120,9 @@ class Plan:
 
     def _check_undecided(self, model: nn.Module, decisions: list[Decision]) -> None:
         if undecided := undecided_parameters(model, decisions):
+            shown = ", ".join(undecided[:5]) + (" ..." if len(undecided) > 5 else "")
             raise ValueError(
-                f"{self.source} shards modules next to {', '.join(undecided[:5])}{' ...' if len(undecided) > 5 else ''} of {type(model).__name__} "
+                f"{self.source} shards modules next to {shown} of {type(model).__name__} "
                 "without deciding on these parameters; add a rule for each: 'replicated' if it is applied to whole activations, "
                 "'partial_gradient' if it is applied to sharded ones, or a style that shards it"
             )

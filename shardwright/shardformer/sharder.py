@@ -90,10 +90,14 @@ class ModelSharder:
             if child.ignore_if_not_exist:
                 return
             raise ValueError(
-                f"{source}: {name or type(module).__name__} has no sub-module {child.suffix!r}; correct the suffix or set ignore_if_not_exist=True"
+                f"{source}: {name or type(module).__name__} has no sub-module {child.suffix!r}; "
+                "correct the suffix or set ignore_if_not_exist=True"
             ) from None
         if not hasattr(child.target_module, "from_native_module"):
-            raise ValueError(f"{source}: target_module {child.target_module!r} of {child.suffix!r} has no from_native_module; use a layer of shardformer.layer")
+            raise ValueError(
+                f"{source}: target_module {child.target_module!r} of {child.suffix!r} has no from_native_module; "
+                "use a layer of shardformer.layer"
+            )
         group = self.shard_config.parallel.group
         parent, _, last = suffix.rpartition(".")
         try:
@@ -123,7 +127,9 @@ def _describe_parameters(model: nn.Module) -> None:
 
 def _check_supported(config: ShardConfig) -> None:
     if config.enable_sequence_parallelism:
-        raise ValueError("enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; use the plugin or False")
+        raise ValueError(
+            "enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; use the plugin or False"
+        )
     if config.enable_jit_fused:
         raise ValueError("enable_jit_fused=True: no operation of this version has a just-in-time fused form; use torch.compile or False")
     if config.fp8_communication:

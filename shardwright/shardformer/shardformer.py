@@ -18,11 +18,11 @@ from shardwright.shardformer.sharder import ModelSharder
 class ShardFormer:
     """Shard HuggingFace models, or your own.
 
-        shardwright.launch_from_torch()
-        model, shared_params = ShardFormer(ShardConfig()).optimize(BertForMaskedLM(config))
-        loss = model(**batch).loss
-        loss.backward()
-        sync_shared_gradients(model.parameters(), group)
+    shardwright.launch_from_torch()
+    model, shared_params = ShardFormer(ShardConfig()).optimize(BertForMaskedLM(config))
+    loss = model(**batch).loss
+    loss.backward()
+    sync_shared_gradients(model.parameters(), group)
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -52,7 +52,9 @@ class ShardFormer:
         launch_from_torch(seed=seed, backend=backend)
         return DistCoordinator()
 
-    def shard_dataset(self, dataset: Dataset[Any], batch_size: int = 1, shuffle: bool = False, seed: int = 1024, **kwargs: Any) -> DataLoader[Any]:
+    def shard_dataset(
+        self, dataset: Dataset[Any], batch_size: int = 1, shuffle: bool = False, seed: int = 1024, **kwargs: Any
+    ) -> DataLoader[Any]:
         """A loader that gives the ranks of one tensor-parallel group the same batches, and every group its own part of the data."""
         size, rank = self.shard_config.tensor_parallel_size, dist.get_rank()
         ranks = dist.get_process_group_ranks(self.shard_config.parallel.group)

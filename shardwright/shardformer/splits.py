@@ -47,6 +47,9 @@ class Even:
         return deal(size, ranks)
 
 
+EVEN = Even()
+
+
 @dataclass(frozen=True)
 class Packed:
     """Fused parts one after the other (gate and up; GPT-2's q, k, v); every part is dealt for itself.
@@ -78,21 +81,26 @@ class Heads:
                 "packed"        [all q | all k | all v]
                 "interleaved"   for every key/value head: its q heads, k, v
     geometry    head counts; None reads them from the attention module that the layer belongs to
-    head_dim    features per head when it differs from the geometry's (value heads of latent attention)
+
+    Features per head follow from the size: key heads and value heads may differ, a gate may be fused to every head.
     """
 
     kind: Literal["q", "kv", "packed", "interleaved"]
     geometry: HeadGeometry | None = None
-    head_dim: int | None = None
 
     def pieces(self, size: int, ranks: int, parent: nn.Module) -> Pieces:
         geometry = self.geometry or HeadGeometry.of(parent)
-        dim = self.head_dim or geometry.head_dim
         count = geometry.rows(self.kind)
-        if count * dim != size:
-            raise ValueError(f"{size} features are not {count} heads of {dim} ({geometry}, {self.kind})")
+        dim, rest = divmod(size, count)
+        if rest:
+            raise ValueError(f"{size} features are not {count} heads ({geometry}, {self.kind}); give the plan the right HeadGeometry")
         return tuple(
-            _merged([Piece(start if start == PADDING else start * dim, length * dim) for start, length in geometry.local(self.kind, rank, ranks)])
+            _merged(
+                [
+                    Piece(start if start == PADDING else start * dim, length * dim)
+                    for start, length in geometry.local(self.kind, rank, ranks)
+                ]
+            )
             for rank in range(ranks)
         )
 
@@ -120,8 +128,9 @@ def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
     for piece in pieces:
         if not piece.length:
             continue
-        last = result[-1] if result else None
-        if last and (piece.is_padding and last.is_padding or not piece.is_padding and not last.is_padding and last.start + last.length == piece.start):
+        last = result[-1] if result else Piece(0, 0)
+        follows = last.is_padding if piece.is_padding else not last.is_padding and last.start + last.length == piece.start
+        if last.length and follows:
             result[-1] = Piece(last.start, last.length + piece.length)
         else:
             result.append(piece)

@@ -23,9 +23,18 @@ from shardwright.shardformer.layer.embedding import (
     vocab_class,
     vocab_specs,
 )
-from shardwright.shardformer.layer.linear import column_class, column_specs, is_conv1d, require_linear, row_class, row_specs
+from shardwright.shardformer.layer.linear import (
+    column_class,
+    column_specs,
+    input_size,
+    output_size,
+    require_linear,
+    row_class,
+    row_specs,
+    shape_of,
+)
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, shard_parameters
-from shardwright.shardformer.splits import Even, Heads, Packed, Pieces, Split, Vocabulary
+from shardwright.shardformer.splits import EVEN, Heads, Packed, Pieces, Split, Vocabulary
 from shardwright.spec import ParamSpec
 
 
@@ -91,14 +100,13 @@ class Column(Style):
     gather_output   whether every rank gets the whole output
     """
 
-    split: Split = Even()
+    split: Split = EVEN
     gather_output: bool = False
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
         require_linear(module, "a colwise style")
-        features = module.weight.shape[1 if is_conv1d(module) else 0]
-        return column_specs(site.name, module, site.pieces(self.split, features))
+        return column_specs(site.name, module, site.pieces(self.split, output_size(module)))
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         column_class(site.module).shard(site.module, site.parallel, dict(specs), self.gather_output)
@@ -111,14 +119,13 @@ class Row(Style):
     split_input     whether the input arrives whole
     """
 
-    split: Split = Even()
+    split: Split = EVEN
     split_input: bool = False
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
         require_linear(module, "a rowwise style")
-        features = module.weight.shape[0 if is_conv1d(module) else 1]
-        return row_specs(site.name, module, site.pieces(self.split, features))
+        return row_specs(site.name, module, site.pieces(self.split, input_size(module)))
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         row_class(site.module).shard(site.module, site.parallel, dict(specs), self.split_input)
@@ -133,7 +140,7 @@ class VocabEmbedding(Style):
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
         require_embedding(module, "vocab_embedding")
-        return vocab_specs(site.name, module, site.pieces(Vocabulary(self.multiple), module.weight.shape[0]))
+        return vocab_specs(site.name, module, site.pieces(Vocabulary(self.multiple), shape_of(module)[0]))
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         vocab_class(site.module).shard(site.module, site.parallel, dict(specs))
@@ -143,13 +150,13 @@ class VocabEmbedding(Style):
 class HiddenEmbedding(Style):
     """Embedding whose columns are dealt to the ranks: one per attention head (relative position bias), or the hidden size."""
 
-    split: Split = Even()
+    split: Split = EVEN
     gather_output: bool = False
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
         require_embedding(module, "hidden_embedding")
-        return hidden_specs(site.name, module, site.pieces(self.split, module.weight.shape[1]))
+        return hidden_specs(site.name, module, site.pieces(self.split, shape_of(module)[1]))
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         hidden_class(site.module).shard(site.module, site.parallel, dict(specs), self.gather_output)
@@ -165,8 +172,7 @@ class VocabHead(Style):
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
         require_linear(module, "vocab_head")
-        features = module.weight.shape[1 if is_conv1d(module) else 0]
-        return column_specs(site.name, module, site.pieces(Vocabulary(self.multiple), features))
+        return column_specs(site.name, module, site.pieces(Vocabulary(self.multiple), output_size(module)))
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         head_class(site.module).shard(site.module, site.parallel, dict(specs), self.gather_output)
@@ -177,7 +183,7 @@ class ShardedParameter(Style):
     """A parameter by itself, dealt along one dim (attention sinks, expert weights, a bias that is tied to a sharded one)."""
 
     dim: int = 0
-    split: Split = Even()
+    split: Split = EVEN
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         if site.parameter is None:
@@ -239,7 +245,7 @@ class _LatentForward(ParallelModule):
     rotary_dim: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        latent, rotary = super().forward(x).split([self.weight.shape[0] - self.rotary_dim, self.rotary_dim], -1)  # type: ignore[operator]
+        latent, rotary = super().forward(x).split([shape_of(self)[0] - self.rotary_dim, self.rotary_dim], -1)  # type: ignore[operator]
         return torch.cat([latent, copy_to_group(rotary, self.parallel.group)], -1)
 
 
@@ -259,7 +265,9 @@ class Custom(Style):
 
 def _module(site: Site, style: Style) -> nn.Module:
     if site.parameter is not None:
-        raise ValueError(f"{type(style).__name__} applies to a module, but the rule names a parameter; name its module, or use ShardedParameter")
+        raise ValueError(
+            f"{type(style).__name__} applies to a module, but the rule names a parameter; name its module, or use ShardedParameter"
+        )
     return site.module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardwright.ops.collective import reduce_from_group
 from shardwright.ops.embedding import vocab_embedding
-from shardwright.ops.vocab_shard import VocabShard
 from shardwright.ops.vocab_mode import mark_vocab_sharded
-from shardwright.shardformer.layer.linear import ColumnParallel, gather_features, join_name, shard_column
+from shardwright.ops.vocab_shard import VocabShard
+from shardwright.shardformer.layer.linear import ColumnParallel, gather_features, join_name, shape_of, shard_column
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
 from shardwright.shardformer.splits import Even, Pieces, Split, Vocabulary
 from shardwright.spec import ParamSpec
@@ -25,11 +25,14 @@ class VocabParallel(ParallelModule):
     ids [...] -> [..., H]; weight [V/n (padded), H]
     """
 
-    weight: nn.Parameter
+    weight: Tensor
     padding_idx: int | None
+    global_padding_idx: int | None
+    num_embeddings: int
+    vocabulary: VocabShard
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec]) -> nn.Module:
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec]) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.vocabulary = VocabShard.from_spec(specs["weight"], parallel.group)
@@ -47,7 +50,9 @@ class VocabParallel(ParallelModule):
             return vocab_embedding(ids, self.weight, shard, self.global_padding_idx)
         # A subclass does something of its own to the rows (scales them): let it, on this rank's rows.
         foreign = (ids < shard.start) | (ids >= shard.start + shard.length)
-        rows = super().forward((ids - shard.start).masked_fill(foreign, 0))
+        rows = super().forward(  # type: ignore[misc]
+            (ids - shard.start).masked_fill(foreign, 0)
+        )
         return reduce_from_group(rows.masked_fill(foreign.unsqueeze(-1), 0), shard.group)
 
     def extra_repr(self) -> str:
@@ -60,10 +65,13 @@ class HiddenParallel(ParallelModule):
     ids [...] -> [..., H/n], or [..., H] when gathered; weight [V, H/n]
     """
 
-    weight: nn.Parameter
+    weight: Tensor
+    embedding_dim: int
+    gather_output: bool
+    _gathered_pieces: Pieces
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> nn.Module:
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.gather_output = gather_output
@@ -72,7 +80,7 @@ class HiddenParallel(ParallelModule):
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        columns = super().forward(ids)
+        columns = super().forward(ids)  # type: ignore[misc]
         return gather_features(columns, self._gathered_pieces, self.parallel.group) if self.gather_output else columns
 
 
@@ -83,8 +91,10 @@ class LogitsParallel(ColumnParallel):
     `shardwright.ops.vocab_mode`). With `gather_output`, and while text is generated, [T, V] on every rank, without padding.
     """
 
+    vocabulary: VocabShard
+
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> nn.Module:
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
         layer = super().shard(module, parallel, specs, gather_output)
         layer.vocabulary = VocabShard.from_spec(specs["weight"], parallel.group)
         return layer
@@ -94,7 +104,7 @@ class LogitsParallel(ColumnParallel):
         return logits if self.gather_output else mark_vocab_sharded(logits, self.vocabulary)
 
 
-class Embedding1D(HiddenParallel, nn.Embedding):  # noqa: N801 (the name users know)
+class Embedding1D(HiddenParallel, nn.Embedding):
     """An embedding sharded over its hidden size.
 
     gather_output   whether the output has all columns on every rank
@@ -114,13 +124,15 @@ class Embedding1D(HiddenParallel, nn.Embedding):  # noqa: N801 (the name users k
         type(self).from_native_module(self, process_group, gather_output=gather_output)
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = True) -> nn.Module:
+    def _from_native(
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = True
+    ) -> nn.Module:
         require_embedding(module, cls.__name__)
-        pieces = (split or Even()).pieces(module.weight.shape[1], parallel.size, module)
+        pieces = (split or Even()).pieces(shape_of(module)[1], parallel.size, module)
         return hidden_class(module).shard(module, parallel, hidden_specs("", module, pieces), gather_output)
 
 
-class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):  # noqa: N801
+class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):
     """An embedding sharded over its vocabulary, padded so that every rank holds a multiple of `make_vocab_size_divisible_by` rows."""
 
     def __init__(
@@ -139,11 +151,11 @@ class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):  # noqa: N801
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, make_vocab_size_divisible_by: int = 64) -> nn.Module:
         require_embedding(module, cls.__name__)
-        pieces = Vocabulary(make_vocab_size_divisible_by).pieces(module.weight.shape[0], parallel.size, module)
+        pieces = Vocabulary(make_vocab_size_divisible_by).pieces(shape_of(module)[0], parallel.size, module)
         return vocab_class(module).shard(module, parallel, vocab_specs("", module, pieces))
 
 
-class VocabParallelLMHead1D(LogitsParallel, nn.Linear):  # noqa: N801
+class VocabParallelLMHead1D(LogitsParallel, nn.Linear):
     """A linear over the vocabulary, sharded and padded like `VocabParallelEmbedding1D`.
 
     gather_output   whether the logits of the whole vocabulary come out on every rank
@@ -174,12 +186,12 @@ class VocabParallelLMHead1D(LogitsParallel, nn.Linear):  # noqa: N801
 
 def vocab_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:
     """Layout of an embedding sharded over its vocabulary; `name` is the module's."""
-    return {"weight": ParamSpec(join_name(name, "weight"), tuple(module.weight.shape), 0, pieces)}
+    return {"weight": ParamSpec(join_name(name, "weight"), shape_of(module), 0, pieces)}
 
 
 def hidden_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:
     """Layout of an embedding sharded over its hidden size."""
-    return {"weight": ParamSpec(join_name(name, "weight"), tuple(module.weight.shape), 1, pieces)}
+    return {"weight": ParamSpec(join_name(name, "weight"), shape_of(module), 1, pieces)}
 
 
 def vocab_class(module: nn.Module) -> type[VocabParallel]:

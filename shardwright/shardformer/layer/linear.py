@@ -8,7 +8,7 @@ Shapes, with T tokens in any number of leading dims, O and I the full sizes, o a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,28 +31,42 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def shape_of(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
+    return tuple(module.get_parameter(parameter).shape)
+
+
+def output_size(module: nn.Module) -> int:
+    """Output features of a linear or Conv1D."""
+    return shape_of(module)[1 if is_conv1d(module) else 0]
+
+
+def input_size(module: nn.Module) -> int:
+    """Input features of a linear or Conv1D."""
+    return shape_of(module)[0 if is_conv1d(module) else 1]
+
+
 def column_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:
     """Layout of a linear whose outputs are sharded; `name` is the module's."""
-    specs = {"weight": ParamSpec(join_name(name, "weight"), tuple(module.weight.shape), 1 if is_conv1d(module) else 0, pieces)}
+    specs = {"weight": ParamSpec(join_name(name, "weight"), shape_of(module), 1 if is_conv1d(module) else 0, pieces)}
     if module.bias is not None:
-        specs["bias"] = ParamSpec(join_name(name, "bias"), tuple(module.bias.shape), 0, pieces)
+        specs["bias"] = ParamSpec(join_name(name, "bias"), shape_of(module, "bias"), 0, pieces)
     return specs
 
 
 def row_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:
     """Layout of a linear whose inputs are sharded; every rank holds the whole bias."""
-    specs = {"weight": ParamSpec(join_name(name, "weight"), tuple(module.weight.shape), 0 if is_conv1d(module) else 1, pieces)}
+    specs = {"weight": ParamSpec(join_name(name, "weight"), shape_of(module), 0 if is_conv1d(module) else 1, pieces)}
     if module.bias is not None:
-        specs["bias"] = ParamSpec(join_name(name, "bias"), tuple(module.bias.shape))
+        specs["bias"] = ParamSpec(join_name(name, "bias"), shape_of(module, "bias"))
     return specs
 
 
 class _ParallelLinear(ParallelModule):
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
+    bias: Any
 
     def _native_forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return super().forward(x)  # type: ignore[misc]
 
     @property
     def _is_plain(self) -> bool:
@@ -62,11 +76,10 @@ class _ParallelLinear(ParallelModule):
 
     def _update_sizes(self) -> None:
         """Sizes that the module tells about itself, those of the shard from now on."""
-        features_in, features_out = self.weight.shape[::-1] if not is_conv1d(self) else self.weight.shape
         if is_conv1d(self):
-            self.nx, self.nf = features_in, features_out
+            self.nx, self.nf = input_size(self), output_size(self)
         else:
-            self.in_features, self.out_features = features_in, features_out
+            self.in_features, self.out_features = input_size(self), output_size(self)
 
 
 class ColumnParallel(_ParallelLinear):
@@ -77,9 +90,10 @@ class ColumnParallel(_ParallelLinear):
 
     gather_output: bool
     _gathered_pieces: Pieces
+    _plain: bool
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> nn.Module:
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.gather_output = gather_output
@@ -104,9 +118,11 @@ class RowParallel(_ParallelLinear):
     """
 
     split_input: bool
+    _input_sizes: list[int]
+    _plain: bool
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], split_input: bool = False) -> nn.Module:
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], split_input: bool = False) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.split_input = split_input
@@ -154,7 +170,7 @@ def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tens
     return torch.cat([gathered.narrow(-1, offset, length) for offset, length in chosen], -1)
 
 
-class Linear1D_Col(ColumnParallel, nn.Linear):  # noqa: N801 (the name users know)
+class Linear1D_Col(ColumnParallel, nn.Linear):
     """A linear whose output features are sharded.
 
     Linear1D_Col(in_features, out_features, bias=True, process_group=..., gather_output=False) builds one; `from_native_module`
@@ -175,11 +191,13 @@ class Linear1D_Col(ColumnParallel, nn.Linear):  # noqa: N801 (the name users kno
         type(self).from_native_module(self, process_group, gather_output=gather_output)
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False, **_: Any) -> nn.Module:
+    def _from_native(
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False, **_: Any
+    ) -> nn.Module:
         return shard_column(module, parallel, split or Even(), gather_output)
 
 
-class Linear1D_Row(RowParallel, nn.Linear):  # noqa: N801
+class Linear1D_Row(RowParallel, nn.Linear):
     """A linear whose input features are sharded; the result holds weight [out, in/n] and the whole bias.
 
     parallel_input  whether the input already is this rank's slice; if not, it is split first
@@ -199,14 +217,15 @@ class Linear1D_Row(RowParallel, nn.Linear):  # noqa: N801
         type(self).from_native_module(self, process_group, parallel_input=parallel_input)
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, parallel_input: bool = True) -> nn.Module:
+    def _from_native(
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, parallel_input: bool = True
+    ) -> nn.Module:
         require_linear(module, cls.__name__)
-        features = module.weight.shape[0 if is_conv1d(module) else 1]
-        specs = row_specs("", module, (split or Even()).pieces(features, parallel.size, module))
+        specs = row_specs("", module, (split or Even()).pieces(input_size(module), parallel.size, module))
         return row_class(module).shard(module, parallel, specs, split_input=not parallel_input)
 
 
-class FusedLinear1D_Col(Linear1D_Col):  # noqa: N801
+class FusedLinear1D_Col(Linear1D_Col):
     """A column-parallel linear whose output is several parts one after the other (q, k, v; gate, up), each sharded for itself.
 
     split_sizes     the size of every part
@@ -221,8 +240,7 @@ def shard_column(
     module: nn.Module, parallel: ParallelGroup, split: Split, gather_output: bool, layer_class: type[ColumnParallel] | None = None
 ) -> nn.Module:
     require_linear(module, (layer_class or Linear1D_Col).__name__)
-    features = module.weight.shape[1 if is_conv1d(module) else 0]
-    specs = column_specs("", module, split.pieces(features, parallel.size, module))
+    specs = column_specs("", module, split.pieces(output_size(module), parallel.size, module))
     return (layer_class or column_class(module)).shard(module, parallel, specs, gather_output)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shardwright.ops.cross_entropy import Reduction, vocab_cross_entropy
 from shardwright.ops.vocab_shard import VocabShard
+from shardwright.shardformer.layer.parallel_module import group_or_all
 
 
 def cross_entropy_1d(
@@ -24,7 +25,7 @@ def cross_entropy_1d(
 
     vocab_size  number of real entries when the shares hold padding; the sum of the shares when None
     """
-    group = process_group if process_group is not None else dist.group.WORLD
+    group = group_or_all(process_group)
     local = vocab_logits.shape[-1]
     size = vocab_size if vocab_size is not None else local * group.size()
     if not 0 < size <= local * group.size():

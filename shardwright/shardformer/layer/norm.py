@@ -44,8 +44,13 @@ class FusedRMSNorm(ParallelModule):
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether a module is an RMS norm with one weight, found by comparing a copy of it on random numbers."""
-    weight = getattr(module, "weight", None)
-    if "RMSNorm" not in native_class(module).__name__ or _epsilon(module) is None or list(module._parameters) != ["weight"] or weight.ndim != 1:
+    weight: Any = getattr(module, "weight", None)
+    if (
+        "RMSNorm" not in native_class(module).__name__
+        or _epsilon(module) is None
+        or list(module._parameters) != ["weight"]
+        or weight.ndim != 1
+    ):
         return False
     trial = object.__new__(type(module))
     trial.__dict__.update(module.__dict__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Self
 
 import torch
@@ -37,6 +36,14 @@ class ParallelGroup:
         return self
 
 
+def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, or all ranks when it is None."""
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("process_group=None means all ranks, but there are none yet; call shardwright.launch_from_torch() first")
+    return group
+
+
 class ParallelModule(nn.Module):
     """Base of all tensor-parallel modules. Sub-classes implement `_from_native`.
 
@@ -48,22 +55,22 @@ class ParallelModule(nn.Module):
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> nn.Module:
         """Shard `module` over `process_group` (the default group when None) in place and return it."""
-        parallel = ParallelGroup(process_group if process_group is not None else dist.group.WORLD)
+        parallel = ParallelGroup(group_or_all(process_group))
         return cls._from_native(module, parallel, **kwargs)
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, **kwargs: Any) -> nn.Module:
+    def _from_native(cls, *args: Any, **kwargs: Any) -> nn.Module:
         raise TypeError(f"{cls.__name__} is a base class; use one of the layers that derive from it")
 
     @classmethod
     def adopt(cls, module: nn.Module, parallel: ParallelGroup) -> Self:
         """Make `module` an instance of this class and of its own."""
         module.__class__ = combined_class(cls, type(module))
-        module.parallel = parallel  # type: ignore[assignment]
-        return module  # type: ignore[return-value]
+        assert isinstance(module, cls)
+        module.parallel = parallel
+        return module
 
 
-@cache
 def combined_class(mixin: type, native: type) -> type:
     """A subclass of `native` with the methods of `mixin` in front, under the name that the native class goes by.
 
@@ -71,10 +78,22 @@ def combined_class(mixin: type, native: type) -> type:
     """
     if issubclass(native, mixin):
         return native
-    return type(native.__name__, (mixin, native), {"__module__": native.__module__, "__qualname__": native.__qualname__, "native_class": native})
+    known = _combined.get((mixin, native))
+    if known is None:
+        known = _combined[mixin, native] = _combine(mixin, native)
+    return known
 
 
-def native_class(module: nn.Module) -> type:
+_combined: dict[tuple[type, type], type] = {}
+
+
+def _combine(mixin: type, native: type) -> type:
+    return type(
+        native.__name__, (mixin, native), {"__module__": native.__module__, "__qualname__": native.__qualname__, "native_class": native}
+    )
+
+
+def native_class(module: nn.Module) -> Any:
     """The class that the module had before it was sharded."""
     return getattr(type(module), "native_class", type(module))
 

@@ -57,6 +57,11 @@ class Policy:
     model: nn.Module
     shard_config: ShardConfig
 
+    @property
+    def config(self) -> Any:
+        """The model's own config."""
+        return self.model.config
+
     def set_model(self, model: nn.Module) -> None:
         self.model = model
 
@@ -109,13 +114,13 @@ class Policy:
         rules: dict[str, Style | str] = {}
         if not isinstance(embedding, nn.Embedding):
             return rules
-        tied = head is not None and getattr(head, "weight", None) is embedding.weight
-        if tied and not is_linear(head):
+        shardable = head is not None and is_linear(head)
+        if head is not None and not shardable and getattr(head, "weight", None) is embedding.weight:
             return rules
         for name, module in self.model.named_modules(remove_duplicate=False):
             if isinstance(module, nn.Embedding) and module.weight is embedding.weight:
                 rules[name] = VocabEmbedding(multiple)
-            elif module is head and is_linear(module):
+            elif module is head and shardable:
                 rules[name] = VocabHead(multiple, gather_output=not self.shard_config.parallel_output)
         return rules
 

@@ -12,8 +12,8 @@ class BertPolicy(Policy):
     attentions: tuple[str, ...] = ("attention",)
 
     def rules(self) -> Rules:
-        config = self.model.config
-        geometry = HeadGeometry(config.num_attention_heads, config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        config = self.config
+        geometry = HeadGeometry(config.num_attention_heads, config.num_attention_heads)
         names = (*self.attentions, "crossattention") if getattr(config, "add_cross_attention", False) else self.attentions
         rules: Rules = {
             f"{self.layers}.intermediate.dense": "colwise",

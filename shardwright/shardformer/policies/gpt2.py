@@ -8,8 +8,10 @@ from shardwright.shardformer.policies.base import Policy
 
 class GPT2Policy(Policy):
     def config_sanity_check(self) -> None:
-        if getattr(self.model.config, "add_cross_attention", False):
-            raise ValueError("GPT-2 with add_cross_attention=True has no plan for its cross attention; pass a policy that adds rules for it")
+        if getattr(self.config, "add_cross_attention", False):
+            raise ValueError(
+                "GPT-2 with add_cross_attention=True has no plan for its cross attention; pass a policy that adds rules for it"
+            )
 
     def rules(self) -> Rules:
         return {

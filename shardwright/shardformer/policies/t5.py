@@ -13,8 +13,8 @@ class T5Policy(Policy):
     """The bias is one column per head, so it is sharded with the heads; blocks hand their heads' bias on to the next."""
 
     def rules(self) -> Rules:
-        config = self.model.config
-        geometry = HeadGeometry(config.num_heads, config.num_heads, config.d_kv)
+        config = self.config
+        geometry = HeadGeometry(config.num_heads, config.num_heads)
         rules: Rules = {}
         base = self.model.get_submodule(self.base_prefix().rstrip("."))
         ups = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
@@ -25,6 +25,6 @@ class T5Policy(Policy):
             names = ("0.SelfAttention", "1.EncDecAttention") if cross else ("0.SelfAttention",)
             for name in names:
                 rules |= attention(f"{layers}.{name}", "q", "k", "v", "o", geometry=geometry, sizes=("inner_dim",))
-            rules[f"{layers}.0.SelfAttention.relative_attention_bias"] = HiddenEmbedding(Heads("q", geometry, head_dim=1))
+            rules[f"{layers}.0.SelfAttention.relative_attention_bias"] = HiddenEmbedding(Heads("q", geometry))
             rules |= mlp(f"{layers}.{len(names)}.DenseReluDense", ups, "wo")
         return rules
