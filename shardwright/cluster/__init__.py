@@ -1,1 +1,15 @@
 """Processes: launching them, naming their axes, coordinating them."""
+
+from .coordinator import DistCoordinator
+from .launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from .mesh import ParallelMesh
+
+__all__ = [
+    "DistCoordinator",
+    "ParallelMesh",
+    "get_default_parser",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]

@@ -46,6 +46,7 @@ class OptimizerWrapper(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+        self._grad_norm = None
         loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
@@ -56,6 +57,7 @@ class OptimizerWrapper(Optimizer):
         retain_graph: bool = False,
     ) -> None:
         """Backward from inner tensors whose gradients came from elsewhere (the next pipeline stage)."""
+        self._grad_norm = None
         torch.autograd.backward(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from shardwright.testing.compare import check_complete, compare_models
+from shardwright.testing.compare_report import Difference, MismatchError, Report
+from shardwright.testing.exact import keep_float64
+from shardwright.testing.inputs import loss_of
 from shardwright.testing.rank_report import RankError
 from shardwright.testing.ranks import run_ranks
+from shardwright.testing.train import adamw, train_steps
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = [
+    "Difference",
+    "MismatchError",
+    "RankError",
+    "Report",
+    "adamw",
+    "check_complete",
+    "compare_models",
+    "keep_float64",
+    "loss_of",
+    "run_ranks",
+    "train_steps",
+]

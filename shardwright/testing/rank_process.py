@@ -133,7 +133,7 @@ def _set_up_environment(call: Call, rank: int) -> None:
     os.environ.clear()
     os.environ.update(call.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     # The loopback device: a host name that does not resolve must not fail a test.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.set_debug_level_from_env()

@@ -37,7 +37,8 @@ _PRELOAD = [
 _PRELOAD_MODELS = [
     "transformers",
     "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama",
+    # Some ten milliseconds each, once the first one has brought what they share.
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "opt")),
 ]
 
 
@@ -79,7 +80,7 @@ def _origin_of(fn: Callable[..., Any]) -> tuple[str, str | None]:
     """Module name and file that let a rank find `fn`."""
     name, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     module = sys.modules.get(name) if name else None
-    if module is None or "<" in qualname or "." in qualname or getattr(module, qualname, None) is not fn:
+    if name is None or module is None or "<" in qualname or "." in qualname or getattr(module, qualname, None) is not fn:
         raise ValueError(f"fn={fn!r}: rank processes import it by name, so it must be a function at the top level of a module")
     file = getattr(module, "__file__", None)
     if name == "__main__":
@@ -118,7 +119,7 @@ def _collect(call: Call, processes: list[ForkServerProcess]) -> list[Any]:
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running and (left := deadline - time.monotonic()) > 0:
         for sentinel in multiprocessing.connection.wait(list(running), left):
-            rank = running.pop(sentinel)  # type: ignore[index]
+            rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()
             outcomes[rank] = _outcome(call, rank, processes[rank])
             if outcomes[rank].failed and not failed:

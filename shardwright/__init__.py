@@ -1,0 +1,72 @@
+"""Shardwright: training for unmodified HuggingFace models over many devices.
+
+Names are looked up when they are first used, so that `import shardwright` stays as light as the interpreter allows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shardwright._version import __version__
+
+if TYPE_CHECKING:
+    from shardwright.booster import Booster
+    from shardwright.cluster.launch import (
+        get_default_parser,
+        launch,
+        launch_from_openmpi,
+        launch_from_slurm,
+        launch_from_torch,
+    )
+
+_HOMES = {
+    "Booster": "shardwright.booster",
+    "get_default_parser": "shardwright.cluster.launch",
+    "launch": "shardwright.cluster.launch",
+    "launch_from_openmpi": "shardwright.cluster.launch",
+    "launch_from_slurm": "shardwright.cluster.launch",
+    "launch_from_torch": "shardwright.cluster.launch",
+}
+_SUBPACKAGES = (
+    "booster",
+    "checkpoint",
+    "cluster",
+    "comm",
+    "interface",
+    "ops",
+    "optim",
+    "pipeline",
+    "plugins",
+    "precision",
+    "shardformer",
+    "spec",
+    "testing",
+    "utils",
+    "zero",
+)
+
+__all__ = [
+    "Booster",
+    "__version__",
+    "get_default_parser",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _SUBPACKAGES:
+        value = importlib.import_module(f"shardwright.{name}")
+    else:
+        raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_SUBPACKAGES})

@@ -1,0 +1,104 @@
+"""The facade a training script talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..interface import ModelWrapper, OptimizerWrapper
+from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters
+from ..utils.device import get_current_device
+from .mixed_precision import AutocastModel, MixedPrecision, resolve
+
+
+class Booster:
+    """Lays training out over processes through a plugin; without one it trains on this process alone.
+
+    plugin           how model, optimizer and data are distributed
+    mixed_precision  "bf16", "fp16" or a `MixedPrecision`, for plugins that do not set the number format themselves
+    device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
+    """
+
+    def __init__(
+        self, device: str | torch.device | None = None, mixed_precision: str | MixedPrecision | None = None, plugin: Plugin | None = None
+    ) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise ValueError(f"plugin={plugin!r} is not a shardwright Plugin; for example shardwright.plugins.TorchDDPPlugin()")
+        if plugin is not None and plugin.control_device() and device is not None:
+            raise ValueError(f"device={str(device)!r} with {type(plugin).__name__}: the plugin places the model itself; leave device out")
+        self.mixed_precision = resolve(mixed_precision)
+        if plugin is not None and plugin.control_precision() and self.mixed_precision is not None:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} with {type(plugin).__name__}: the plugin sets the number format itself; "
+                f"pass precision= to the plugin instead (one of {', '.join(map(repr, plugin.supported_precisions()))})"
+            )
+        self.plugin = plugin
+        self.device = torch.device(device) if device is not None else None
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, OptimizerWrapper | None, Callable[..., Any] | None, DataLoader | None, Any]:
+        """Wrap what is given; None stays None. The optimizer is built on the model's parameters before this call."""
+        if self.plugin is not None:
+            boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        else:
+            require_parameters(model)
+            require_own_parameters(model, optimizer)
+            model = ModelWrapper(model.to(self.device or get_current_device()))
+            boosted = Boosted(model, OptimizerWrapper(optimizer) if optimizer is not None else None, criterion, dataloader, lr_scheduler)
+        if self.mixed_precision is not None:
+            model, wrapped, criterion = self.mixed_precision.configure(boosted.model, boosted.optimizer, boosted.criterion)
+            boosted = boosted._replace(model=model, optimizer=wrapped, criterion=criterion)
+        return tuple(boosted)  # type: ignore[return-value]
+
+    def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
+        """Backward through the optimizer wrapper, which scales the loss where the number format needs it."""
+        if not isinstance(optimizer, OptimizerWrapper):
+            raise ValueError(f"backward needs the optimizer that boost returned, not a bare {type(optimizer).__name__}")
+        optimizer.backward(loss)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """One batch from `data_iter` through the pipeline: forward, and backward when an optimizer is given.
+
+        Returns {"loss": tensor or None, "outputs": outputs or None}. The loss is that of the global batch and lives on the last stage.
+        """
+        if self.plugin is None:
+            raise ValueError(
+                "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), whose execute_pipeline "
+                "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
+            )
+        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+    def no_sync(self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[None]:
+        """Accumulate gradients locally inside the context; the first backward after it reduces the sum."""
+        if self.plugin is None:
+            return nullcontext()
+        if not self.plugin.support_no_sync():
+            raise ValueError(f"no_sync: {type(self.plugin).__name__} reduces gradients in every backward and accumulates the reduced ones")
+        if model is None:
+            raise ValueError("no_sync needs the model that boost returned: booster.no_sync(model, optimizer)")
+        return self.plugin.no_sync(_without_autocast(model), optimizer)
+
+
+def _without_autocast(model: nn.Module) -> nn.Module:
+    """The plugin's own wrapper below what mixed precision put around it."""
+    return model.module if isinstance(model, AutocastModel) else model

@@ -1,0 +1,194 @@
+"""Joining the job: one process group, one device, one seed."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..utils.errors import nearest
+from ..utils.random import set_seed
+from . import environment
+from .config import load_config, set_launch_config
+
+logger = logging.getLogger("shardwright")
+
+Config = str | Path | Mapping[str, Any] | None
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_BACKENDS = ("nccl", "gloo", "fake")
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str | None,
+    port: int | None,
+    backend: str | None = None,
+    seed: int = 1024,
+    local_rank: int | None = None,
+    config: Config = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    verbose: bool = False,
+) -> None:
+    """Join the job of `world_size` processes as `rank`; rank 0 listens at `host:port`.
+
+    backend     "nccl", "gloo" or one per device ("cpu:gloo,cuda:nccl"); by default both where CUDA is present, else gloo
+    seed        seeds python, numpy and torch alike on every rank, so that ranks build the same model
+    local_rank  index of this process on its node, which is also the CUDA device it takes; by default rank modulo device count
+    config      a dict or the path of a Python file; `HybridParallelPlugin.from_config()` reads its `parallel` entry
+    timeout     of every collective and of joining itself, a timedelta or seconds
+
+    A second call with the same rank and world size only sets the seed and the configuration.
+    """
+    loaded = load_config(config)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
+    backend = resolve_backend(backend)
+    if dist.is_initialized():
+        _check_same_job(rank, world_size)
+    else:
+        if "nccl" in backend:
+            _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
+        _join(rank, world_size, host, port, backend, timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
+        atexit.register(_leave)
+    set_seed(seed)
+    set_launch_config(loaded)
+    if verbose and rank == 0:
+        logger.warning("shardwright: %d rank(s), backend %s, seed %d", world_size, dist.get_backend(), seed)
+
+
+def launch_from_torch(
+    seed: int = 1024,
+    backend: str | None = None,
+    verbose: bool = False,
+    config: Config = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> None:
+    """Join the job that torchrun, srun or mpirun started; under plain python become a job of one process."""
+    _launch_as(environment.detect(), backend, seed, config, timeout, verbose)
+
+
+def launch_from_slurm(
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = False,
+    config: Config = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> None:
+    """Join the job that srun started. `host` defaults to the first node of the step, `port` to one derived from the job id."""
+    _launch_as(environment.from_slurm(host=host, port=port), backend, seed, config, timeout, verbose)
+
+
+def launch_from_openmpi(
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = False,
+    config: Config = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+) -> None:
+    """Join the job that OpenMPI's mpirun started. `host` is where rank 0 runs; without it, MASTER_ADDR or this machine."""
+    _launch_as(environment.from_openmpi(host=host, port=port), backend, seed, config, timeout, verbose)
+
+
+def _launch_as(
+    me: environment.ProcessIdentity, backend: str | None, seed: int, config: Config, timeout: timedelta | float, verbose: bool
+) -> None:
+    launch(me.rank, me.world_size, me.host, me.port, backend, seed, me.local_rank, config, timeout, verbose)
+
+
+def resolve_backend(backend: str | None) -> str:
+    """The backend string for torch; an explicit one is honoured or refused, never replaced."""
+    if backend is None:
+        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    for part in backend.split(","):
+        name = part.split(":")[-1].strip()
+        if name not in _BACKENDS:
+            raise ValueError(
+                f"backend={backend!r}: {name!r} is not one of {', '.join(map(repr, _BACKENDS))} "
+                f"(or one per device: 'cpu:gloo,cuda:nccl'){nearest(name, _BACKENDS)}"
+            )
+        if name == "nccl" and not torch.cuda.is_available():
+            raise ValueError(f"backend={backend!r} needs a CUDA device and this machine shows none; use backend='gloo' or leave it out")
+    return backend
+
+
+def _join(rank: int, world_size: int, host: str | None, port: int | None, backend: str, timeout: timedelta) -> None:
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        return
+    if world_size == 1 and host is None:
+        # No peers: an in-memory store needs no port, so many single-process jobs run side by side.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if host is None or port is None:
+        raise ValueError(f"host={host!r} and port={port!r} must say where rank 0 listens when world_size={world_size} is more than one")
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    # torchrun already serves a store at this address; env:// finds it.
+    under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_ADDR") == host
+    try:
+        dist.init_process_group(
+            backend, init_method="env://" if under_torchrun else address, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"rank {rank} of {world_size} waited {timeout.total_seconds():.0f} s at {host}:{port} and not every rank came: check that "
+            f"{world_size} processes were started with the same host and port, and that the port is reachable from every node"
+        ) from error
+
+
+def _leave() -> None:
+    """Close the process group at exit.
+
+    gloo's threads abort the interpreter when they outlive it, also after an exception, where the abort would bury the
+    traceback. NCCL may wait for its peers, so a failing rank leaves its communicators to the operating system.
+    """
+    failed = hasattr(sys, "last_value")
+    if dist.is_initialized() and not (failed and "nccl" in dist.get_backend()):
+        dist.destroy_process_group()
+
+
+def _check_same_job(rank: int, world_size: int) -> None:
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ValueError(
+            f"launch(rank={rank}, world_size={world_size}) after this process joined as rank {dist.get_rank()} of {dist.get_world_size()}: "
+            "a process joins one job; call launch once, or torch.distributed.destroy_process_group() in between"
+        )
+
+
+def _take_device(local_rank: int, explicit: bool) -> None:
+    count = torch.cuda.device_count()
+    if explicit and local_rank >= count:
+        raise ValueError(
+            f"local_rank={local_rank} needs {local_rank + 1} CUDA devices on this node and {count} are visible: "
+            f"start at most {count} processes per node"
+        )
+    torch.cuda.set_device(local_rank % count)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """The arguments that `launch` understands, for scripts to add their own to."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="Python file with the parallel configuration")
+    parser.add_argument("--host", type=str, help="where rank 0 listens")
+    parser.add_argument("--port", type=int, help="port rank 0 listens at")
+    parser.add_argument("--world_size", "--world-size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="rank of this process")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="index of this process on its node")
+    parser.add_argument("--backend", type=str, default=None, help="nccl, gloo, or one per device; chosen from the device by default")
+    return parser

@@ -1,0 +1,147 @@
+"""What every plugin promises the booster."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..interface import OptimizerWrapper
+from ..utils.errors import one_of
+from .dataloader import build_dataloader
+
+
+class Boosted(NamedTuple):
+    """What `boost` returns; None stays None."""
+
+    model: nn.Module
+    optimizer: OptimizerWrapper | None
+    criterion: Callable[..., Any] | None
+    dataloader: DataLoader | None
+    lr_scheduler: Any
+
+
+class Plugin(ABC):
+    """Lays a model, its optimizer and its data out over the processes."""
+
+    @abstractmethod
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """Wrap what is given."""
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[None]:
+        """Accumulate gradients locally inside the context; the first backward after it reduces the sum."""
+
+    @abstractmethod
+    def supported_precisions(self) -> list[str]: ...
+
+    def supported_devices(self) -> list[str]:
+        return ["cuda", "cpu"]
+
+    def control_precision(self) -> bool:
+        """Whether the plugin sets the number format itself, so that `Booster(mixed_precision=...)` would fight it."""
+        return False
+
+    def control_device(self) -> bool:
+        """Whether the plugin moves the model to its device itself."""
+        return True
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def support_lora(self) -> bool:
+        return True
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(number of data-parallel ranks, this rank's position among them)."""
+        return dist.get_world_size(), dist.get_rank()
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type[Sampler] | None = None,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader of this rank's share of `dataset`; see `shardwright.plugins.dataloader.build_dataloader`."""
+        num_replicas, rank = self.data_parallel
+        return build_dataloader(
+            dataset,
+            batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            distributed_sampler_cls=distributed_sampler_cls,
+            **kwargs,
+        )
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        name = type(self).__name__
+        raise ValueError(
+            f"execute_pipeline with {name}: this plugin has no pipeline. Use HybridParallelPlugin(tp_size=..., pp_size=...), whose "
+            "execute_pipeline works for every pp_size including 1, or write the step out: "
+            "loss = criterion(model(**batch), batch); booster.backward(loss, optimizer); optimizer.step()"
+        )
+
+
+def require_process_group(plugin: str) -> None:
+    if not dist.is_initialized():
+        raise ValueError(f"{plugin} needs a process group: call shardwright.launch_from_torch() first (it works under plain python too)")
+
+
+def require_parameters(model: nn.Module) -> None:
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"model={type(model).__name__} has no parameters: there is nothing to train or to synchronise")
+
+
+def require_own_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer over tensors that are not parameters of `model`: it would step something nobody computes gradients for."""
+    if optimizer is None:
+        return
+    own = {id(param) for param in model.parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        raise ValueError(f"optimizer={type(optimizer).__name__} has no parameters: build it on model.parameters() before booster.boost")
+    foreign = sum(id(param) not in own for param in params)
+    if foreign:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} holds {foreign} of {len(params)} parameters that are not in "
+            f"model={type(model).__name__}: build the optimizer on this model's parameters before booster.boost (and after anything that replaces them, such as LoRA)"
+        )
+
+
+def require_precision(precision: str, supported: list[str], field: str = "precision") -> None:
+    if precision not in supported:
+        raise one_of(field, precision, supported)

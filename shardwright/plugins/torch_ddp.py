@@ -1,0 +1,97 @@
+"""Plain data parallelism: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..interface import ModelWrapper, OptimizerWrapper
+from ..utils.device import get_current_device
+from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
+
+# torch 2.13 renamed the argument; passing the old name warns there.
+_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+)
+
+
+class TorchDDPModel(ModelWrapper):
+    """Holds the DDP module; `unwrap` reaches through it."""
+
+    module: DistributedDataParallel
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        super().__init__(DistributedDataParallel(module, **settings))
+
+    def unwrap(self) -> nn.Module:
+        inner: nn.Module = self.module.module
+        return inner.unwrap() if isinstance(inner, ModelWrapper) else inner
+
+
+class TorchDDPPlugin(Plugin):
+    """Every rank holds the whole model; gradients are averaged while backward runs.
+
+    The arguments are DistributedDataParallel's. The gradient is the mean of the ranks' gradients, so a loss that is a mean over
+    unequally many tokens per rank weighs ranks, not tokens; `HybridParallelPlugin.execute_pipeline` weighs tokens.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        fp8_communication: bool = False,
+    ) -> None:
+        require_process_group("TorchDDPPlugin")
+        if fp8_communication:
+            raise ValueError("TorchDDPPlugin(fp8_communication=True): gradients are reduced in their own dtype here; leave it False")
+        if bucket_cap_mb <= 0:
+            raise ValueError(f"TorchDDPPlugin(bucket_cap_mb={bucket_cap_mb}) must be more than 0; torch's default is 25")
+        self.settings: dict[str, Any] = {
+            _BUFFERS: broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32", "fp16", "bf16"]
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        require_parameters(model)
+        require_own_parameters(model, optimizer)
+        model = model.to(get_current_device())
+        if any(param.requires_grad for param in model.parameters()):
+            model = TorchDDPModel(model, **self.settings)
+        else:
+            model = ModelWrapper(model)  # DDP refuses a model with nothing to reduce; evaluating one is fine
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = OptimizerWrapper(optimizer)
+        return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
+        if isinstance(model, TorchDDPModel):
+            with model.module.no_sync():
+                yield
+        else:
+            yield

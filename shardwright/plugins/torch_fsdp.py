@@ -1,0 +1,190 @@
+"""Fully sharded data parallelism: torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..interface import ModelWrapper, OptimizerWrapper
+from ..utils.checkpointing import checkpoint_blocks
+from ..utils.device import device_type_of_backend, get_current_device
+from ..utils.errors import divisors
+from ..utils.modules import find_blocks
+from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
+
+_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TorchFSDPModel(ModelWrapper):
+    """Holds the sharded module, whose parameters are DTensors."""
+
+    module: FSDPModule  # type: ignore[assignment]
+
+
+class TorchFSDPPlugin(Plugin):
+    """Parameters, gradients and optimizer state are sharded over the ranks; each block is gathered while it computes.
+
+    mixed_precision     None computes in the model's own dtype; "bf16" or "fp16" computes in it and keeps parameters and the
+                        gradient reduction in the model's dtype (usually fp32). Also a torch MixedPrecisionPolicy, or any object with
+                        param_dtype and reduce_dtype. "fp16" has no loss scaler here: Booster(mixed_precision="fp16") brings one.
+    reshard_after_forward  free the gathered parameters after forward (ZeRO-3) or keep them for backward (ZeRO-2)
+    shard_size          shard inside groups of this many ranks and replicate across them (HSDP); None shards over all ranks
+    cpu_offload         keep parameters, gradients and optimizer state in host memory
+    activation_checkpointing  recompute each block in backward instead of keeping its activations
+    auto_wrap_policy    the modules to gather one at a time: a function of the model returning modules, or a list of class names;
+                        None finds the model's repeated blocks
+    param_init_fn       called with each module that has meta-device parameters after their storage was allocated
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | MixedPrecisionPolicy | Any | None = None,
+        reshard_after_forward: bool = True,
+        shard_size: int | None = None,
+        cpu_offload: bool | OffloadPolicy | Any = False,
+        activation_checkpointing: bool = False,
+        auto_wrap_policy: Callable[[nn.Module], Iterable[nn.Module]] | list[str] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        fp8_communication: bool = False,
+    ) -> None:
+        require_process_group("TorchFSDPPlugin")
+        if fp8_communication:
+            raise ValueError("TorchFSDPPlugin(fp8_communication=True): parameters travel in mixed_precision's dtype; leave it False")
+        world = dist.get_world_size()
+        if shard_size is not None and (shard_size < 1 or world % shard_size):
+            raise ValueError(
+                f"shard_size={shard_size} does not divide world_size={world}; values that do: {', '.join(map(str, divisors(world)))}"
+            )
+        self.policy = _precision_policy(mixed_precision)
+        self.reshard_after_forward = reshard_after_forward
+        self.shard_size = shard_size
+        self.offload = _offload_policy(cpu_offload)
+        self.activation_checkpointing = activation_checkpointing
+        self.auto_wrap_policy = auto_wrap_policy
+        self.param_init_fn = param_init_fn
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32", "fp16", "bf16"]
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        require_parameters(model)
+        require_own_parameters(model, optimizer)
+        blocks = self._blocks(model)
+        if self.activation_checkpointing:
+            checkpoint_blocks(blocks)
+        old_names = {id(param): name for name, param in model.named_parameters()}
+        self._shard(model, blocks)
+        if optimizer is not None:
+            _move_optimizer(optimizer, model, old_names)
+            if not isinstance(optimizer, OptimizerWrapper):
+                optimizer = OptimizerWrapper(optimizer)
+        return Boosted(TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler)
+
+    def _blocks(self, model: nn.Module) -> list[nn.Module]:
+        if self.auto_wrap_policy is None:
+            return [block for _, block in find_blocks(model)]
+        if callable(self.auto_wrap_policy):
+            return list(self.auto_wrap_policy(model))
+        wanted = set(self.auto_wrap_policy)
+        blocks = [module for module in model.modules() if type(module).__name__ in wanted]
+        missing = wanted - {type(block).__name__ for block in blocks}
+        if missing:
+            present = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"auto_wrap_policy={sorted(missing)}: the model has no module of these classes; it has {', '.join(present)}")
+        return blocks
+
+    def _shard(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        mesh = self._mesh()
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": self.policy,
+            "offload_policy": self.offload,
+        }
+        on_meta = any(param.is_meta for param in model.parameters())
+        if on_meta and self.param_init_fn is None:
+            raise ValueError(
+                "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
+            )
+        for block in blocks:
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+        device = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else get_current_device()
+        if on_meta:
+            assert self.param_init_fn is not None
+            empty = [module for module in model.modules() if any(p.is_meta for p in module.parameters(recurse=False))]
+            model.to_empty(device=device)
+            for module in empty:
+                self.param_init_fn(module)
+        elif device.type != "cpu":
+            model.to(device)
+
+    def _mesh(self) -> DeviceMesh:
+        device, world = device_type_of_backend(dist.get_backend()), dist.get_world_size()
+        if self.shard_size is None or self.shard_size == world:
+            return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(device, (world // self.shard_size, self.shard_size), mesh_dim_names=("replicate", "shard"))
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
+        """Keeps unsharded gradients on every rank until the first backward outside: memory for communication."""
+        module = model.module if isinstance(model, ModelWrapper) else model
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+
+
+def _precision_policy(mixed_precision: str | MixedPrecisionPolicy | Any | None) -> MixedPrecisionPolicy:
+    if mixed_precision is None:
+        return MixedPrecisionPolicy()
+    if isinstance(mixed_precision, MixedPrecisionPolicy):
+        return mixed_precision
+    if isinstance(mixed_precision, str):
+        require_precision(mixed_precision, ["fp32", *_LOW_PRECISION], "mixed_precision")
+        return MixedPrecisionPolicy() if mixed_precision == "fp32" else MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[mixed_precision])
+    if hasattr(mixed_precision, "param_dtype") and hasattr(mixed_precision, "reduce_dtype"):
+        return MixedPrecisionPolicy(param_dtype=mixed_precision.param_dtype, reduce_dtype=mixed_precision.reduce_dtype)
+    raise ValueError(
+        f"mixed_precision={mixed_precision!r} must be None, 'bf16', 'fp16', 'fp32' or an object with param_dtype and reduce_dtype"
+    )
+
+
+def _offload_policy(cpu_offload: bool | OffloadPolicy | Any) -> OffloadPolicy:
+    if isinstance(cpu_offload, OffloadPolicy):
+        return cpu_offload
+    wanted = getattr(cpu_offload, "offload_params", cpu_offload)  # FSDP1's CPUOffload carries the flag in this attribute
+    if not isinstance(wanted, bool | None):
+        raise ValueError(f"cpu_offload={cpu_offload!r} must be True, False or a torch OffloadPolicy")
+    # Pinned memory only helps copies to an accelerator, and pinning fails without one.
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if wanted else OffloadPolicy()
+
+
+def _move_optimizer(optimizer: Optimizer, model: nn.Module, old_names: dict[int, str]) -> None:
+    """Point the optimizer's groups at the sharded parameters that replaced the ones it was built on."""
+    if optimizer.state:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} has already taken steps; FSDP replaces its parameters by shards: boost "
+            "before the first step, or load its state afterwards with booster.load_optimizer"
+        )
+    new = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [new[old_names[id(param)]] for param in group["params"]]

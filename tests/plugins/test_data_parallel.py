@@ -1,0 +1,155 @@
+"""DDP and FSDP2 through the booster against one process: loss, every gradient, every updated weight."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import Booster
+from shardwright.plugins import TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.testing import run_ranks, zoo
+from shardwright.utils.tensors import local_tensor
+
+STEPS, ACCUMULATE, PER_RANK = 3, 2, 2
+
+
+def batches(step: int, micro: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The whole batch of one micro step; rank r takes rows [r * PER_RANK, (r + 1) * PER_RANK)."""
+    return zoo.inputs("llama", batch_size=PER_RANK * world_size, seed=100 * step + micro)
+
+
+def rows(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {name: tensor[rank * PER_RANK : (rank + 1) * PER_RANK] for name, tensor in batch.items()}
+
+
+def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = zoo.build("llama", dtype=dtype).train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    return model, torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2)
+
+
+def reference(dtype: torch.dtype, world_size: int, max_norm: float) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Plain torch in one process: the mean over ranks of each rank's loss is what data parallelism optimises."""
+    model, optimizer = build(dtype)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(ACCUMULATE):
+            whole = batches(step, micro, world_size)
+            loss = sum(model(**rows(whole, rank)).loss for rank in range(world_size)) / world_size
+            (loss / ACCUMULATE).backward()
+            losses.append(float(loss))
+        gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return losses, gradients, {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def train(rank: int, world_size: int, plugin_name: str, settings: dict[str, Any], dtype: torch.dtype, max_norm: float) -> Any:
+    plugin = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin_name](**settings)
+    booster = Booster(plugin=plugin)
+    model, optimizer = build(dtype)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, _, _, schedule = booster.boost(model, optimizer, lr_scheduler=schedule)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(ACCUMULATE):
+            last = micro == ACCUMULATE - 1
+            with nullcontext() if last else booster.no_sync(model, optimizer):
+                loss = model(**rows(batches(step, micro, world_size), rank)).loss
+                booster.backward(loss / ACCUMULATE, optimizer)
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean)
+            losses.append(float(mean) / world_size)
+        gradients = {name: _full(param.grad).clone() for name, param in model.unwrap().named_parameters()}
+        optimizer.clip_grad_by_norm(max_norm)
+        optimizer.step()
+        schedule.step()
+    return losses, gradients, {name: _full(param).detach().clone() for name, param in model.unwrap().named_parameters()}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+PLUGINS = [
+    ("ddp", {}),
+    ("ddp", {"gradient_as_bucket_view": True, "static_graph": False, "bucket_cap_mb": 1}),
+    ("fsdp", {}),
+    ("fsdp", {"reshard_after_forward": False, "activation_checkpointing": True}),
+    ("fsdp", {"cpu_offload": True}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("name", "settings"), PLUGINS, ids=[f"{name}-{'-'.join(settings) or 'default'}" for name, settings in PLUGINS])
+def test_matches_one_process(name: str, settings: dict[str, Any], world_size: int, dtype: torch.dtype, tolerance: float) -> None:
+    losses, gradients, weights = reference(dtype, world_size, max_norm=0.5)
+    for result in run_ranks(train, world_size, name, settings, dtype, 0.5):
+        torch.testing.assert_close(result[0], losses, rtol=tolerance, atol=tolerance)
+        for mine, expected in ((result[1], gradients), (result[2], weights)):
+            assert mine.keys() == expected.keys()
+            for key in expected:
+                torch.testing.assert_close(mine[key], expected[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_hybrid_sharding_matches_one_process() -> None:
+    losses, _, weights = reference(torch.float64, 4, max_norm=0.5)
+    for result in run_ranks(train, 4, "fsdp", {"shard_size": 2}, torch.float64, 0.5):
+        torch.testing.assert_close(result[0], losses, rtol=1e-10, atol=1e-10)
+        for key in weights:
+            torch.testing.assert_close(result[2][key], weights[key], rtol=1e-10, atol=1e-10)
+
+
+def mixed(rank: int, world_size: int, plugin_name: str, precision: str, poison: bool) -> dict[str, Any]:
+    plugin = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin, "none": lambda: None}[plugin_name]()
+    booster = Booster(plugin=plugin, mixed_precision=precision)
+    model, optimizer = build(torch.float32)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**rows(batches(step, 0, world_size), rank)).loss
+        booster.backward(loss, optimizer)
+        if poison and step == 1 and rank == 1:
+            grad = local_tensor(next(param.grad for param in model.parameters() if local_tensor(param.grad).numel()))
+            grad.view(-1)[0] = float("inf")
+        before = [local_tensor(param).detach().clone() for param in model.parameters()]
+        optimizer.step()
+        moved = any(not torch.equal(old, local_tensor(param)) for old, param in zip(before, model.parameters(), strict=True))
+        mean = loss.detach().float().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append((float(mean) / world_size, moved))
+    return {"losses": losses, "scale": float(optimizer.scaler.scale) if precision == "fp16" else None}
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_tracks_fp32(plugin: str, precision: str) -> None:
+    model, optimizer = build(torch.float32)
+    expected = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        whole = batches(step, 0, 2)
+        loss = sum(model(**rows(whole, rank)).loss for rank in range(2)) / 2
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    for result in run_ranks(mixed, 2, plugin, precision, False):
+        assert all(moved for _, moved in result["losses"])
+        for (loss, _), wanted in zip(result["losses"], expected, strict=True):
+            assert abs(loss - wanted) < 0.02 * abs(wanted), (loss, wanted)
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(plugin: str) -> None:
+    for result in run_ranks(mixed, 2, plugin, "fp16", True):
+        assert [moved for _, moved in result["losses"]] == [True, False, True]
+        assert result["scale"] == 2.0**15
