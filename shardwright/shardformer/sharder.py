@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from shardwright.shardformer.layer.embedding import LogitsParallel
 from shardwright.shardformer.layer.norm import fuse_norms
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, native_class
 from shardwright.shardformer.model import GeneratingModel, ShardedModel
-from shardwright.shardformer.plan import Plan
+from shardwright.shardformer.plan import Decision, Plan
 from shardwright.shardformer.policies.auto import get_autopolicy
 from shardwright.shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwright.shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
+from shardwright.shardformer.styles import Column, PartialSum, Row
 from shardwright.spec import ParamSpec, get_spec, set_spec
 
 
@@ -109,10 +111,30 @@ class ModelSharder:
 
 def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
     """Shard `model` in place; raises ValueError, with the model untouched, when the plan does not fit it."""
-    for decision in plan.decide(model, parallel):
+    decisions = plan.decide(model, parallel)
+    for decision in decisions:
         decision.style.convert(decision.site, decision.specs)
+    _divide_dropout(decisions, parallel)
     if any(isinstance(module, LogitsParallel) for module in model.modules()):
         (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
+
+
+def _divide_dropout(decisions: Sequence[Decision], parallel: ParallelGroup) -> None:
+    """Dropout between a column and a row linear draws per rank, all other draws the same on every rank."""
+    opens: dict[nn.Module, list[nn.Module]] = {}
+    closes: dict[nn.Module, list[nn.Module]] = {}
+    for decision in decisions:
+        site, style = decision.site, decision.style
+        if isinstance(style, Column) and not style.gather_output:
+            opens.setdefault(site.parent, []).append(site.module)
+        elif isinstance(style, Row):
+            closes.setdefault(site.parent, []).append(site.module)
+        elif isinstance(style, PartialSum) and uses_dropout(site.module):
+            make_sharded_region(site.module, parallel.group)
+    for parent, columns in opens.items():
+        if uses_dropout(parent):
+            make_sharded_region(parent, parallel.group, columns, closes.get(parent, ()))
+    synchronize_rng(parallel.group)
 
 
 def _describe_parameters(model: nn.Module) -> None:

@@ -5,8 +5,11 @@ from shardwright.shardformer.layer.linear import FusedLinear1D_Col, Linear1D_Col
 from shardwright.shardformer.layer.loss import cross_entropy_1d
 from shardwright.shardformer.layer.norm import FusedLayerNorm, FusedRMSNorm
 from shardwright.shardformer.layer.parallel_module import ParallelModule
+from shardwright.shardformer.rng import DropoutForParallelInput, DropoutForReplicatedInput
 
 __all__ = [
+    "DropoutForParallelInput",
+    "DropoutForReplicatedInput",
     "Embedding1D",
     "FusedLayerNorm",
     "FusedLinear1D_Col",

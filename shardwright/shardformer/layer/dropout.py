@@ -1,1 +1,0 @@
-"""Dropout that differs between ranks where the activations do, and agrees where they do."""
