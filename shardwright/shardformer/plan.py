@@ -59,7 +59,7 @@ class Plan:
         kept = {pattern: style for pattern, style in self.rules.items() if pattern not in rules}
         return Plan({**kept, **rules}, self.source, self.optional | set(optional))
 
-    def decide(self, model: nn.Module, parallel: ParallelGroup) -> list[Decision]:
+    def decide(self, model: nn.Module, parallel: ParallelGroup, complete: bool = True) -> list[Decision]:
         """Apply every rule on paper and verify the result; changes nothing.
 
         Raises ValueError naming module, rule and fix for unknown styles, rules that match nothing, styles that cannot convert
@@ -76,7 +76,8 @@ class Plan:
                 raise ValueError(f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}") from None
             decisions.append(Decision(pattern, styles[pattern], site, specs))
         self._check_ties(decisions)
-        self._check_undecided(model, decisions)
+        if complete:
+            self._check_undecided(model, decisions)
         return decisions
 
     def _style(self, pattern: str, style: Style | str) -> Style:

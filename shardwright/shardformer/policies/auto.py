@@ -32,6 +32,6 @@ def get_autopolicy(model: nn.Module) -> Policy:
         return getattr(import_module(f"shardwright.shardformer.policies.{module}"), name)()
     if kind is None:
         raise ValueError(f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=")
-    from shardwright.shardformer.hf_plan import TransformersPolicy
+    from shardwright.shardformer.policies.generic import GenericPolicy
 
-    return TransformersPolicy()
+    return GenericPolicy()
