@@ -12,8 +12,8 @@ import torch.nn as nn
 
 from shardwright.shardformer.heads import HEADS_PER_KEY, KEY_VALUE_HEADS, QUERY_HEADS, HeadGeometry
 from shardwright.shardformer.layer.parallel_module import ParallelModule, native_class
-from shardwright.shardformer.splits import Heads
-from shardwright.shardformer.styles import Column, Row, Site, Style
+from shardwright.shardformer.splits import Heads, Packed
+from shardwright.shardformer.styles import Column, LatentKeyValue, Row, ShardedParameter, Site, Style
 from shardwright.spec import PADDING, ParamSpec
 
 Slicer = Callable[[torch.Tensor, "LocalHeadIndex"], torch.Tensor]
@@ -87,6 +87,13 @@ class LocalHeadIndex:
         return x.index_select(dim, torch.tensor(self.heads, device=x.device))
 
 
+def by_head(x: torch.Tensor, index: LocalHeadIndex) -> torch.Tensor:
+    """This rank's heads of a mask or position bias: [B, heads, ...] or [B * heads, ...]."""
+    if x.ndim == 4:
+        return index.select(x, 1)
+    return index.select(x.unflatten(0, (-1, index.total)), 1).flatten(0, 1)
+
+
 class _LocalArguments(ParallelModule):
     slicers: dict[str, tuple[int, Slicer]]
     head_index: LocalHeadIndex
@@ -156,6 +163,35 @@ def attention(
         rules[f"{path}.{v}"] = Column(Heads("kv", geometry))
     rules[f"{path}.{o}"] = Row(Heads("q", geometry))
     return rules
+
+
+def latent_attention(path: str, heads: int, rotary_dim: int, query_rank: int | None) -> Rules:
+    """Rules for multi-head latent attention: down projections whole on every rank, up projections by head.
+
+    query_rank  of the low-rank query projection, None when there is only `q_proj`
+    """
+    geometry = HeadGeometry(heads, heads)
+    by_heads = Column(Heads("q", geometry))
+    query: Rules = {f"{path}.q_proj": by_heads}
+    if query_rank is not None:
+        query = {f"{path}.q_a_proj": "replicated", f"{path}.q_a_layernorm": "replicated", f"{path}.q_b_proj": by_heads}
+    return {
+        path: LocalHeads(geometry),
+        **query,
+        f"{path}.kv_a_proj_with_mqa": LatentKeyValue(rotary_dim),
+        f"{path}.kv_a_layernorm": "replicated",
+        f"{path}.kv_b_proj": by_heads,
+        f"{path}.o_proj": Row(Heads("q", geometry)),
+    }
+
+
+def experts(path: str) -> Rules:
+    """Rules for fused experts, [E, 2I, H] (gate, up) and [E, I, H]: every rank has its intermediate features of every expert."""
+    return {
+        f"{path}.gate_up_proj": ShardedParameter(1, Packed(2)),
+        f"{path}.down_proj": ShardedParameter(2),
+        path: "partial_sum",
+    }
 
 
 def mlp(path: str, up: str | tuple[str, ...], down: str) -> Rules:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch.nn as nn
 
 from shardwright.shardformer.attention import LocalHeads, Rules
+from shardwright.shardformer.heads import QUERY_HEADS, HeadGeometry, first_int
 from shardwright.shardformer.hf_plan import Region, shape_of_name
 from shardwright.shardformer.layer.linear import input_size, is_linear, output_size
 from shardwright.shardformer.splits import Heads, Packed
@@ -27,7 +28,25 @@ _ATTENTION = [
 ]
 _OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj")
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv", "att_proj", "in_proj")
-_UP = ("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "wi", "wi_0", "wi_1", "w1", "w3", "lin1", "linear1", "fc", "w_0", "gate", "up")
+_UP = (
+    "gate_proj",
+    "up_proj",
+    "fc1",
+    "fc_in",
+    "c_fc",
+    "dense_h_to_4h",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "w1",
+    "w3",
+    "lin1",
+    "linear1",
+    "fc",
+    "w_0",
+    "gate",
+    "up",
+)
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down")
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
@@ -47,9 +66,7 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Region]:
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Region]:
     linears = {local: child for local, child in module.named_children() if is_linear(child)}
-    if alternatives := _attention(name, module, linears):
-        yield Region(name, alternatives)
-    elif alternatives := _mlp(name, linears):
+    if (alternatives := _attention(name, module, linears)) or (alternatives := _mlp(name, linears)):
         yield Region(name, alternatives)
     if alternatives := _experts(name, module):
         yield Region(name, alternatives)
@@ -68,10 +85,38 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
         around: Rules = {name: heads, **out}
         if parts is not None:
             q, k, v = parts
-            found.append({**around, f"{name}.{q}": Column(Heads("q")), f"{name}.{k}": Column(Heads("kv")), f"{name}.{v}": Column(Heads("kv"))})
+            found.append(
+                {**around, f"{name}.{q}": Column(Heads("q")), f"{name}.{k}": Column(Heads("kv")), f"{name}.{v}": Column(Heads("kv"))}
+            )
         else:
             found += [{**around, f"{name}.{fused}": Column(Heads(layout))} for layout in ("packed", "interleaved")]  # type: ignore[arg-type]
     return found
+
+
+def _bert_attention(name: str, module: nn.Module) -> Rules:
+    """BERT's shape: projections in `self`, the output projection in `output`."""
+    inner, output = getattr(module, "self", None), getattr(module, "output", None)
+    if not isinstance(inner, nn.Module) or not isinstance(output, nn.Module) or not is_linear(getattr(output, "dense", nn.Identity())):
+        return {}
+    parts = next((parts for parts in _ATTENTION if all(is_linear(getattr(inner, part, nn.Identity())) for part in parts)), None)
+    if parts is None:
+        return {}
+    heads = first_int(inner, QUERY_HEADS) or first_int(getattr(inner, "config", None), QUERY_HEADS)
+    if heads is None:
+        return {}
+    geometry = HeadGeometry(heads, heads)
+    inside: Rules = {f"{name}.self.{part}": Column(Heads("q", geometry)) for part in parts}
+    return {f"{name}.self": LocalHeads(geometry), **inside, f"{name}.output.dense": Row(Heads("q", geometry))}
+
+
+def _bert_mlp(name: str, module: nn.Module) -> Rules:
+    up = getattr(getattr(module, "intermediate", None), "dense", None)
+    down = getattr(getattr(module, "output", None), "dense", None)
+    if not isinstance(up, nn.Module) or not isinstance(down, nn.Module) or not is_linear(up) or not is_linear(down):
+        return {}
+    if output_size(up) != input_size(down):
+        return {}
+    return {f"{name}.intermediate.dense": "colwise", f"{name}.output.dense": "rowwise"}
 
 
 def _mlp(name: str, linears: dict[str, nn.Module]) -> list[Rules]:

@@ -53,13 +53,13 @@ class HeadGeometry:
     def of(cls, attention: nn.Module, config: Any = None) -> HeadGeometry:
         """From the attributes of an attention module, and its config for what it does not keep itself."""
         config = config if config is not None else getattr(attention, "config", None)
-        heads = _first_int(attention, QUERY_HEADS) or _first_int(config, QUERY_HEADS)
+        heads = first_int(attention, QUERY_HEADS) or first_int(config, QUERY_HEADS)
         if heads is None:
             raise ValueError(f"{type(attention).__name__} keeps no head count ({', '.join(QUERY_HEADS)}); give the plan a HeadGeometry")
-        kv_heads = _first_int(attention, KEY_VALUE_HEADS)
-        if kv_heads is None and (groups := _first_int(attention, HEADS_PER_KEY)):
+        kv_heads = first_int(attention, KEY_VALUE_HEADS)
+        if kv_heads is None and (groups := first_int(attention, HEADS_PER_KEY)):
             kv_heads = heads // groups
-        kv_heads = kv_heads or _first_int(config, KEY_VALUE_HEADS) or heads
+        kv_heads = kv_heads or first_int(config, KEY_VALUE_HEADS) or heads
         return cls(heads, kv_heads)
 
     def groups(self, rank: int, ranks: int) -> list[HeadGroup]:
@@ -123,7 +123,7 @@ def _keys(group: HeadGroup, position: int) -> Iterator[tuple[int, int]]:
     yield (PADDING if group.kv == PADDING else position), 1
 
 
-def _first_int(holder: Any, names: Sequence[str]) -> int | None:
+def first_int(holder: Any, names: Sequence[str]) -> int | None:
     for name in names:
         value = getattr(holder, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

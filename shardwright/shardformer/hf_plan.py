@@ -54,17 +54,14 @@ def plan_regions(model: Any) -> list[Region]:
             groups.setdefault(region, {})[pattern] = style
     regions = []
     for name, styles in groups.items():
-        translated = {pattern: _translate(style, params.get(pattern), modules.get(pattern), model.config) for pattern, style in styles.items()}
+        translated = {
+            pattern: _translate(style, params.get(pattern), modules.get(pattern), model.config) for pattern, style in styles.items()
+        }
         if None in translated.values():
             continue
         plain: Rules = {pattern: style for pattern, style in translated.items() if style is not None}
-        region = Region(name, [])
-        for upgrade in (_heads, _fused_heads, _packed):
-            better = upgrade(name, styles, plain, modules)
-            if better is not None:
-                region.alternatives += better
-        region.alternatives.append(plain)
-        regions.append(region)
+        alternatives = [rules for upgrade in (_heads, _fused_heads, _packed) for rules in upgrade(name, styles, plain)]
+        regions.append(Region(name, [*alternatives, plain]))
     return regions
 
 
@@ -79,17 +76,18 @@ def _translate(style: str, param: nn.Parameter | None, module: nn.Module | None,
     """The style of this package, or None when there is none."""
     if param is not None:
         last, rows = param.ndim - 1, max(param.ndim - 2, 0)
-        return {
+        styles: dict[str, Style | str] = {
             "colwise": ShardedParameter(rows),
             "rowwise": ShardedParameter(last) if param.ndim > 1 else "replicated",
             "packed_colwise": ShardedParameter(rows, Packed(2)),
             "packed_rowwise": ShardedParameter(last, Packed(2)),
             "replicated_with_grad_allreduce": "partial_gradient",
             "replicate": "replicated",
-        }.get(style)
+        }
+        return styles.get(style)
     if style == "mla_kv_a_proj":
         return LatentKeyValue(getattr(config, "get_text_config", lambda: config)().qk_rope_head_dim)
-    return {
+    named: dict[str, Style | str] = {
         "colwise": "colwise",
         "rowwise": "rowwise",
         "colwise_gather_output": "colwise_gathered",
@@ -102,7 +100,8 @@ def _translate(style: str, param: nn.Parameter | None, module: nn.Module | None,
         "moe_tp_experts": "partial_sum",
         "local_params": LocalHeads(),
         "replicate": "replicated",
-    }.get(style)
+    }
+    return named.get(style)
 
 
 def _children(region: str, patterns: Iterable[str]) -> dict[str, str]:
@@ -110,15 +109,15 @@ def _children(region: str, patterns: Iterable[str]) -> dict[str, str]:
     return {pattern[len(region) + 1 :]: pattern for pattern in patterns if pattern.rpartition(".")[0] == region}
 
 
-def _heads(region: str, styles: dict[str, str], plain: Rules, modules: dict[str, nn.Module]) -> list[Rules] | None:
+def _heads(region: str, styles: dict[str, str], plain: Rules) -> list[Rules]:
     """Split q, k, v and output projections by heads, so that counts that do not divide work too."""
     named = _children(region, styles)
     queries = [name for name in named if name.split(".")[0] in _QUERY]
     outputs = [name for name, pattern in named.items() if styles[pattern] == "rowwise"]
     if not queries or len(outputs) != 1 or not {"q_proj", "q_b_proj", "query"} & set(named):
-        return None
+        return []
     if any(styles[named[name]] != "colwise" for name in queries):
-        return None
+        return []
     rules = dict(plain)
     for name, pattern in named.items():
         if styles[pattern] == "colwise" and name in _QUERY + _KEY_VALUE:
@@ -129,13 +128,13 @@ def _heads(region: str, styles: dict[str, str], plain: Rules, modules: dict[str,
     return [rules]
 
 
-def _fused_heads(region: str, styles: dict[str, str], plain: Rules, modules: dict[str, nn.Module]) -> list[Rules] | None:
+def _fused_heads(region: str, styles: dict[str, str], plain: Rules) -> list[Rules]:
     """Fused q/k/v by heads, whether the plan gathers it or splits it as it is stored."""
     named = _children(region, styles)
     fused = [name for name in named if name in _FUSED]
     outputs = [name for name, pattern in named.items() if styles[pattern] in ("rowwise", "rowwise_split_input", "rowwise_rep")]
     if len(fused) != 1 or len(outputs) != 1:
-        return None
+        return []
     gathered = styles[named[fused[0]]] != "colwise"
     return [
         {**plain, region: LocalHeads(), named[fused[0]]: Column(Heads(layout)), named[outputs[0]]: Row(Heads("q"))}
@@ -143,11 +142,10 @@ def _fused_heads(region: str, styles: dict[str, str], plain: Rules, modules: dic
     ]
 
 
-def _packed(region: str, styles: dict[str, str], plain: Rules, modules: dict[str, nn.Module]) -> list[Rules] | None:
+def _packed(region: str, styles: dict[str, str], plain: Rules) -> list[Rules]:
     """A fused gate and up projection that the plan gathers."""
     named = _children(region, styles)
     up, down = named.get("gate_up_proj"), named.get("down_proj")
     if up is None or down is None or styles[down] not in ("rowwise_split_input", "rowwise_rep"):
-        return None
+        return []
     return [{**plain, up: "packed_colwise", down: "rowwise"}]
-

@@ -31,7 +31,7 @@ def small_copy(model: nn.Module, ranks: int) -> nn.Module | None:
 
     Equal on every rank: the weights come from a fixed seed. The caller's random state is left alone.
     """
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     if sum(param.numel() for param in model.parameters()) > SMALL_ENOUGH:
         _shrink(config, ranks)
     for part in (config, getattr(config, "text_config", None)):

@@ -36,7 +36,11 @@ def test_float32_trains_like_one_process():
     [
         (2, ["qwen2-causal-lm"], {"num_attention_heads": 3, "num_key_value_heads": 3}),  # 2 heads and 1
         (2, ["qwen3-tied-causal-lm"], {"num_attention_heads": 6, "num_key_value_heads": 3}),
-        (2, ["llama-biased-causal-lm"], {"num_attention_heads": 3, "num_key_value_heads": 1}),  # a shared key/value head, 2 query heads and 1
+        (
+            2,
+            ["llama-biased-causal-lm"],
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+        ),  # a shared key/value head, 2 query heads and 1
         (4, ["qwen3-causal-lm"], {"num_attention_heads": 3, "num_key_value_heads": 1}),  # and a rank without a head
         (4, ["llama-causal-lm"], {"num_attention_heads": 6, "num_key_value_heads": 3}),
         (2, ["gpt2-causal-lm"], {"n_head": 3}),
@@ -55,7 +59,11 @@ def test_vocabulary_that_does_not_divide(multiple, world_size):
     # 101 words: 51 and 50; 64 and 37; two ranks without any.
     check(
         run_ranks(
-            train_against_reference, world_size, ["llama-tied-causal-lm", "bert-masked-lm"], make_vocab_size_divisible_by=multiple, timeout=110
+            train_against_reference,
+            world_size,
+            ["llama-tied-causal-lm", "bert-masked-lm"],
+            make_vocab_size_divisible_by=multiple,
+            timeout=110,
         )
     )
 

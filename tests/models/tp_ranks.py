@@ -36,7 +36,12 @@ def shard(model: nn.Module, **config: Any) -> nn.Module:
 
 
 def train_against_reference(
-    rank: int, world_size: int, names: list[str], dtype: torch.dtype = torch.float64, settings: dict[str, Any] | None = None, **shard_config: Any
+    rank: int,
+    world_size: int,
+    names: list[str],
+    dtype: torch.dtype = torch.float64,
+    settings: dict[str, Any] | None = None,
+    **shard_config: Any,
 ) -> list[str]:
     """Three AdamW steps of every model against plain transformers: losses, last gradients, weights. Returns what differs."""
     problems = []

@@ -1,7 +1,7 @@
 """Shard every causal language model of transformers over two ranks and compare loss and gradients with the whole model.
 
-    python -m tests.models.tp_sweep --write docs/models.md        # all, about half an hour on two cores
-    python -m tests.models.tp_sweep llama opt mamba               # some
+python -m tests.models.tp_sweep --write docs/models.md        # all, about half an hour on two cores
+python -m tests.models.tp_sweep llama opt mamba               # some
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class GenericPolicy(Policy):
         vocabulary = self.vocabulary_rules()
         if not regions:
             raise ValueError(
-                f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are recognised; pass policy="
+                f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are "
+                "recognised; pass policy="
             )
         regions.append(Region("vocabulary", [vocabulary]))
         self.findings = self._find(regions)
@@ -55,14 +56,18 @@ class GenericPolicy(Policy):
 
     def _find(self, regions: list[Region]) -> Findings:
         parallel = self.shard_config.parallel
-        best = self._completed(_joined(region.alternatives[0] for region in regions))
+        for region in regions:
+            region.alternatives = [rules for rules in region.alternatives if self._is_possible(rules)]
+        best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
         copied = small_copy(self.model, parallel.size)
         if copied is None:
-            _LOGGER.warning(f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan is used untested")
+            _LOGGER.warning(
+                f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan is used untested"
+            )
             return Findings(best)
         check = SelfCheck(copied, parallel)
         if (rules := self._passing(check, best)) is not None:
-            return Findings(rules, checked=True)
+            return Findings(rules, [region.name for region in regions if not region.alternatives], checked=True)
         kept: list[Rules] = []
         dropped = []
         for region in regions:
@@ -74,10 +79,21 @@ class GenericPolicy(Policy):
         rules = self._passing(check, self._completed(_joined(kept))) if kept else None
         if rules is None:
             raise ValueError(
-                f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give its gradients; pass policy="
+                f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give its gradients; "
+                "pass policy="
             )
-        _LOGGER.warning(f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed the check")
+        _LOGGER.warning(
+            f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed the check"
+        )
         return Findings(rules, dropped, checked=True)
+
+    def _is_possible(self, rules: Rules) -> bool:
+        """Whether the numbers fit; what does not is no rule of the user's, so it is passed over."""
+        try:
+            Plan(rules, type(self).__name__).decide(self.model, self.shard_config.parallel, complete=False)
+        except ValueError:
+            return False
+        return True
 
     def _passing(self, check: SelfCheck, rules: Rules) -> Rules | None:
         """The rules if they pass, with norms and the like that were guessed wrong corrected once."""
@@ -91,7 +107,10 @@ class GenericPolicy(Policy):
             if not guesses:
                 return None
             flipped = {"replicated": "partial_gradient", "partial_gradient": "replicated"}
-            rules = {pattern: flipped.get(style, style) if pattern in guesses and isinstance(style, str) else style for pattern, style in rules.items()}
+            rules = {
+                pattern: flipped.get(style, style) if pattern in guesses and isinstance(style, str) else style
+                for pattern, style in rules.items()
+            }
         return None
 
     def _apply(self, copied: nn.Module, rules: Rules) -> None:
