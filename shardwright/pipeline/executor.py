@@ -76,16 +76,40 @@ class CutModel:
         return self.placement.rank_of(self.placement.num_stages - 1) == self.rank
 
 
-def cut_model(
+@dataclass(frozen=True)
+class CutPlan:
+    """Where a model will be cut: the same on every rank, found without changing the model.
+
+    units, survey  the chain of layers and the facts about them (no survey with one stage)
+    placement      where all stages live
+    stages         units of every stage
+    checkpointed   per pipeline rank: recomputed layers of each of its stages
+    tied_groups    parameters that several ranks hold
+    """
+
+    units: tuple[Unit, ...]
+    survey: Survey | None
+    placement: Placement
+    stages: tuple[range, ...]
+    checkpointed: tuple[Mapping[int, int], ...]
+    tied_groups: tuple[TiedGroup, ...]
+
+    def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
+        """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
+        held = self.placement.stages_of(rank)
+        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
+        return CutModel(staged, self.placement, self.tied_groups, rank)
+
+
+def plan_cut(
     model: nn.Module,
     settings: PipelineSettings,
-    rank: int = 0,
     num_ranks: int = 1,
     *,
     layer_lists: Sequence[str] | None = None,
     example_inputs: Any = None,
-) -> CutModel:
-    """Cut `model` in place into the stages of `rank`. Communicates nothing; the same input errors are raised on every rank.
+) -> CutPlan:
+    """Plan the stages of `model`, whole and not sharded yet. Communicates nothing; the same input errors are raised on every rank.
 
     layer_lists     names of the ModuleLists to cut along, where they cannot be found (a policy's word)
     example_inputs  a batch for models whose inputs cannot be guessed
@@ -95,36 +119,48 @@ def cut_model(
     if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     if num_ranks == 1:
-        placement = Placement(1)
-        needed = config is not None or settings.num_layers_per_stage is not None or layer_lists is not None
-        try:
-            units = find_units(model, layer_lists)
-        except ValueError:
-            if needed:
-                raise
-            units = []
-        stages = [range(len(units))]
-        numbers = settings.num_layers_per_stage
-        if numbers is not None and (any(number < 1 for number in numbers) or sum(numbers) != len(units)):
-            raise ValueError(f"num_layers_per_stage={list(numbers)} must sum to the model's {len(units)} layers; [{len(units)}] would work")
-        checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
-        return CutModel(StagedModel(model, units, None, stages, [0], checkpointed), placement, (), 0)
-
+        return _plan_one_stage(model, settings, config, layer_lists)
     placement = schedules.get_placement(settings.pp_style, num_ranks, settings.num_model_chunks)
     survey = survey_model(model, layer_lists, example_inputs)
     if settings.num_layers_per_stage is not None:
         stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
     else:
         stages = partition_units(survey, unit_costs(model, survey), placement.num_stages)
-    held = placement.stages_of(rank)
-    checkpointed = {}
-    if config is not None:
-        for other in range(num_ranks):  # so that a bad number is an error on every rank
-            numbers_of = config.layers_of(stages, other, placement.stages_of(other))
-            checkpointed = numbers_of if other == rank else checkpointed
-    tied_groups = find_tied_groups(survey, stages, placement)
-    staged = StagedModel(model, survey.units, survey, stages, held, checkpointed)
-    return CutModel(staged, placement, tuple(tied_groups), rank)
+    checkpointed = tuple(
+        config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
+    )
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tuple(find_tied_groups(survey, stages, placement)))
+
+
+def _plan_one_stage(
+    model: nn.Module, settings: PipelineSettings, config: PipelineGradientCheckpointConfig | None, layer_lists: Sequence[str] | None
+) -> CutPlan:
+    needed = config is not None or settings.num_layers_per_stage is not None or layer_lists is not None
+    try:
+        units = find_units(model, layer_lists)
+    except ValueError:
+        if needed:
+            raise
+        units = []
+    stages = (range(len(units)),)
+    numbers = settings.num_layers_per_stage
+    if numbers is not None and (any(number < 1 for number in numbers) or sum(numbers) != len(units)):
+        raise ValueError(f"num_layers_per_stage={list(numbers)} must sum to the model's {len(units)} layers; [{len(units)}] would work")
+    checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
+    return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), ())
+
+
+def cut_model(
+    model: nn.Module,
+    settings: PipelineSettings,
+    rank: int = 0,
+    num_ranks: int = 1,
+    *,
+    layer_lists: Sequence[str] | None = None,
+    example_inputs: Any = None,
+) -> CutModel:
+    """Plan and cut in one go, for a model that is not sharded; see `plan_cut`."""
+    return plan_cut(model, settings, num_ranks, layer_lists=layer_lists, example_inputs=example_inputs).apply(model, rank)
 
 
 class PipelineExecutor:
