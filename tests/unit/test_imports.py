@@ -30,6 +30,7 @@ LEVELS = {
     "zero": 4,
     "checkpoint": 4,
     "plugins": 5,
+    "lazy": 5,
     "booster": 6,
     "cli": 7,
 }

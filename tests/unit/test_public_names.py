@@ -86,7 +86,7 @@ shardwright.shardformer.ShardConfig(tensor_parallel_process_group, sequence_para
 shardwright.shardformer.ShardFormer(shard_config)
 shardwright.shardformer.ShardFormer.optimize(self, model, policy=None)
 shardwright.shardformer.ShardFormer.shard_model(self, model, policy=None)
-shardwright.shardformer.ShardFormer.init_distributed(self)
+shardwright.shardformer.ShardFormer.init_distributed()
 shardwright.shardformer.ShardFormer.shard_dataset(self, dataset)
 shardwright.shardformer.ModelSharder()
 shardwright.shardformer.Policy()
