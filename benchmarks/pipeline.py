@@ -4,7 +4,7 @@
     python benchmarks/pipeline.py --ranks 4 --rounds 9
     python benchmarks/pipeline.py overhead               host time per action, no other process
 
-Every round runs one step of every contender, one after the other, there and back, so that a busy machine disturbs all of them alike. Reported are
+Every round runs one step of every contender, in turn forwards and backwards, so that a busy machine disturbs all alike. Reported are
 medians over rounds of the wall time of a step (the slowest rank's) and of the CPU time (summed over ranks), which is the
 steadier figure where ranks share cores.
 """
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.comm.p2p import PipeComm, Receive
+from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import Header, take_apart
 from shardwright.ops.linear import linear
 from shardwright.pipeline import schedules
@@ -206,7 +206,7 @@ class FakeComm(PipeComm):
 
     header: Header
 
-    def _receive_header(self, receive: Receive) -> Header:
+    def _receive_header(self, source: int, key: Hashable) -> Header:
         return self.header
 
 

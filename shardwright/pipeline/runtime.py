@@ -167,6 +167,21 @@ class PipelineRuntime:
         self._start_step((), False, False)
         return result
 
+    def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
+        self._shape_keys = shape_keys
+        self._training = training
+        self._overlap = overlap
+        self._losses: list[Tensor] = []
+        self._num_live = self._peak_live = 0
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._receives: dict[tuple[Kind, int, int], Receive] = {}
+        self._sent: dict[tuple[int, int], Sent] = {}
+        self._outgoing: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
+        self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
+        # Between two chunks of this rank nothing is sent: the turn of a V.
+        self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
+        self._handed_back: dict[tuple[int, int], list[Tensor]] = {}
+
     # Compute ---------------------------------------------------------------------------------------------------------
 
     def _run_forward(self, stage: int, microbatch: int) -> None:
@@ -177,9 +192,7 @@ class PipelineRuntime:
                 header, tensors = self._handed_over.pop((stage, microbatch))
             else:
                 receive = self._receives.pop((Kind.F, stage, microbatch))
-                tensors = receive.wait_tensors()
-                assert receive.header is not None
-                header = receive.header
+                header, tensors = receive.header, receive.wait_tensors()
             leaves = [t.requires_grad_() for t, meta in zip(tensors, header.tensors, strict=True) if meta.requires_grad]
             received = put_together(header, tensors)
             del tensors
@@ -288,23 +301,7 @@ class PipelineRuntime:
             receive.complete()
         self._receives[key] = receive
 
-    # Life of a step --------------------------------------------------------------------------------------------------
-
-    def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
-        self._shape_keys = shape_keys
-        self._training = training
-        self._overlap = overlap
-        self._losses: list[Tensor] = []
-        self._num_live: int = 0
-        self._peak_live: int = 0
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._receives: dict[tuple[Kind, int, int], Receive] = {}
-        self._sent: dict[tuple[int, int], Sent] = {}
-        self._outgoing: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
-        self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
-        # Between two chunks of this rank nothing is sent: the turn of a V.
-        self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
-        self._handed_back: dict[tuple[int, int], list[Tensor]] = {}
+    # Failure ---------------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
         """Let go of everything, so that the error does not keep activations alive."""

@@ -127,7 +127,6 @@ def _memory(rank: int, world_size: int, style: str, chunks: int) -> int:
         peaks.append(_Counting.peak)
         _Counting.peak = 0
         assert all(not pending for pending in runtime.comm._in_flight.values())
-        assert all(not pending for pending in runtime.comm._unposted.values())
         del runtime, stages
     assert peaks[1] <= peaks[0] * 1.25, peaks
     return peaks[1]
