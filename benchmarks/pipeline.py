@@ -3,6 +3,7 @@
     python benchmarks/pipeline.py                        2 ranks, everything
     python benchmarks/pipeline.py --ranks 4 --rounds 9
     python benchmarks/pipeline.py overhead               host time per action, no other process
+    python benchmarks/pipeline.py slots --ranks 4        stages that sleep: does a step take as long as the schedule says?
 
 Every round runs one step of every contender, in turn forwards and backwards, so that a busy machine disturbs all alike. Reported are
 medians over rounds of the wall time of a step (the slowest rank's) and of the CPU time (summed over ranks), which is the
@@ -26,13 +27,16 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import Header, take_apart
 from shardwright.ops.linear import linear
+from shardwright.ops.weight_grad import active_store
 from shardwright.pipeline import schedules
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.runtime import PipelineRuntime
+from shardwright.pipeline.simulate import simulate
 from shardwright.pipeline.timeline import Recorder
 from shardwright.testing import run_ranks
 
 HEADS = 4
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2))
 
 
 class Block(nn.Module):
@@ -98,10 +102,15 @@ class Contender:
         self.name, self.step, self.modules, self.runtime = name, step, modules, runtime
 
 
+def pipe_group() -> dist.ProcessGroup:
+    """All ranks; not the world group, whose barriers TORCH_DISTRIBUTED_DEBUG=DETAIL would take for out of step with its messages."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def ours(style: str, chunks: int, checkpointing: bool, options: argparse.Namespace, batch: Sequence[Tensor]) -> Contender:
-    group = dist.group.WORLD
-    assert group is not None
-    comm = PipeComm(group)
+    comm = PipeComm(pipe_group())
     placement = schedules.get_placement(style, comm.size, chunks)
     inputs, targets = batch[0].chunk(options.microbatches), batch[1].chunk(options.microbatches)
     modules = {
@@ -123,7 +132,8 @@ def torchs(name: str, chunks: int, checkpointing: bool, options: argparse.Namesp
     indices = [rank, 2 * size - 1 - rank] if name == "ScheduleZBVZeroBubble" else [rank + chunk * size for chunk in range(chunks)]
     modules: dict[int, nn.Module] = {s: make_stage(s, num_stages, options, False, checkpointing) for s in indices}
     device = torch.device("cpu")
-    stages = [pipelining.PipelineStage(module, s, num_stages, device) for s, module in modules.items()]
+    group = pipe_group()
+    stages = [pipelining.PipelineStage(module, s, num_stages, device, group=group) for s, module in modules.items()]
     made = getattr(pipelining, name)(stages[0] if name == "Schedule1F1B" else stages, options.microbatches, loss_fn=loss_of)
 
     def step() -> None:
@@ -182,8 +192,7 @@ def compare(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
         for _ in range(options.rounds):
             dist.barrier()
             contender.step()
-            assert dist.group.WORLD is not None
-            timeline = contender.runtime.recorder.gather(dist.group.WORLD, contender.runtime.placement)
+            timeline = contender.runtime.recorder.gather(contender.runtime.comm, contender.runtime.placement)
             ideal = timeline.ideal()
             bubbles.setdefault(contender.name, []).append((timeline.bubble, ideal.bubble, timeline.makespan, ideal.makespan))
     return {"times": times, "worst": worst, "bubbles": bubbles}
@@ -199,6 +208,66 @@ def layer_gradients(contender: Contender, options: argparse.Namespace) -> list[t
             assert param.grad is not None
             found.append((f"{stage * per_stage + int(index)}.{rest}", param.grad))
     return found
+
+
+class Sleep(torch.autograd.Function):
+    """Takes `unit` seconds in forward, `unit` for the gradient of the input and `unit` for that of the weight, which can be postponed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, unit: float) -> Tensor:
+        ctx.weight, ctx.unit = weight, unit
+        time.sleep(unit)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        def weight_grad() -> Tensor:
+            time.sleep(ctx.unit)
+            return torch.zeros_like(ctx.weight)
+
+        time.sleep(ctx.unit)
+        store = active_store()
+        if store is None:
+            return dy, weight_grad(), None
+        store.put(ctx.weight, weight_grad)
+        return dy, None, None
+
+
+class SleepingStage:
+    """A `StageProgram` that needs time but no core, so that more ranks than cores can run at once."""
+
+    def __init__(self, is_last: bool, unit: float) -> None:
+        self.is_last, self.unit = is_last, unit
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, received: Tensor | None, microbatch: int) -> Tensor:
+        x = Sleep.apply(torch.ones(2, 64, 128) if received is None else received, self.weight, self.unit)
+        return x.mean() if self.is_last else x
+
+
+def slots(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """By schedule: a step in units of a forward, as measured and as simulated; and measured over simulated with measured costs."""
+    group = pipe_group()
+    unit = 0.03
+    results = {}
+    for style, chunks in SCHEDULES:
+        comm = PipeComm(group)
+        placement = schedules.get_placement(style, world_size, chunks)
+        stages = [SleepingStage(placement.is_last(s), unit) for s in placement.stages_of(rank)]
+        runtime = PipelineRuntime(comm, placement, stages)
+        compute = schedules.get(style, world_size, options.microbatches, chunks)
+        schedule = lower(compute)
+        keys: list[Hashable] = [0] * options.microbatches
+        runtime.run(schedule, keys)
+        runtime.recorder = Recorder()
+        steps = []
+        for _ in range(max(3, options.rounds // 3)):
+            dist.barrier()
+            runtime.run(schedule, keys)
+            timeline = runtime.recorder.gather(comm, placement)
+            steps.append((timeline.makespan / unit, timeline.makespan / timeline.ideal().makespan))
+        results[style] = (median(step for step, _ in steps), simulate(compute).makespan, median(ratio for _, ratio in steps))
+    return results
 
 
 class FakeComm(PipeComm):
@@ -223,7 +292,7 @@ def overhead(options: argparse.Namespace) -> dict[str, float]:
             return received if received is not None else x
 
     results = {}
-    for style, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2)):
+    for style, chunks in SCHEDULES:
         assert dist.group.WORLD is not None
         comm = FakeComm(dist.group.WORLD)
         comm.header = take_apart(x)[0]
@@ -243,7 +312,7 @@ def overhead(options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["all", "overhead", "compare"], default="all")
+    parser.add_argument("what", nargs="?", choices=["all", "overhead", "slots", "compare"], default="all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--microbatches", type=int, default=8)
@@ -253,13 +322,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="samples per microbatch")
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
-    if options.what != "compare":
+    if options.what in ("all", "overhead"):
         print("| schedule | host time per action |\n| --- | --- |")
         for style, microseconds in overhead(options).items():
             print(f"| {style} | {microseconds:.1f} us |")
-    if options.what == "overhead":
+    if options.what in ("all", "slots"):
+        print(f"\n{options.ranks} ranks, {options.microbatches} microbatches, stages that sleep")
+        print("| schedule | slots of a step | by formula | step / simulated with measured costs |\n| --- | --- | --- | --- |")
+        for style, (step, expected, ratio) in run_ranks(slots, options.ranks, options, timeout=600, debug="OFF")[0].items():
+            print(f"| {style} | {step:.1f} | {expected:.0f} | {ratio:.3f} |")
+    if options.what in ("overhead", "slots"):
         return
-    results = run_ranks(compare, options.ranks, options, timeout=1200)
+    results = run_ranks(compare, options.ranks, options, timeout=1200, debug="OFF")
     print(f"\n{options.ranks} ranks, {options.layers} layers of width {options.hidden}, {options.microbatches} microbatches of ", end="")
     print(f"{options.rows} x {options.length}, {options.rounds} rounds; gradients agree to {max(r['worst'] for r in results):.1e}")
     print("| | wall ms | CPU ms | bubble measured | ideal | step / ideal |\n| --- | --- | --- | --- | --- | --- |")

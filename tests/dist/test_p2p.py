@@ -13,7 +13,8 @@ from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import Header, TensorMeta, put_together, take_apart
 from shardwright.testing import run_ranks
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32, torch.uint8, torch.bool]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 def payload_of(seed: int, rows: int = 3) -> dict[str, Any]:
