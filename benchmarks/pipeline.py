@@ -40,13 +40,14 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2
 
 
 class Block(nn.Module):
-    """A decoder layer of plain torch. `postpone` uses the linear whose weight gradient a zero-bubble schedule can postpone."""
+    """A decoder layer of Llama's shape. `postpone` uses the linear whose weight gradient a zero-bubble schedule can postpone."""
 
     def __init__(self, hidden: int, postpone: bool, checkpointing: bool) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, 3 * hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * hidden, hidden, bias=False)
         self.checkpointing = checkpointing
         self.apply_linear: Callable[[nn.Linear, Tensor], Tensor] = _postponable if postpone else _plain
 
@@ -55,11 +56,14 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, H]"""
+        run = self.apply_linear
         b, s, h = x.shape
-        q, k, v = self.apply_linear(self.qkv, self.norms[0](x)).view(b, s, 3, HEADS, h // HEADS).permute(2, 0, 3, 1, 4)
+        normed = self.norms[0](x)
+        q, k, v = (run(module, normed).view(b, s, HEADS, h // HEADS).transpose(1, 2) for module in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
-        x = x + self.apply_linear(self.out, attended)
-        return x + self.apply_linear(self.down, F.gelu(self.apply_linear(self.up, self.norms[1](x))))
+        x = x + run(self.o, attended)
+        normed = self.norms[1](x)
+        return x + run(self.down, F.silu(run(self.gate, normed)) * run(self.up, normed))
 
 
 def _plain(module: nn.Linear, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm import p2p
 from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import Header, TensorMeta, put_together, take_apart
 from shardwright.testing import run_ranks
@@ -159,3 +160,25 @@ def _long_run(rank: int, world_size: int) -> int:
 
 def test_messages_in_flight_are_bounded() -> None:
     assert run_ranks(_long_run, 2, timeout=60)[0] <= 4
+
+
+def _many_keys(rank: int, world_size: int) -> int:
+    """More kinds of messages than headers are kept: both sides forget the same ones."""
+    assert dist.group.WORLD is not None
+    p2p.MAX_HEADERS = 3
+    comm = PipeComm(dist.group.WORLD)
+    exchanged = 0
+    for index in range(60):
+        size = 1 + (index * index) % 7
+        if rank == 0:
+            exchanged += comm._sent_headers.get(1, p2p._Headers()).get(size) is None
+            comm.isend(torch.full((size,), float(index)), 1, size)
+        else:
+            assert comm.irecv(0, size).wait().tolist() == [index] * size
+            assert len(comm._known_headers[0]._by_key) <= 3
+    comm.flush()
+    return exchanged
+
+
+def test_both_sides_forget_the_same_headers() -> None:
+    assert run_ranks(_many_keys, 2, timeout=60)[0] > 10
