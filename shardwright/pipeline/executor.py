@@ -1,8 +1,8 @@
 """`execute_pipeline`: one batch in, the loss of the global batch out, through whatever stages this rank holds.
 
-    pipeline = cut_model(model, settings, rank, num_ranks)       every rank, no communication: stages, tied groups
-    executor = PipelineExecutor(pipeline, settings, ...groups)   messages and runtime
-    result = executor.execute(data_iter, criterion, optimizer, return_loss=True, return_outputs=False)
+pipeline = cut_model(model, settings, rank, num_ranks)       every rank, no communication: stages, tied groups
+executor = PipelineExecutor(pipeline, settings, ...groups)   messages and runtime
+result = executor.execute(data_iter, criterion, optimizer, return_loss=True, return_outputs=False)
 """
 
 from __future__ import annotations
@@ -306,7 +306,9 @@ class _Step:
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
         return [
-            tuple((str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor))
+            tuple(
+                (str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor)
+            )
             for microbatch in self.microbatches
         ]
 
