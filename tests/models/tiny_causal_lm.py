@@ -16,9 +16,9 @@ LARGEST = 20_000_000  # parameters
 _NAMES: dict[int | float, str] = {
     64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size model_dim hidden_dim input_embedding_size "
     "decoder_hidden_size attention_hidden_size moe_intermediate_size",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads num_encoder_attention_heads "
-    "num_decoder_attention_heads attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
+    "num_decoder_layers num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k mamba_expand",
     128: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_size dense_intermediate_size "
     "shared_expert_intermediate_size intermediate_size_mlp mlp_dim dff shared_intermediate_size dim_ff intermediate_dim block_ff_dim "

@@ -117,7 +117,8 @@ def summary(results: list[dict[str, Any]]) -> str:
     verified = [result for result in built if result["status"] == "verified"]
     full = [result for result in verified if result["share"] >= FULLY]
     return (
-        f"{len(verified)} of {len(built)} verified on two ranks, {len(full)} of them with at least {FULLY:.0%} of their parameters sharded; "
+        f"{len(verified)} of {len(built)} verified on two ranks, "
+        f"{len(full)} of them with at least {FULLY:.0%} of their parameters sharded; "
         f"{len(results) - len(built)} could not be built from a tiny config."
     )
 
@@ -129,7 +130,8 @@ def table(results: list[dict[str, Any]], known: dict[str, str]) -> str:
     lines = [
         "# Causal language models under tensor parallelism",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__}; written by `python -m tests.models.tp_sweep --write docs/models.md`.",
+        f"transformers {transformers.__version__}, torch {torch.__version__}; "
+        "written by `python -m tests.models.tp_sweep --write docs/models.md`.",
         "",
         summary(results),
         "",
