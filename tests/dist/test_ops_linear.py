@@ -100,7 +100,9 @@ def _blocks(rank: int, world: int, transposed: bool) -> None:
 
     def check(times: int = 1) -> None:
         for name, param in sharded.named_parameters():
-            torch.testing.assert_close(param.grad, times * _local_grad(name, full, group), **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                param.grad, times * _local_grad(name, full, group), **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+            )
         sharded.zero_grad()
 
     with CountCollectives() as counted:

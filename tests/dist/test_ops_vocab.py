@@ -130,7 +130,9 @@ def _loss(rank: int, world: int) -> None:
     want.backward()
     got.backward()
     assert local.grad.dtype == torch.bfloat16
-    assert torch.equal(local.grad[:, : shard.length], reference.grad[:, shard.start : shard.start + shard.length].bfloat16()) or torch.allclose(
+    assert torch.equal(
+        local.grad[:, : shard.length], reference.grad[:, shard.start : shard.start + shard.length].bfloat16()
+    ) or torch.allclose(
         local.grad[:, : shard.length].float(), reference.grad[:, shard.start : shard.start + shard.length], rtol=1e-2, atol=1e-4
     )
     for wrong in (7, -1):
@@ -193,7 +195,10 @@ def _mode(rank: int, world: int) -> None:
         labels[0, 3:] = -100
         labels[2, 1] = -100
         results = []
-        for head, local in ((Head(vocab, style), weight), (Head(vocab, style, shard), _columns(weight.t(), shard).detach().t().contiguous())):
+        for head, local in (
+            (Head(vocab, style), weight),
+            (Head(vocab, style, shard), _columns(weight.t(), shard).detach().t().contiguous()),
+        ):
             x, w = hidden.clone().requires_grad_(), local.clone().requires_grad_()
             with vocab_parallel_loss():
                 loss = head(x, w, labels)

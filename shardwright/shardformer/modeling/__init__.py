@@ -1,0 +1,1 @@
+"""What transformers does not offer as data: loading by slices."""
