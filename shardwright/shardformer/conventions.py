@@ -29,7 +29,7 @@ _ATTENTION = [
     ("Wq", "Wk", "Wv"),
     ("project_q", "project_k", "project_v"),
 ]
-_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj")
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj", "Wo")
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv", "att_proj", "in_proj")
 _UP = (
     "gate_proj",
@@ -50,7 +50,7 @@ _UP = (
     "gate",
     "up",
 )
-_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down")
+_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down", "Wo")
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 

@@ -64,7 +64,9 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
     def group_of(ranks: list[int]) -> Any:
         key = tuple(ranks)
         if key not in groups:
-            groups[key] = dist.new_group(list(key), use_local_synchronization=True) if len(key) < dist.get_world_size() else dist.group.WORLD
+            groups[key] = (
+                dist.new_group(list(key), use_local_synchronization=True) if len(key) < dist.get_world_size() else dist.group.WORLD
+            )
         return groups[key]
 
     reference, model = build(case.name), build(case.name)

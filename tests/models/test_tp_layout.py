@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import LlamaForCausalLM
 
+from shardwright.lazy import LazyInitContext
 from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer.layer import VocabParallelLMHead1D
 from shardwright.spec import get_spec
@@ -195,3 +197,23 @@ def checkpointed(rank: int, world_size: int, use_reentrant: bool) -> list[str]:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_replays_dropout(use_reentrant):
     assert run_ranks(checkpointed, 2, use_reentrant) == [[], []]
+
+
+def lazy_weights(rank: int, world_size: int) -> None:
+    """Lazily built and sharded: the shards of what one process would have built, tied and padded ones too."""
+    name = "llama-tied-causal-lm"
+    config = zoo.config(name, num_hidden_layers=2)
+    with LazyInitContext(seed=3):
+        whole, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    LazyInitContext.materialize(whole)
+    shard(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    expected = dict(whole.named_parameters())
+    for name, param in model.named_parameters():
+        assert torch.equal(param, get_spec(param).shard(expected[name].data, rank)), name
+    batch = zoo.inputs(name, num_hidden_layers=2)
+    torch.testing.assert_close(model(**batch).loss, whole(**batch).loss)
+
+
+def test_lazily_built_models_get_their_shards():
+    run_ranks(lazy_weights, 2)
