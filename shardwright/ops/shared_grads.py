@@ -8,7 +8,8 @@ Both go through one all-reduce of one flat buffer per dtype. Where a rank does n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from shardwright.spec import get_spec
 def sync_shared_gradients(params: Iterable[Tensor], group: dist.ProcessGroup, axis: str = "tp") -> None:
     """After backward, make the gradients of shared parameters and rows those of the whole model.
 
-    params  parameters of this rank, in the same order on all ranks of `group`; those without a gradient, on any rank, are skipped
-            where no rank has one, and count as zero where another rank has
+    params  parameters of this rank, in the same order on all ranks of `group`. A gradient that is missing counts as zero and is
+            created when another rank has one; where no rank has one, none is made
     group   the ranks along `axis`
 
     Call it once per step, after the last microbatch: summing is linear, so accumulated gradients need one call. It must be the same
@@ -31,51 +32,75 @@ def sync_shared_gradients(params: Iterable[Tensor], group: dist.ProcessGroup, ax
     if group.size() == 1:
         return
     rank = group.rank()
-    by_dtype: dict[torch.dtype, list[tuple[Tensor, list[tuple[Tensor | None, tuple[int, ...]]]]]] = {}
+    by_dtype: dict[torch.dtype, list[_Shared]] = {}
     for param in dict.fromkeys(params):
-        parts = _shared_parts(param, rank, axis)
-        if parts and param.requires_grad:
+        runs = _shared_runs(param, rank, axis) if param.requires_grad else []
+        if runs:
             dtype = param.grad.dtype if param.grad is not None else (getattr(param, "grad_dtype", None) or param.dtype)
-            by_dtype.setdefault(dtype, []).append((param, parts))
+            by_dtype.setdefault(dtype, []).append(_Shared(param, runs))
     for dtype, shared in by_dtype.items():
         _sum(shared, dtype, group)
 
 
-def _shared_parts(param: Tensor, rank: int, axis: str) -> list[tuple[Tensor | None, tuple[int, ...]]]:
-    """Views of the gradient to sum, in an order that all ranks agree on: (view or None where not held or no gradient, shape)."""
+class _Run(NamedTuple):
+    """Something that several ranks hold."""
+
+    shape: tuple[int, ...]
+    dim: int | None  # None: the whole parameter
+    offset: int | None  # in this rank's shard along `dim`; None when this rank is no holder
+
+
+class _Shared(NamedTuple):
+    param: Tensor
+    runs: list[_Run]
+
+
+def _shared_runs(param: Tensor, rank: int, axis: str) -> list[_Run]:
+    """In an order that all ranks agree on."""
     spec = get_spec(param)
     if spec is None:
         return []
     if axis in spec.partial:
-        return [(param.grad, tuple(param.shape))]
-    if not spec.is_sharded or spec.axis != axis:
+        return [_Run(tuple(param.shape), None, 0)]
+    if spec.dim is None or spec.axis != axis:
         return []
-    assert spec.dim is not None
-    parts: list[tuple[Tensor | None, tuple[int, ...]]] = []
+    runs = []
     for run in spec.shared_runs:
         shape = list(spec.full_shape)
         shape[spec.dim] = run.length
-        view = None
-        if param.grad is not None and rank in run.holders:
-            [(_, offset, length)] = spec.local_runs(rank, run.start, run.length)
-            view = param.grad.narrow(spec.dim, offset, length)
-        parts.append((view, tuple(shape)))
-    return parts
+        offset = None
+        if rank in run.holders:
+            [(_, offset, _)] = spec.local_runs(rank, run.start, run.length)
+        runs.append(_Run(tuple(shape), spec.dim, offset))
+    return runs
 
 
-def _sum(shared: list[tuple[Tensor, list[tuple[Tensor | None, tuple[int, ...]]]]], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    sizes = [torch.Size(shape).numel() for _, parts in shared for _, shape in parts]
-    device = shared[0][0].device
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    slots = iter(flat.split(sizes))
-    placed = []
-    for param, parts in shared:
-        for view, shape in parts:
-            slot = next(slots).view(shape)
-            if view is not None:
-                slot.copy_(view)
-            placed.append((param, view, slot))
+def _sum(shared: list[_Shared], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    """One all-reduce of [all runs | for every parameter, the number of ranks that have a gradient]."""
+    sizes = [torch.Size(run.shape).numel() for _, runs in shared for run in runs]
+    flat = torch.zeros(sum(sizes) + len(shared), dtype=dtype, device=shared[0].param.device)
+    slots = flat[: sum(sizes)].split(sizes)
+    counts = flat[sum(sizes) :]
+    counts.copy_(torch.tensor([param.grad is not None for param, _ in shared], dtype=dtype))
+    for view, slot in _views(shared, slots):
+        if view is not None:
+            slot.copy_(view)
     dist.all_reduce(flat, group=group)
-    for _, view, slot in placed:
+    for (param, _), count in zip(shared, counts.tolist(), strict=True):
+        if count and param.grad is None:
+            param.grad = torch.zeros_like(param, dtype=dtype)
+    for view, slot in _views(shared, slots):
         if view is not None:
             view.copy_(slot)
+
+
+def _views(shared: list[_Shared], slots: Sequence[Tensor]) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """The part of the gradient for each slot; None where this rank holds none, or has no gradient."""
+    remaining = iter(slots)
+    for param, runs in shared:
+        for shape, dim, offset in runs:
+            slot = next(remaining).view(shape)
+            if param.grad is None or offset is None:
+                yield None, slot
+            else:
+                yield (param.grad if dim is None else param.grad.narrow(dim, offset, shape[dim])), slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +30,9 @@ class VocabShard:
     def __post_init__(self) -> None:
         assert 0 <= self.length <= self.local
         assert self.length == 0 or 0 <= self.start <= self.start + self.length <= self.size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
+        return self  # a value; and process groups cannot be copied
 
     @classmethod
     def even(cls, size: int, group: dist.ProcessGroup, multiple_of: int = 1) -> VocabShard:

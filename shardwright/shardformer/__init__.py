@@ -15,8 +15,8 @@ _HOMES = {
     "ShardConfig": "config",
     "ShardFormer": "shardformer",
     "SubModuleReplacementDescription": "policies.base",
-    "attention": "attention",
-    "mlp": "attention",
+    "attention_rules": "rules",
+    "mlp_rules": "rules",
 }
 __all__ = sorted(_HOMES)
 

@@ -12,12 +12,10 @@ import torch.nn as nn
 
 from shardwright.shardformer.heads import HEADS_PER_KEY, KEY_VALUE_HEADS, QUERY_HEADS, HeadGeometry
 from shardwright.shardformer.layer.parallel_module import ParallelModule, native_class
-from shardwright.shardformer.splits import Heads, Packed
-from shardwright.shardformer.styles import Column, LatentKeyValue, Row, ShardedParameter, Site, Style
+from shardwright.shardformer.styles import Site, Style
 from shardwright.spec import PADDING, ParamSpec
 
 Slicer = Callable[[torch.Tensor, "LocalHeadIndex"], torch.Tensor]
-Rules = dict[str, Style | str]
 
 
 @dataclass(frozen=True)
@@ -135,66 +133,3 @@ def _reads_counts_from_config(module: nn.Module) -> bool:
     except (OSError, TypeError):
         return False
     return any(f"config.{name}" in source for name in QUERY_HEADS + KEY_VALUE_HEADS)
-
-
-def attention(
-    path: str,
-    q: str | None = "q_proj",
-    k: str = "k_proj",
-    v: str = "v_proj",
-    o: str = "o_proj",
-    *,
-    fused: str | None = None,
-    layout: str = "packed",
-    geometry: HeadGeometry | None = None,
-    **local: Any,
-) -> Rules:
-    """Rules for the attention module at `path`: projections by head, output projection, local head counts.
-
-    fused       name of a projection that is q, k and v in one; `layout` says how ("packed", "interleaved")
-    local       passed to `LocalHeads`
-    """
-    rules: Rules = {path: LocalHeads(geometry, **local)}
-    if fused is not None:
-        rules[f"{path}.{fused}"] = Column(Heads(layout, geometry))  # type: ignore[arg-type]
-    else:
-        rules[f"{path}.{q}"] = Column(Heads("q", geometry))
-        rules[f"{path}.{k}"] = Column(Heads("kv", geometry))
-        rules[f"{path}.{v}"] = Column(Heads("kv", geometry))
-    rules[f"{path}.{o}"] = Row(Heads("q", geometry))
-    return rules
-
-
-def latent_attention(path: str, heads: int, rotary_dim: int, query_rank: int | None) -> Rules:
-    """Rules for multi-head latent attention: down projections whole on every rank, up projections by head.
-
-    query_rank  of the low-rank query projection, None when there is only `q_proj`
-    """
-    geometry = HeadGeometry(heads, heads)
-    by_heads = Column(Heads("q", geometry))
-    query: Rules = {f"{path}.q_proj": by_heads}
-    if query_rank is not None:
-        query = {f"{path}.q_a_proj": "replicated", f"{path}.q_a_layernorm": "replicated", f"{path}.q_b_proj": by_heads}
-    return {
-        path: LocalHeads(geometry),
-        **query,
-        f"{path}.kv_a_proj_with_mqa": LatentKeyValue(rotary_dim),
-        f"{path}.kv_a_layernorm": "replicated",
-        f"{path}.kv_b_proj": by_heads,
-        f"{path}.o_proj": Row(Heads("q", geometry)),
-    }
-
-
-def experts(path: str) -> Rules:
-    """Rules for fused experts, [E, 2I, H] (gate, up) and [E, I, H]: every rank has its intermediate features of every expert."""
-    return {
-        f"{path}.gate_up_proj": ShardedParameter(1, Packed(2)),
-        f"{path}.down_proj": ShardedParameter(2),
-        path: "partial_sum",
-    }
-
-
-def mlp(path: str, up: str | tuple[str, ...], down: str) -> Rules:
-    """Rules for an MLP: column-parallel `up` projections, row-parallel `down`."""
-    ups = (up,) if isinstance(up, str) else up
-    return {**{f"{path}.{name}": "colwise" for name in ups}, f"{path}.{down}": "rowwise"}

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import LocalHeads, Rules
+from shardwright.shardformer.attention import LocalHeads
 from shardwright.shardformer.heads import QUERY_HEADS, HeadGeometry, first_int
 from shardwright.shardformer.hf_plan import Region, shape_of_name
 from shardwright.shardformer.layer.linear import input_size, is_linear, output_size
+from shardwright.shardformer.rules import Rules, latent_attention_rules
 from shardwright.shardformer.splits import Heads, Packed
 from shardwright.shardformer.styles import Column, Row, ShardedParameter
 
@@ -25,8 +26,10 @@ _ATTENTION = [
     ("w_q", "w_k", "w_v"),
     ("q", "k", "v"),
     ("q_lin", "k_lin", "v_lin"),
+    ("Wq", "Wk", "Wv"),
+    ("project_q", "project_k", "project_v"),
 ]
-_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj")
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj", "Wo")
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv", "att_proj", "in_proj")
 _UP = (
     "gate_proj",
@@ -47,7 +50,7 @@ _UP = (
     "gate",
     "up",
 )
-_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down")
+_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down", "Wo")
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 
@@ -66,8 +69,14 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Region]:
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Region]:
     linears = {local: child for local, child in module.named_children() if is_linear(child)}
-    if (alternatives := _attention(name, module, linears)) or (alternatives := _mlp(name, linears)):
+    if alternatives := _bert_attention(name, module):
         yield Region(name, alternatives)
+    if rules := _bert_mlp(name, module):
+        yield Region(f"{name}.intermediate", [rules])
+    for recognised in (_latent_attention(name, module, linears), _attention(name, module, linears), _mlp(name, linears)):
+        if recognised:
+            yield Region(name, recognised)
+            break
     if alternatives := _experts(name, module):
         yield Region(name, alternatives)
 
@@ -79,10 +88,11 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
     if output is None or (parts is None and fused is None):
         return []
     out: Rules = {f"{name}.{output}": Row(Heads("q"))}
+    if "sinks" in module._parameters:
+        out[f"{name}.sinks"] = ShardedParameter(0, Heads("q"))
     found: list[Rules] = []
-    sizes = [(size,) for size in _SIZES if isinstance(getattr(module, size, None), int)]
-    for heads in (LocalHeads(), *(LocalHeads(sizes=size) for size in sizes)):
-        around: Rules = {name: heads, **out}
+    for sizes in _size_choices(module):
+        around: Rules = {name: LocalHeads(sizes=sizes), **out}
         if parts is not None:
             q, k, v = parts
             found.append(
@@ -93,20 +103,40 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
     return found
 
 
-def _bert_attention(name: str, module: nn.Module) -> Rules:
+def _size_choices(module: nn.Module) -> list[tuple[str, ...]]:
+    """No attribute, or one of those that hold the features of all heads in some models and of the whole layer in others."""
+    return [(), *((size,) for size in _SIZES if isinstance(getattr(module, size, None), int))]
+
+
+def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> list[Rules]:
+    """Multi-head latent attention, by DeepSeek's names; whatever else it has (an indexer) stays whole."""
+    query = next((local for local in ("q_b_proj", "q_proj") if local in linears), None)
+    if query is None or not {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= set(linears):
+        return []
+    heads = first_int(module, QUERY_HEADS) or first_int(getattr(module, "config", None), QUERY_HEADS)
+    rotary = first_int(module, ("qk_rope_head_dim",)) or first_int(getattr(module, "config", None), ("qk_rope_head_dim",))
+    if heads is None or rotary is None:
+        return []
+    rules = latent_attention_rules(name, heads, rotary, None)
+    rules[f"{name}.{query}"] = rules.pop(f"{name}.q_proj")
+    return [{pattern: style for pattern, style in rules.items() if style != "replicated"}]
+
+
+def _bert_attention(name: str, module: nn.Module) -> list[Rules]:
     """BERT's shape: projections in `self`, the output projection in `output`."""
     inner, output = getattr(module, "self", None), getattr(module, "output", None)
     if not isinstance(inner, nn.Module) or not isinstance(output, nn.Module) or not is_linear(getattr(output, "dense", nn.Identity())):
-        return {}
+        return []
     parts = next((parts for parts in _ATTENTION if all(is_linear(getattr(inner, part, nn.Identity())) for part in parts)), None)
     if parts is None:
-        return {}
+        return []
     heads = first_int(inner, QUERY_HEADS) or first_int(getattr(inner, "config", None), QUERY_HEADS)
     if heads is None:
-        return {}
+        return []
     geometry = HeadGeometry(heads, heads)
     inside: Rules = {f"{name}.self.{part}": Column(Heads("q", geometry)) for part in parts}
-    return {f"{name}.self": LocalHeads(geometry), **inside, f"{name}.output.dense": Row(Heads("q", geometry))}
+    inside[f"{name}.output.dense"] = Row(Heads("q", geometry))
+    return [{f"{name}.self": LocalHeads(geometry, sizes), **inside} for sizes in _size_choices(inner)]
 
 
 def _bert_mlp(name: str, module: nn.Module) -> Rules:

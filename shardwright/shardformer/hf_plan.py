@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import LocalHeads, Rules
+from shardwright.shardformer.attention import LocalHeads
+from shardwright.shardformer.rules import Rules
 from shardwright.shardformer.splits import Heads, Packed
 from shardwright.shardformer.styles import Column, LatentKeyValue, Row, ShardedParameter, Style
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from shardwright.shardformer.config import ShardConfig
+from shardwright.shardformer.init import LazyWeights
 from shardwright.shardformer.layer.embedding import LogitsParallel
 from shardwright.shardformer.layer.norm import fuse_norms
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, native_class
@@ -34,9 +35,14 @@ class ModelSharder:
         self.shard_config = shard_config
         self.policy = policy if policy is not None else get_autopolicy(model)
 
-    def shard(self) -> list[dict[int, torch.Tensor]]:
-        """Returns the parameters that pipeline stages share (see `Policy.get_shared_params`)."""
+    def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
+        """Returns the parameters that pipeline stages share (see `Policy.get_shared_params`).
+
+        materialize     give a model that was built in a `LazyInitContext` this rank's weights; a pipeline first releases what other
+                        stages hold and then calls `LazyWeights.materialize` itself
+        """
         policy, config = self.policy, self.shard_config
+        weights = LazyWeights.of(self.model)
         _check_supported(config)
         policy.set_model(self.model)
         policy.set_shard_config(config)
@@ -50,6 +56,8 @@ class ModelSharder:
         _use_optimizations(self.model, config)
         self.model = policy.postprocess()
         _describe_parameters(self.model)
+        if materialize and weights is not None:
+            weights.materialize(self.model, config.parallel.rank if config.enable_tensor_parallelism else 0)
         return shared
 
     def _replace_modules(self, descriptions: Mapping[type[nn.Module] | str, ModulePolicyDescription]) -> None:

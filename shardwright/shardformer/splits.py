@@ -41,10 +41,15 @@ def deal(size: int, ranks: int, start: int = 0) -> Pieces:
 
 @dataclass(frozen=True)
 class Even:
-    """One contiguous run per rank."""
+    """One contiguous run per rank, of whole granules of `granule` features (interleaved gate and up: two)."""
+
+    granule: int = 1
 
     def pieces(self, size: int, ranks: int, parent: nn.Module) -> Pieces:
-        return deal(size, ranks)
+        if size % self.granule:
+            raise ValueError(f"{size} features are not whole granules of {self.granule}")
+        dealt = deal(size // self.granule, ranks)
+        return tuple(tuple(Piece(start * self.granule, length * self.granule) for start, length in rank) for rank in dealt)
 
 
 EVEN = Even()

@@ -198,19 +198,35 @@ class PartialSum(Style):
     """A module that every rank runs on its own shards of the parameters (which other rules shard) from whole inputs, and whose
     outputs are the ranks' parts of a sum: experts whose intermediate features are dealt to the ranks.
 
-    The gradients of all floating-point inputs are summed, and so is the output. Decides on no parameter by itself.
+    The gradients of all floating-point inputs are summed, and so is the output.
+
+    once    parameters that every rank holds and that only the first may add (biases of the outputs); the style decides on these
     """
 
+    once: tuple[str, ...] = ()
+
     def specs(self, site: Site) -> dict[str, ParamSpec]:
-        _module(site, self)
-        return {}
+        module = _module(site, self)
+        shapes = {name: tuple(module.get_parameter(name).shape) for name in self.once}
+        return {name: ParamSpec(f"{site.name}.{name}", shape, partial=("tp",)) for name, shape in shapes.items()}
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
-        _PartialSumForward.adopt(site.module, site.parallel)
+        super().convert(site, specs)
+        _PartialSumForward.adopt(site.module, site.parallel).once = self.once
 
 
 class _PartialSumForward(ParallelModule):
+    once: tuple[str, ...]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = {name: self._parameters[name] for name in self.once if self.parallel.rank}
+        self._parameters.update({name: torch.zeros_like(param) for name, param in held.items()})  # type: ignore[misc]
+        try:
+            return self._summed(*args, **kwargs)
+        finally:
+            self._parameters.update(held)
+
+    def _summed(self, *args: Any, **kwargs: Any) -> Any:
         group = self.parallel.group
 
         def opened(value: Any) -> Any:

@@ -16,16 +16,16 @@ LARGEST = 20_000_000  # parameters
 _NAMES: dict[int | float, str] = {
     64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size model_dim hidden_dim input_embedding_size "
     "decoder_hidden_size attention_hidden_size moe_intermediate_size",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads num_encoder_attention_heads "
-    "num_decoder_attention_heads attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
+    "num_decoder_layers num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads mamba_n_heads mamba_num_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k mamba_expand",
     128: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_size dense_intermediate_size "
     "shared_expert_intermediate_size intermediate_size_mlp mlp_dim dff shared_intermediate_size dim_ff intermediate_dim block_ff_dim "
     "ffn_intermediate_size max_position_embeddings n_positions n_ctx max_seq_len max_seq_length max_target_positions seq_length "
     "context_length max_sequence_length seq_len mamba_d_ssm",
     120: "vocab_size",
-    16: "head_dim d_kv kv_channels v_head_dim qk_nope_head_dim mamba_d_state mamba_chunk_size ssm_state_size num_mel_bins",
+    16: "head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim mamba_d_state mamba_chunk_size ssm_state_size num_mel_bins",
     32: "kv_lora_rank q_lora_rank mamba_d_head mamba_head_dim image_size max_source_positions",
     8: "qk_rope_head_dim rotary_dim patch_size",
     1: "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts mamba_n_groups n_groups",
@@ -43,6 +43,8 @@ _KEEP_NONE = {"q_lora_rank", "n_inner", "sliding_window", "rotary_dim", "ffn_hid
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "zaya": {"num_experts_per_tok": 1},
+    "mpt": {"attn_pdrop": 0},
+    "mamba2": {"head_dim": 32},
     "xlm": {"n_words": 128, "emb_dim": 64, "n_langs": 1},
     "flaubert": {"n_words": 128, "emb_dim": 64, "n_langs": 1},
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},

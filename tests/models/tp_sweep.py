@@ -82,7 +82,8 @@ def run(model_type: str, timeout: float = 100) -> dict[str, Any]:
         results = run_ranks(verify, 2, model_type, timeout=timeout)
         result = next((one for one in results if one["status"] != "verified"), results[0])
     except RankError as error:
-        result = {"status": "failed", "why": str(error).strip().splitlines()[-1][:160]}
+        why = next((line for line in str(error).splitlines() if "did not end" in line or "Error" in line), str(error)[-160:])
+        result = {"status": "failed", "why": " ".join(why.split())[:160]}
     return {"model_type": model_type, "seconds": round(time.monotonic() - started, 1), **result}
 
 
@@ -117,7 +118,8 @@ def summary(results: list[dict[str, Any]]) -> str:
     verified = [result for result in built if result["status"] == "verified"]
     full = [result for result in verified if result["share"] >= FULLY]
     return (
-        f"{len(verified)} of {len(built)} verified on two ranks, {len(full)} of them with at least {FULLY:.0%} of their parameters sharded; "
+        f"{len(verified)} of {len(built)} verified on two ranks, "
+        f"{len(full)} of them with at least {FULLY:.0%} of their parameters sharded; "
         f"{len(results) - len(built)} could not be built from a tiny config."
     )
 
@@ -129,12 +131,13 @@ def table(results: list[dict[str, Any]], known: dict[str, str]) -> str:
     lines = [
         "# Causal language models under tensor parallelism",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__}; written by `python -m tests.models.tp_sweep --write docs/models.md`.",
+        f"transformers {transformers.__version__}, torch {torch.__version__}; "
+        "written by `python -m tests.models.tp_sweep --write docs/models.md`.",
         "",
         summary(results),
         "",
-        'Verified: loss and every gradient equal those of the unsharded model (float64, relative 1e-8). "Whole" lists parts that stay whole on',
-        "every rank because no way to shard them passed the check; they cost memory and time, not correctness.",
+        "Verified: loss and every gradient equal those of the unsharded model (float64, relative 1e-8). The last column lists",
+        "parts that stay whole on every rank because no way to shard them passed the check; they cost memory and time, not correctness.",
         "",
         "| model type | class | rules from | result | sharded | whole, or why |",
         "|---|---|---|---|---|---|",

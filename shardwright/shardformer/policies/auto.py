@@ -27,6 +27,7 @@ _OWN = {
     "falcon": ("falcon", "FalconPolicy"),
     "gpt_neox": ("gpt_neox", "GPTNeoXPolicy"),
     "gptj": ("gpt_neox", "GPTJPolicy"),
+    "gpt_oss": ("gpt_oss", "GptOssPolicy"),
     "phi": ("phi", "PhiPolicy"),
     "phi3": ("phi", "Phi3Policy"),
     "mixtral": ("moe", "MixtralPolicy"),

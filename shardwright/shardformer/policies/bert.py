@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules
 
 
 class BertPolicy(Policy):
@@ -22,7 +22,7 @@ class BertPolicy(Policy):
         }
         for name in names:
             path = f"{self.layers}.{name}"
-            parts = attention(f"{path}.self", "query", "key", "value", "o", geometry=geometry, sizes=("all_head_size",))
+            parts = attention_rules(f"{path}.self", "query", "key", "value", "o", geometry=geometry, sizes=("all_head_size",))
             parts[f"{path}.output.dense"] = parts.pop(f"{path}.self.o")
             rules |= {**parts, f"{path}.output.LayerNorm": "replicated"}
         return rules

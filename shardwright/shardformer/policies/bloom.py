@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, by_head, mlp
+from shardwright.shardformer.attention import by_head
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
 class BloomPolicy(Policy):
@@ -18,6 +19,8 @@ class BloomPolicy(Policy):
         geometry = HeadGeometry(self.config.n_head, self.config.n_head)
         path = "h.*.self_attention"
         return {
-            **attention(path, o="dense", fused="query_key_value", layout="interleaved", geometry=geometry, arguments={"alibi": by_head}),
-            **mlp("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            **attention_rules(
+                path, o="dense", fused="query_key_value", layout="interleaved", geometry=geometry, arguments={"alibi": by_head}
+            ),
+            **mlp_rules("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         }

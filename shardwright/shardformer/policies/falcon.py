@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, by_head, mlp
+from shardwright.shardformer.attention import by_head
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
 class FalconPolicy(Policy):
@@ -16,8 +17,8 @@ class FalconPolicy(Policy):
         geometry = HeadGeometry(config.num_attention_heads, config.num_kv_heads if grouped else 1)
         arguments = {"alibi": by_head, "attention_mask": by_head} if config.alibi else {}
         return {
-            **attention(
+            **attention_rules(
                 "h.*.self_attention", o="dense", fused="query_key_value", layout="interleaved", geometry=geometry, arguments=arguments
             ),
-            **mlp("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            **mlp_rules("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         }

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import LocalHeads, Rules
+from shardwright.shardformer.attention import LocalHeads
 from shardwright.shardformer.conventions import conventional_regions
 from shardwright.shardformer.hf_plan import Region, plan_regions, shape_of_name
 from shardwright.shardformer.layer.linear import is_linear
 from shardwright.shardformer.plan import Plan, undecided_parameters
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules
 from shardwright.shardformer.self_check import SelfCheck
 from shardwright.shardformer.small_copy import small_copy
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, mlp
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
 class GPT2Policy(Policy):
@@ -15,6 +15,6 @@ class GPT2Policy(Policy):
 
     def rules(self) -> Rules:
         return {
-            **attention("h.*.attn", fused="c_attn", o="c_proj", sizes=("split_size", "embed_dim")),
-            **mlp("h.*.mlp", "c_fc", "c_proj"),
+            **attention_rules("h.*.attn", fused="c_attn", o="c_proj", sizes=("split_size", "embed_dim")),
+            **mlp_rules("h.*.mlp", "c_fc", "c_proj"),
         }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, mlp
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
 class LlamaPolicy(Policy):
     def rules(self) -> Rules:
-        return {**attention("layers.*.self_attn"), **mlp("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")}
+        return {**attention_rules("layers.*.self_attn"), **mlp_rules("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")}
 
 
 class Qwen3Policy(LlamaPolicy):

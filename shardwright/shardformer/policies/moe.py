@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import Rules, attention, experts, latent_attention, mlp
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, expert_rules, latent_attention_rules, mlp_rules
 
 _GATED = ("gate_proj", "up_proj")
 
 
 class MixtralPolicy(Policy):
     def rules(self) -> Rules:
-        return {**attention("layers.*.self_attn"), **experts("layers.*.mlp.experts"), "layers.*.mlp.gate": "replicated"}
+        return {**attention_rules("layers.*.self_attn"), **expert_rules("layers.*.mlp.experts"), "layers.*.mlp.gate": "replicated"}
 
 
 class SparsePolicy(Policy):
@@ -21,7 +21,7 @@ class SparsePolicy(Policy):
     shared: str | None = None  # name of an MLP that every token passes, beside the experts
 
     def attention_rules(self) -> Rules:
-        return attention("layers.*.self_attn")
+        return attention_rules("layers.*.self_attn")
 
     def rules(self) -> Rules:
         rules = self.attention_rules()
@@ -30,11 +30,11 @@ class SparsePolicy(Policy):
         for index, layer in enumerate(layers):
             path = f"layers.{index}.mlp"
             if not hasattr(layer.mlp, "experts"):
-                rules |= mlp(path, _GATED, "down_proj")
+                rules |= mlp_rules(path, _GATED, "down_proj")
                 continue
-            rules |= {**experts(f"{path}.experts"), f"{path}.gate": "replicated"}
+            rules |= {**expert_rules(f"{path}.experts"), f"{path}.gate": "replicated"}
             if self.shared is not None and hasattr(layer.mlp, self.shared):
-                rules |= mlp(f"{path}.{self.shared}", _GATED, "down_proj")
+                rules |= mlp_rules(f"{path}.{self.shared}", _GATED, "down_proj")
             if hasattr(layer.mlp, "shared_expert_gate"):
                 rules[f"{path}.shared_expert_gate"] = "replicated"
         return rules
@@ -57,4 +57,4 @@ class DeepseekPolicy(SparsePolicy):
 
     def attention_rules(self) -> Rules:
         config = self.config
-        return latent_attention("layers.*.self_attn", config.num_attention_heads, config.qk_rope_head_dim, config.q_lora_rank)
+        return latent_attention_rules("layers.*.self_attn", config.num_attention_heads, config.qk_rope_head_dim, config.q_lora_rank)

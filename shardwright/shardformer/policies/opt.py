@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, mlp
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
 class OPTPolicy(Policy):
@@ -11,8 +11,8 @@ class OPTPolicy(Policy):
         stack = "decoder." if hasattr(self.model.get_submodule(self.base_prefix().rstrip(".")), "decoder") else ""
         layer = f"{stack}layers.*"
         return {
-            **attention(f"{layer}.self_attn", o="out_proj", sizes=("embed_dim",)),
-            **mlp(layer, "fc1", "fc2"),
+            **attention_rules(f"{layer}.self_attn", o="out_proj", sizes=("embed_dim",)),
+            **mlp_rules(layer, "fc1", "fc2"),
             f"{layer}.self_attn_layer_norm": "replicated",
             f"{layer}.final_layer_norm": "replicated",
         }

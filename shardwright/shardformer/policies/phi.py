@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, mlp
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
 class PhiPolicy(Policy):
@@ -11,7 +11,7 @@ class PhiPolicy(Policy):
         norms: Rules = {}
         if self.config.qk_layernorm:
             norms = {"layers.*.self_attn.q_layernorm": "partial_gradient", "layers.*.self_attn.k_layernorm": "partial_gradient"}
-        return {**attention("layers.*.self_attn", o="dense"), **mlp("layers.*.mlp", "fc1", "fc2"), **norms}
+        return {**attention_rules("layers.*.self_attn", o="dense"), **mlp_rules("layers.*.mlp", "fc1", "fc2"), **norms}
 
 
 class Phi3Policy(Policy):
@@ -19,7 +19,7 @@ class Phi3Policy(Policy):
 
     def rules(self) -> Rules:
         return {
-            **attention("layers.*.self_attn", fused="qkv_proj", config=True),
+            **attention_rules("layers.*.self_attn", fused="qkv_proj", config=True),
             "layers.*.mlp.gate_up_proj": "packed_colwise",
             "layers.*.mlp.down_proj": "rowwise",
         }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import Rules, attention, mlp
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 from shardwright.shardformer.splits import Heads
 from shardwright.shardformer.styles import HiddenEmbedding
 
@@ -24,7 +24,7 @@ class T5Policy(Policy):
             layers = f"{stack}.block.*.layer"
             names = ("0.SelfAttention", "1.EncDecAttention") if cross else ("0.SelfAttention",)
             for name in names:
-                rules |= attention(f"{layers}.{name}", "q", "k", "v", "o", geometry=geometry, sizes=("inner_dim",))
+                rules |= attention_rules(f"{layers}.{name}", "q", "k", "v", "o", geometry=geometry, sizes=("inner_dim",))
             rules[f"{layers}.0.SelfAttention.relative_attention_bias"] = HiddenEmbedding(Heads("q", geometry))
-            rules |= mlp(f"{layers}.{len(names)}.DenseReluDense", ups, "wo")
+            rules |= mlp_rules(f"{layers}.{len(names)}.DenseReluDense", ups, "wo")
         return rules
