@@ -25,6 +25,7 @@ from torch import nn
 from ..spec import ParamSpec
 
 ALIGN = 16  # elements: keeps every parameter on a 32-byte border in bf16, as vectorised kernels and TMA want
+SHARD_ALIGN = 256  # elements: shards of every size are sums of the same blocks of the gradient norm
 
 
 class Family(NamedTuple):
@@ -116,8 +117,8 @@ class Run(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-def aligned(numel: int) -> int:
-    return -(-numel // ALIGN) * ALIGN
+def aligned(numel: int, to: int = ALIGN) -> int:
+    return -(-numel // to) * to
 
 
 def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole: bool) -> list[BucketPlan]:
@@ -153,7 +154,7 @@ def _plan_flat(family: Family, members: Iterable[Entry], shards: int) -> BucketP
     for entry in sorted(members, key=lambda entry: entry.group):
         slots.append(Slot(entry, offset))
         offset += aligned(entry.numel)
-    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards)), shards, whole=False)
+    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards), SHARD_ALIGN), shards, whole=False)
 
 
 def _plan_whole(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:

@@ -11,6 +11,7 @@ from zero_cases import SAMPLES, Model, Plan, Trace, adafactor, batch, loss_of, r
 
 from shardwright.cluster.mesh import ParallelMesh
 from shardwright.testing import run_ranks
+from shardwright.zero import layout
 from shardwright.zero.optimizer import ZeroOptimizer
 
 TINY_BUCKET = 700e-6  # 700 elements: several buckets, some of one parameter
@@ -83,13 +84,17 @@ def stages_match(rank: int, world_size: int) -> None:
     }
     sizes = [size for size in (1, 2, 4) if size <= world_size]
     meshes = {size: ParallelMesh(zero_group_size=size) for size in sizes}
+    layout.SHARD_ALIGN = layout.ALIGN  # cut parameters in more places
+    choices = ({}, {"explicit": True, "overlap_communication": False, "overlap_allgather": True})
+    runs = 0
     for name, plan in plans.items():
         expected = reference(plan)
         tolerance = 1e-10 if plan.dtype == torch.float64 else 1e-6 * 5
         for stage, (size, mesh) in itertools.product((0, 1, 2), meshes.items()):
             if stage == 0 and size > 1:
                 continue
-            for options in ({}, {"explicit": True, "overlap_communication": False, "overlap_allgather": True}):
+            runs += 1
+            for options in choices if plan.accumulation > 1 else choices[runs % 2 :][:1]:
                 trace = train(plan, mesh, rank, world_size, stage=stage, **options)
                 assert_same(trace, expected, tolerance, f"{name}, stage {stage}, k {size}, {options}")
 
