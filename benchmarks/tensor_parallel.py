@@ -13,9 +13,11 @@ One Llama with the same weights four times:
                    what is left to the framework is its overhead per layer
 
 All take turns within one run, so that what else the machine does hits all of them; the medians of their rounds are compared. A step is
-forward and backward, and an AdamW step with --optimizer. With --host-overhead only shardwright and the model cut by hand run, on a fake
-process group, at `--layers` and `--layers + 8`: the difference is the CPU time of a layer. Collectives are counted on a model of `--layers` and one of `--layers + 2`: the
+forward and backward, and an AdamW step with --optimizer. Collectives are counted on a model of `--layers` and one of `--layers + 2`: the
 difference is what a layer costs. Losses are compared first.
+
+With --host-overhead only shardwright and the model cut by hand run, on a fake process group, at `--layers` and `--layers + 8`: the
+difference is the CPU time of a layer.
 """
 
 from __future__ import annotations

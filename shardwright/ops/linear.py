@@ -18,8 +18,8 @@ times what one reduction of the sum sends, so all column linears called on the *
     y_other  = linear(x1, W_other)      every later caller
 
 Autograd itself counts the users of x1: the backward of Open runs when dx of all of them has been summed, however many they are and
-whichever of them the loss depends on. It starts the all-reduce of the sum. The first caller's backward has left (x, dy) for it instead of computing
-dW, so Open computes that dW = dy^T x while the collective is in flight, waits, and returns both. Everything reaches autograd as
+whichever of them the loss depends on. It starts the all-reduce of the sum. The first caller's backward has left (x, dy) for it instead of
+computing dW, so Open computes that dW = dy^T x while the collective is in flight, waits, and returns both. Everything reaches autograd as
 ordinary gradients: accumulation hooks fire, `torch.autograd.grad` works, nothing depends on the engine's order of execution. x knows
 x1 by a weak reference that the first caller's node keeps alive, so nothing outlives the graph, and x1 is not used again once x was
 modified in place.
