@@ -250,9 +250,8 @@ def _host_overhead(options: argparse.Namespace) -> None:
     for measure in (statistics.median, min):
         layer = {name: 1000 * (measure(times[name, depths[1]]) - measure(times[name, depths[0]])) / 8 for name in names}
         surplus = 100 * (layer["shardwright"] / layer["by hand"] - 1)
-        print(
-            f"CPU ms per layer ({measure.__name__}): shardwright {layer['shardwright']:.3f}, by hand {layer['by hand']:.3f}: {surplus:+.1f} %"
-        )
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in layer.items())
+        print(f"CPU ms per layer ({measure.__name__}): {shown}: {surplus:+.1f} %")
 
 
 def _synchronize(device: torch.device) -> None:
