@@ -28,6 +28,23 @@ reduce_scatter_single = _first_of("reduce_scatter_single", "reduce_scatter_tenso
 all_to_all_single: _Collective = dist.all_to_all_single
 
 
+def world_group_for_ddp() -> dist.ProcessGroup | None:
+    """A group of all ranks that DistributedDataParallel can use; None where the default one will do. Collective.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL every group is wrapped by a checker, and torch 2.13's DDP constructor reads the backend
+    of the wrapper and crashes the interpreter (seen on gloo, CPU). A group made at a lower debug level is not wrapped.
+    """
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return None
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        group = dist.new_group()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def outputs_are_recorded() -> bool:
     """Whether a dispatch mode (selective checkpointing) may be keeping the outputs of ops, so that they must not be changed in place.
 

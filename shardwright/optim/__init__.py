@@ -1,1 +1,5 @@
-"""Optimizers with the names that users of other frameworks know."""
+"""Optimizers under the names scripts know, and what sharding has to know about any optimizer."""
+
+from .adam import CPUAdam, FusedAdam, HybridAdam
+
+__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]

@@ -138,7 +138,8 @@ def require_own_parameters(model: nn.Module, optimizer: Optimizer | None) -> Non
     if foreign:
         raise ValueError(
             f"optimizer={type(optimizer).__name__} holds {foreign} of {len(params)} parameters that are not in "
-            f"model={type(model).__name__}: build the optimizer on this model's parameters before booster.boost (and after anything that replaces them, such as LoRA)"
+            f"model={type(model).__name__}: build the optimizer on this model's parameters before "
+            "booster.boost (and after anything that replaces them, such as LoRA)"
         )
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..comm.compat import world_group_for_ddp
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.device import get_current_device
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
@@ -28,7 +29,7 @@ class TorchDDPModel(ModelWrapper):
     module: DistributedDataParallel
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        super().__init__(DistributedDataParallel(module, **settings))
+        super().__init__(DistributedDataParallel(module, process_group=world_group_for_ddp(), **settings))
 
     def unwrap(self) -> nn.Module:
         inner: nn.Module = self.module.module

@@ -1,1 +1,27 @@
 """Tensor parallelism for HuggingFace models, from plans instead of re-typed forwards."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# Name -> where it lives. Looked up on first use, so that the package imports in no time.
+_HOMES = {
+    "HeadGeometry": "heads",
+    "ModelSharder": "sharder",
+    "ModulePolicyDescription": "policies.base",
+    "Plan": "plan",
+    "Policy": "policies.base",
+    "ShardConfig": "config",
+    "ShardFormer": "shardformer",
+    "SubModuleReplacementDescription": "policies.base",
+    "attention": "attention",
+    "mlp": "attention",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"shardwright.shardformer.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'shardwright.shardformer' has no attribute {name!r}")

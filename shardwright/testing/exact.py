@@ -6,12 +6,22 @@ in float32, and a comparison to 1e-10 sees the order of float32 sums (microbatch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
+
+# Whatever casts its first argument, by itself or through `dtype`. The functions themselves are replaced, because a torch function
+# mode is not active while a checkpointed forward is recomputed inside backward.
+_CASTING: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("float", "to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")),
+    (torch, ("softmax", "log_softmax", "sum", "mean", "cumsum")),
+    (functional, ("softmax", "log_softmax")),
+)
+_depth = 0
 
 
 @contextmanager
@@ -23,20 +33,34 @@ def keep_float64() -> Iterator[None]:
         with keep_float64():
             loss = model(**inputs).loss
             loss.backward()
+
+    It holds for the whole process, for recomputed forwards too.
     """
-    with _KeepFloat64():
+    global _depth
+    originals = [] if _depth else [(home, name, vars(home).get(name), getattr(home, name)) for home, names in _CASTING for name in names]
+    for home, name, _, function in originals:
+        setattr(home, name, _keeping(function))
+    _depth += 1
+    try:
         yield
+    finally:
+        _depth -= 1
+        for home, name, own, _ in originals:
+            if own is None:
+                delattr(home, name)  # inherited from torch's C base class
+            else:
+                setattr(home, name, own)
 
 
-class _KeepFloat64(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def keep(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
+            if function.__name__ == "float":
                 return args[0]
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return keep

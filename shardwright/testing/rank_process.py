@@ -11,16 +11,17 @@ A rank leaves its traces in the directory of its call, because files survive a p
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle  # between our own processes only, through a private temporary directory
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 DUMP_SIGNAL = signal.SIGUSR1
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Call:
     world_size: int
     backend: str
     timeout: float
+    debug: str
     module: str  # module of the function, and
     module_file: str | None  # where that module came from
     environ: dict[str, str]
@@ -59,7 +60,7 @@ class Call:
 
 def main(call: Call, rank: int) -> None:
     """Entry point of a rank process."""
-    _die_with_parent()
+    threading.Thread(target=end_with_caller, daemon=True).start()
     _redirect_output(call.directory / f"output-{rank}")
     stacks = open(call.directory / f"stacks-{rank}", "w")  # noqa: SIM115, stays open for signal handlers
     faulthandler.enable(stacks, all_threads=True)
@@ -112,10 +113,12 @@ def _same_file(first: str | None, second: str) -> bool:
     return first is not None and os.path.realpath(first) == os.path.realpath(second)
 
 
-def _die_with_parent() -> None:
-    """A rank must not outlive its caller, however that ends: the fork server ends with the caller, and this rank with the server."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_caller() -> None:
+    """A rank must not outlive its caller, however that ends. The fork server does not see to it: ranks keep its pipe open."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:
@@ -133,7 +136,7 @@ def _set_up_environment(call: Call, rank: int) -> None:
     os.environ.clear()
     os.environ.update(call.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
-    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = call.debug
     # The loopback device: a host name that does not resolve must not fail a test.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.set_debug_level_from_env()

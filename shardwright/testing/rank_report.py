@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.testing.rank_process import Failure
+from shardwright.testing.rank_process import Failure, end_with_caller
 
 _OUTPUT_LINES = 20  # of a rank that died without a traceback
 # The time at which the caller sees a death lies a little after it, and peers may have reported a broken connection by then.
@@ -100,15 +100,17 @@ def timeout_text(outcomes: Sequence[RankOutcome], timeout: float) -> str:
     return "\n".join(lines)
 
 
+def without_watcher(stacks: str) -> str:
+    """A dump of all threads without the one that watches the caller."""
+    threads = re.split(r"^(?=Current thread |Thread )", stacks, flags=re.MULTILINE)
+    return "".join(part for part in threads if f"in {end_with_caller.__name__}\n" not in part)
+
+
 def _innermost_frame(stacks: str) -> str:
     """Where the main thread (the last one of a dump) stands: ' in all_reduce (distributed_c10d.py:2970)'."""
-    threads = [part for part in re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE) if part.strip()]
-    if not threads:
-        return ""
-    frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', threads[-1])
-    if frame is None:
-        return ""
-    return f" in {frame[3]} ({frame[1].rsplit('/', 1)[-1]}:{frame[2]})"
+    last = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)[-1]
+    frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', last)
+    return f" in {frame[3]} ({frame[1].rsplit('/', 1)[-1]}:{frame[2]})" if frame else ""
 
 
 def _signal_name(number: int) -> str:

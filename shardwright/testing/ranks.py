@@ -21,9 +21,11 @@ from typing import Any
 
 from shardwright.testing import rank_process
 from shardwright.testing.rank_process import Call, Failure
-from shardwright.testing.rank_report import RankError, RankOutcome, failure_text, timeout_text
+from shardwright.testing.rank_report import RankError, RankOutcome, failure_text, timeout_text, without_watcher
+from shardwright.utils.errors import one_of
 
 GRACE = 2.0  # seconds that the other ranks get to end by themselves after one has failed
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 _DUMP_WAIT = 2.0  # seconds to wait for stack dumps
 _PRELOAD = [
     "torch",
@@ -42,15 +44,25 @@ _PRELOAD_MODELS = [
 ]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, backend: str = "gloo", **kwargs: Any) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
+    debug: str = "DETAIL",
+    **kwargs: Any,
+) -> list[Any]:
     """Call `fn(rank, world_size, *args, **kwargs)` on `world_size` processes; returns what each rank returned, by rank.
 
     Every rank runs with the default process group initialised over `backend`, one torch thread, the same random seeds,
-    the caller's environment plus RANK, LOCAL_RANK, WORLD_SIZE, and TORCH_DISTRIBUTED_DEBUG=DETAIL (mismatched collectives
-    are errors rather than hangs). What ranks print is printed by the caller when they have ended.
+    and the caller's environment plus RANK, LOCAL_RANK and WORLD_SIZE. What ranks print is printed by the caller when they have
+    ended.
 
     fn          a function at the top level of a file; a script needs the `if __name__ == "__main__":` guard
     timeout     seconds from the start of the ranks; when they pass, every rank's Python stacks are in the error
+    debug       TORCH_DISTRIBUTED_DEBUG: with "DETAIL", collectives that do not match between ranks are errors rather than hangs;
+                "INFO" for DistributedDataParallel, whose constructor crashes under "DETAIL" in torch 2.13, and "OFF" for timings
     args, kwargs, results   anything picklable, tensors included
 
     Raises `RankError` when a rank raises, dies or does not end in time.
@@ -60,8 +72,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         raise ValueError(f"world_size={world_size}: it must be at least 1")
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
+    if debug not in _DEBUG_LEVELS:
+        raise one_of("debug", debug, _DEBUG_LEVELS)
     with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as directory:
-        call = Call(Path(directory), world_size, backend, timeout, call_module, call_file, dict(os.environ))
+        call = Call(Path(directory), world_size, backend, timeout, debug, call_module, call_file, dict(os.environ))
         with open(call.directory / "call.pickle", "wb") as file:
             pickle.dump((fn, args, kwargs), file)
         processes = _start(call)
@@ -142,7 +156,7 @@ def _outcome(call: Call, rank: int, process: ForkServerProcess) -> RankOutcome:
     """How a rank that has ended did end."""
     path = call.directory / f"failure-{rank}"
     failure: Failure | None = pickle.loads(path.read_bytes()) if path.exists() else None
-    output, stacks = _read(call.directory / f"output-{rank}"), _read(call.directory / f"stacks-{rank}")
+    output, stacks = _read(call.directory / f"output-{rank}"), without_watcher(_read(call.directory / f"stacks-{rank}"))
     finished = (call.directory / f"result-{rank}").exists()
     return RankOutcome(rank, process.exitcode, failure, time.monotonic(), finished, output, stacks)
 

@@ -1,1 +1,86 @@
-"""One short file per pipeline schedule."""
+"""One short file per pipeline schedule, and the registry that finds them by the name users write (`pp_style`)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ...utils.errors import one_of
+from ..actions import Action
+from ..placement import Placement
+from .forward_only import forward_only as _forward_only
+from .gpipe import gpipe
+from .interleaved import interleaved
+from .one_f_one_b import one_f_one_b
+from .zero_bubble import zero_bubble
+from .zero_bubble_v import zero_bubble_v
+
+Builder = Callable[[Placement, int, int], list[Action]]
+
+
+class Style(NamedTuple):
+    """How a schedule is built and where its stages live."""
+
+    build: Builder  # (placement, rank, num_microbatches) -> actions of that rank
+    placement: str
+    min_chunks: int
+    max_chunks: int | None  # None: any number
+
+
+STYLES: dict[str, Style] = {
+    "gpipe": Style(gpipe, "linear", 1, 1),
+    "1f1b": Style(one_f_one_b, "linear", 1, 1),
+    "interleaved": Style(interleaved, "round_robin", 2, None),
+    "zb": Style(zero_bubble, "linear", 1, 1),
+    "zbv": Style(zero_bubble_v, "v", 2, 2),
+}
+
+
+class Schedule(NamedTuple):
+    """Compute-only actions of every rank; `lowering.lower` adds what has to be sent."""
+
+    placement: Placement
+    actions: list[list[Action]]
+
+
+def get_placement(pp_style: str, num_ranks: int, num_model_chunks: int = 1) -> Placement:
+    """Where the stages of this style live; ValueError where style, ranks and chunks do not fit."""
+    style = STYLES.get(pp_style)
+    if style is None:
+        raise one_of("pp_style", pp_style, list(STYLES))
+    if num_ranks < 1:
+        raise ValueError(f"pp_size={num_ranks}: a pipeline needs at least 1 rank")
+    too_many = style.max_chunks is not None and num_model_chunks > style.max_chunks
+    if num_model_chunks < style.min_chunks or too_many:
+        wanted = f"exactly {style.min_chunks}" if style.max_chunks == style.min_chunks else f"at least {style.min_chunks}"
+        fitting = [name for name, s in STYLES.items() if s.min_chunks <= num_model_chunks <= (s.max_chunks or num_model_chunks)]
+        other = f" num_model_chunks={num_model_chunks} works with {', '.join(map(repr, fitting))}." if fitting else ""
+        raise ValueError(f"num_model_chunks={num_model_chunks}: pp_style={pp_style!r} needs {wanted} chunk(s) per rank.{other}")
+    return Placement(num_ranks, num_model_chunks, style.placement)
+
+
+def get(pp_style: str, num_ranks: int, num_microbatches: int, num_model_chunks: int = 1, forward_only: bool = False) -> Schedule:
+    """The schedule named `pp_style` (or, when `forward_only`, the evaluation schedule of its placement) for all ranks.
+
+    Any `num_microbatches` >= 1 works; fewer than ranks only means more waiting.
+    """
+    placement = get_placement(pp_style, num_ranks, num_model_chunks)
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: a step needs at least 1 microbatch")
+    build = _forward_only if forward_only else STYLES[pp_style].build
+    with _paused_gc():
+        return Schedule(placement, [build(placement, rank, num_microbatches) for rank in range(num_ranks)])
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    """No garbage collection meanwhile: it would look at all of millions of new actions again and again (3x the time)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

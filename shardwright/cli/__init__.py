@@ -1,0 +1,1 @@
+"""The `shardwright` command: one file or folder per verb."""

@@ -1,0 +1,87 @@
+"""The verb: options, the choice of a layout, and the relaunch on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from shardwright.cli.demo.settings import DEFAULT_CPU_RANKS, DemoSettings, nearest_divisors
+from shardwright.cli.relaunch import inside_launcher, relaunch
+
+HELP = "train a small language model on several ranks of this machine and show what happened"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_positive, default=DemoSettings.steps, help="optimizer steps")
+    parser.add_argument(
+        "--world-size",
+        type=_positive,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help=f"ranks to start (default: one per GPU, or {DEFAULT_CPU_RANKS} on a machine without)",
+    )
+    parser.add_argument("--batch-size", type=_positive, default=DemoSettings.batch_size, help="sequences per step over all ranks")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes the GPUs if there are any")
+    parser.add_argument("--seed", type=int, default=DemoSettings.seed, help="fixes the text, the weights and the order of batches")
+    parser.add_argument("--output", type=Path, default=Path("demo-results"), help="directory for the results")
+
+
+def run(args: argparse.Namespace) -> int:
+    if inside_launcher():
+        from shardwright.cli.demo.training import train
+
+        train(_settings(args, int(os.environ["WORLD_SIZE"])))
+        return 0
+
+    world_size = getattr(args, "world_size", None)
+    if args.output.exists() and not args.output.is_dir():
+        args.fail(f"--output {args.output} is a file; name a directory, which is made if it does not exist")
+    gpus = 0 if args.device == "cpu" else _count_gpus()
+    if args.device == "cuda" and gpus == 0:
+        args.fail("--device cuda, but torch sees no CUDA device here; use --device cpu, or see `shardwright doctor`")
+    if gpus and world_size is not None and world_size > gpus:
+        args.fail(f"--world-size {world_size} needs as many GPUs, there are {gpus}; ask for at most {gpus}, or add --device cpu")
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    settings = _settings(args, world_size or _default_world_size(gpus, args.batch_size))
+
+    # What a first run should not be about: another rank's warnings and the look for a hub.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    print(f"Starting {settings.world_size} rank{'s' * (settings.world_size > 1)} on {_devices(gpus)} ...", flush=True)
+    return relaunch(["demo", *settings.to_arguments()], settings.world_size)
+
+
+def _settings(args: argparse.Namespace, world_size: int) -> DemoSettings:
+    try:
+        return DemoSettings(steps=args.steps, world_size=world_size, batch_size=args.batch_size, seed=args.seed, output=args.output)
+    except ValueError as error:
+        args.fail(str(error))
+        raise
+
+
+def _default_world_size(gpus: int, batch_size: int) -> int:
+    """All GPUs, or the most of them that divide the batch."""
+    return nearest_divisors(batch_size, gpus or DEFAULT_CPU_RANKS)[0]
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _devices(gpus: int) -> str:
+    return "GPUs" if gpus else f"the CPU ({os.cpu_count()} cores)"
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too small, the least is 1")
+    return value

@@ -1,0 +1,31 @@
+"""Entry point of the `shardwright` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from shardwright._version import __version__
+from shardwright.cli import doctor, env
+from shardwright.cli.demo import command as demo
+
+# A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module level,
+# so that `--help` and a mistyped option answer at once.
+VERBS = {"demo": demo, "env": env, "doctor": doctor}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardwright", description="Train unmodified HuggingFace models over many devices.")
+    parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, module in VERBS.items():
+        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run, fail=verb.error)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    status: int = args.run(args)
+    return status

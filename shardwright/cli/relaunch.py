@@ -1,0 +1,40 @@
+"""Running a verb on several ranks: a command that is not inside a launcher starts itself again through torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def inside_launcher() -> bool:
+    """Whether torchrun, or something that sets the same variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwright.cli") -> int:
+    """Run `python -m module *arguments` on `world_size` ranks of this machine and return the exit status.
+
+    The launcher runs inside this process, which saves importing torch once more. When a rank fails all others are stopped, and the
+    traceback of the rank that failed first is the last thing printed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    # Ranks share the cores; torchrun would set 1 and warn about it.
+    threads = max(1, (os.cpu_count() or 1) // world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    launcher = ["--standalone", "--nproc-per-node", str(world_size), "-m", module]
+    try:
+        run(parse_args([*launcher, *arguments]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"\nRank {rank} failed first (exit status {failure.exitcode}), so all {world_size} ranks were stopped.", file=sys.stderr)
+        if isinstance(failure.message, dict):
+            print(failure.message.get("extraInfo", {}).get("py_callstack", failure.message.get("message", "")), file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        print("\nInterrupted; all ranks were stopped.", file=sys.stderr)
+        return 130
+    return 0

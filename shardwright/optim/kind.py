@@ -1,0 +1,70 @@
+"""What a torch optimizer needs to see: single elements, or whole parameters.
+
+An element-wise optimizer updates every element from that element's gradient and state alone, so it may step on any flat piece of
+a parameter. Others look at a parameter as a matrix (Muon's orthogonalisation, Adafactor's row and column means, LAMB's trust
+ratio) and must get it whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+# Not SGD: its fused kernel fails when one parameter has a momentum buffer and another none yet (torch 2.13).
+_FUSABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def is_elementwise(optim: Optimizer) -> bool:
+    """Whether `optim` may step on flat pieces of parameters.
+
+    An attribute `elementwise` (True or False) on the optimizer or its class decides. Without it, torch's own element-wise classes
+    do, by exact type or by a subclass that keeps their `step`; everything else gets whole parameters, which is right for any
+    optimizer that treats each parameter by itself.
+    """
+    declared = getattr(optim, "elementwise", None)
+    if declared is not None:
+        return bool(declared)
+    return any(isinstance(optim, cls) and _undecorated(type(optim).step) is _undecorated(cls.step) for cls in ELEMENTWISE)
+
+
+def _undecorated(step: Any) -> Any:
+    """`step` without the profiling wrapper that `Optimizer.__init__` puts on the class that is instantiated first."""
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def check_supported(optim: Optimizer) -> None:
+    """Refuse optimizers that no sharding can serve."""
+    if isinstance(optim, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS needs a closure and the whole model's gradient as one vector; use AdamW or another first-order one"
+        )
+    if isinstance(optim, torch.optim.SparseAdam):
+        raise ValueError("optimizer=SparseAdam needs sparse gradients, but flat buffers are dense; use AdamW and Embedding(sparse=False)")
+
+
+def choose_fused(optim: Optimizer, device: torch.device) -> bool:
+    """Switch groups that leave the kernel open to torch's fused one where it exists; returns whether all groups are fused."""
+    fusable = any(isinstance(optim, cls) for cls in _FUSABLE) and device.type in ("cpu", "cuda")
+    if fusable and not (isinstance(optim, torch.optim.Adagrad) and device.type != "cpu"):
+        for group in optim.param_groups:
+            open_choice = group.get("fused") is None and group.get("foreach") is None
+            if open_choice and not group.get("differentiable") and not group.get("capturable"):
+                group["fused"] = True
+    return all(bool(group.get("fused")) for group in optim.param_groups)

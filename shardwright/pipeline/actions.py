@@ -1,0 +1,151 @@
+"""Actions: the words in which every pipeline schedule is written.
+
+An action is (kind, stage, microbatch) and prints as `2F0`: forward of stage 2, microbatch 0. A schedule is one list of
+actions per rank; it can be printed, parsed, validated, simulated and drawn without a process group.
+
+    F               forward
+    B               full backward: gradients of the inputs and of the weights
+    I, W            the same in two halves: gradients of the inputs, later gradients of the weights
+    SEND_F, RECV_F  SEND_F of stage s pairs with RECV_F of stage s + 1: the output of s travels
+    SEND_B, RECV_B  SEND_B of stage s pairs with RECV_B of stage s - 1: the gradient of the input of s travels
+    REDUCE          all weight gradients of the stage are complete: reduce them over data-parallel ranks (no microbatch)
+
+Schedules (`schedules/`) write F, B, I and W only; `lowering` derives the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from .placement import Placement
+
+
+class Kind(StrEnum):
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741  (the name that the literature gives to this half of the backward pass)
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W)(\d*)")
+
+
+class Action(NamedTuple):
+    """One step of one rank. `microbatch` is -1 for REDUCE, which belongs to the whole step."""
+
+    kind: Kind
+    stage: int
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The action that prints as `text`."""
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or (match[2] == "REDUCE") != (match[3] == ""):
+            raise ValueError(f"{text!r} is no action; actions look like 2F0, 0SEND_F3 or 1REDUCE")
+        return Action(Kind(match[2]), int(match[1]), int(match[3] or -1))
+
+
+def parse_list(text: str) -> list[Action]:
+    """The actions of one rank from text separated by blanks or commas."""
+    return [Action.parse(word) for word in text.replace(",", " ").split()]
+
+
+def format_list(actions: Sequence[Action]) -> str:
+    """One rank's actions on one line; `parse_list` reads it back."""
+    return " ".join(map(str, actions))
+
+
+def table(actions: Sequence[Sequence[Action]], failing: tuple[int, int] | None = None, context: int = 8) -> str:
+    """All ranks side by side, one line per step.
+
+    failing  (rank, step) of the action that raised: its cell is marked, and only `context` steps around it are shown
+    """
+    steps = max((len(rank_actions) for rank_actions in actions), default=0)
+    first, last = 0, steps
+    if failing is not None:
+        first, last = max(0, failing[1] - context), min(steps, failing[1] + context + 1)
+    mark = " <-- ERROR HERE"
+    rows = [["step", *(f"rank {rank}" for rank in range(len(actions)))]]
+    for step in range(first, last):
+        row = [str(step)]
+        for rank, rank_actions in enumerate(actions):
+            cell = str(rank_actions[step]) if step < len(rank_actions) else ""
+            row.append(cell + mark if failing == (rank, step) else cell)
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if first > 0:
+        lines.insert(1, f"... {first} earlier steps")
+    if last < steps:
+        lines.append(f"... {steps - last} later steps")
+    return "\n".join(lines)
+
+
+def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_microbatches: int, forward_only: bool = False) -> None:
+    """Check what holds for every correct schedule; raise ValueError with the table and the failing cell marked.
+
+    Every stage runs every microbatch exactly once, on the rank that holds it: F, then B or I and later W (nothing but F when
+    `forward_only`). REDUCE, where present, comes once per stage and after its last weight gradient. That the stages can
+    run in their order without waiting for one another for ever is what `simulate` and `lower` check.
+    """
+    if len(actions) != placement.num_ranks:
+        raise ValueError(f"the schedule has lists for {len(actions)} ranks, the placement has {placement.num_ranks}")
+    allowed = {Kind.F} if forward_only else {Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE}
+    for rank, rank_actions in enumerate(actions):
+        seen: set[Action] = set()
+        weights_done = dict.fromkeys(placement.stages_of(rank), 0)
+
+        def fail(step: int, why: str, rank: int = rank) -> None:
+            raise ValueError(f"bad schedule: {why} (rank {rank}, step {step})\n{table(actions, (rank, step))}")
+
+        for step, action in enumerate(rank_actions):
+            kind, stage, microbatch = action
+            if kind in TRANSFER and not (forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
+                continue
+            if kind not in allowed:
+                fail(step, f"{action} does not belong into a forward-only schedule")
+            if stage not in weights_done:
+                fail(step, f"{action} runs on rank {rank}, which holds stages {placement.stages_of(rank)}")
+            if kind is Kind.REDUCE:
+                if weights_done[stage] != num_microbatches:
+                    fail(step, f"{action} before the last weight gradient of stage {stage}")
+            elif not 0 <= microbatch < num_microbatches:
+                fail(step, f"{action} with only {num_microbatches} microbatches")
+            if action in seen:
+                fail(step, f"{action} comes twice")
+            seen.add(action)
+            if kind in (Kind.B, Kind.I) and Action(Kind.F, stage, microbatch) not in seen:
+                fail(step, f"{action} before {Action(Kind.F, stage, microbatch)}")
+            if kind is Kind.W and Action(Kind.I, stage, microbatch) not in seen:
+                fail(step, f"{action} before {Action(Kind.I, stage, microbatch)}")
+            other = {Kind.B: Kind.I, Kind.I: Kind.B}.get(kind)
+            if other is not None and Action(other, stage, microbatch) in seen:
+                fail(step, f"{action} after {Action(other, stage, microbatch)}: both compute the gradient of the input")
+            if kind in (Kind.B, Kind.W):
+                weights_done[stage] += 1
+        for stage, done in weights_done.items():
+            forwards = sum(Action(Kind.F, stage, microbatch) in seen for microbatch in range(num_microbatches))
+            wanted = 0 if forward_only else num_microbatches
+            if forwards != num_microbatches or done != wanted:
+                raise ValueError(
+                    f"bad schedule: stage {stage} on rank {rank} runs {forwards} forwards and {done} weight gradients "
+                    f"for {num_microbatches} microbatches\n{table(actions)}"
+                )

@@ -1,0 +1,117 @@
+"""Running a model on tensors without data, to learn who reads what.
+
+The model is copied to the meta device (shapes only, no memory) and called with a small example batch. Values that its forward asks
+for on the way (`.item()`, `if mask.all()`, `nonzero`) are answered with zeros: they steer masks and expert routing, which do not
+change which module feeds which.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..utils.tensors import map_tensors
+
+_SAMPLES, _LENGTH, _CHOICES = 2, 8, 2
+_aten = torch.ops.aten
+
+
+class _MadeUpValues(TorchDispatchMode):
+    """Data-dependent operators on meta tensors return something of a shape that models go on with."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.is_meta:
+            if func is _aten._local_scalar_dense.default:
+                return False if first.dtype == torch.bool else 0.0 if first.dtype.is_floating_point else 0
+            if func is _aten.nonzero.default:
+                return _nonzero(first)
+            if func is _aten.index.Tensor and any(mask is not None and mask.dtype == torch.bool for mask in args[1]):
+                indices = [i for mask in args[1] for i in (_nonzero(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))]
+                return func(first, indices)
+            if func is _aten.unique_consecutive.default:
+                return first.new_empty(1), first.new_empty(0, dtype=torch.long), first.new_empty(0, dtype=torch.long)
+            if func is _aten._grouped_mm.default and first.dim() == 2 and args[1].dim() == 3:
+                # Its shape rule accepts bfloat16 alone; the shape is the same for every dtype: [T, K] x [E, K, N] -> [T, N].
+                return first.new_empty((first.shape[0], args[1].shape[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """As if one element were set for each index of dim 0: one token per sample, one routed token per expert."""
+    return mask.new_empty((mask.shape[0] if mask.dim() else 1, mask.dim()), dtype=torch.long)
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Inside, modules whose tensors are all on the meta device run although there is no data."""
+    with _MadeUpValues(), torch.device("meta"):
+        yield
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` on the meta device, in training mode, all floating parameters requiring gradients, no activation checkpointing."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        floating = parameter.is_floating_point() or parameter.is_complex()
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=floating)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    copied = copy.deepcopy(model, memo).train()
+    for module in copied.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    return copied
+
+
+def forward_defaults(model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments that every call of the model under a pipeline gets: no key/value cache."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "use_cache" in parameters or (takes_any and getattr(getattr(model, "config", None), "use_cache", False)):
+        return {"use_cache": False}
+    return {}
+
+
+def example_batches(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Batches that a transformers model may accept, likely ones first."""
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", "input_ids")
+    device = next(model.parameters()).device
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    if name == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        yield {name: torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width, dtype=dtype, device=device)}
+        return
+    decoder: dict[str, Any] = {}
+    if getattr(config, "is_encoder_decoder", False):
+        decoder = {"decoder_input_ids": _ids(_SAMPLES, _LENGTH, device=device)}
+    if name == "input_features":
+        frames = 2 * getattr(config, "max_source_positions", _LENGTH)
+        yield {name: torch.zeros(_SAMPLES, getattr(config, "num_mel_bins", 80), frames, dtype=dtype, device=device), **decoder}
+        return
+    for shape in ((_SAMPLES, _LENGTH), (1, _LENGTH), (_SAMPLES, _CHOICES, _LENGTH)):
+        yield {"input_ids": _ids(*shape, device=device), **{key: value[: shape[0]] for key, value in decoder.items()}}
+
+
+def _ids(*shape: int, device: torch.device) -> torch.Tensor:
+    """Token ids that are no padding, start or end token in any usual vocabulary; every row alike."""
+    return torch.arange(5, 5 + shape[-1], device=device).expand(shape).contiguous()
+
+
+def run_dry(model: nn.Module, batch: Any) -> Any:
+    """Output of `model`, a `meta_copy`, for `batch` moved to the meta device."""
+    batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    defaults = forward_defaults(model)
+    with without_data(), torch.enable_grad():
+        if isinstance(batch, dict):
+            return model(**{**defaults, **batch})
+        return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)

@@ -1,0 +1,362 @@
+"""`execute_pipeline`: one batch in, the loss of the global batch out, through whatever stages this rank holds.
+
+    pipeline = cut_model(model, settings, rank, num_ranks)       every rank, no communication: stages, tied groups
+    executor = PipelineExecutor(pipeline, settings, ...groups)   messages and runtime
+    result = executor.execute(data_iter, criterion, optimizer, return_loss=True, return_outputs=False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.p2p import PipeComm
+from ..utils.tensors import map_tensors, to_device
+from . import schedules
+from .checkpointing import PipelineGradientCheckpointConfig
+from .layer_chain import find_units
+from .loss_weight import GlobalLoss
+from .lowering import lower
+from .microbatch import batch_size, items_of, merge_outputs, split_batch
+from .partition import given_units, partition_units, unit_costs
+from .placement import Placement
+from .runtime import PipelineRuntime
+from .schedules import Schedule
+from .stage import Payload, StagedModel
+from .survey import survey_model
+from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a model is cut and a batch is run.
+
+    pp_style, num_model_chunks   schedule and stages per rank
+    num_microbatches             microbatches of a batch (fewer for a batch with fewer samples)
+    microbatch_size              or samples per microbatch; with neither a batch is one microbatch
+    num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
+    gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
+    overlap_p2p                  receive while computing; the numbers are the same without
+    enable_metadata_cache        send the description of a message only once per shape
+    """
+
+    pp_style: str = "1f1b"
+    num_model_chunks: int = 1
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    num_layers_per_stage: Sequence[int] | None = None
+    gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
+    overlap_p2p: bool = True
+    enable_metadata_cache: bool = True
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """What one rank holds after the cut.
+
+    staged       the model with its stages
+    placement    where all stages live
+    tied_groups  parameters that several ranks hold: the same list on every rank
+    rank         this rank's position in the pipeline
+    """
+
+    staged: StagedModel
+    placement: Placement
+    tied_groups: tuple[TiedGroup, ...]
+    rank: int
+
+    @property
+    def holds_last_stage(self) -> bool:
+        return self.placement.rank_of(self.placement.num_stages - 1) == self.rank
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """Where a model will be cut: the same on every rank, found without changing the model.
+
+    units, survey  the chain of layers and the facts about them (no survey with one stage)
+    placement      where all stages live
+    stages         units of every stage
+    checkpointed   per pipeline rank: recomputed layers of each of its stages
+    tied_groups    parameters that several ranks hold
+    """
+
+    units: tuple[Unit, ...]
+    survey: Survey | None
+    placement: Placement
+    stages: tuple[range, ...]
+    checkpointed: tuple[Mapping[int, int], ...]
+    tied_groups: tuple[TiedGroup, ...]
+
+    def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
+        """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
+        held = self.placement.stages_of(rank)
+        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
+        return CutModel(staged, self.placement, self.tied_groups, rank)
+
+
+def plan_cut(
+    model: nn.Module,
+    settings: PipelineSettings,
+    num_ranks: int = 1,
+    *,
+    layer_lists: Sequence[str] | None = None,
+    example_inputs: Any = None,
+) -> CutPlan:
+    """Plan the stages of `model`, whole and not sharded yet. Communicates nothing; the same input errors are raised on every rank.
+
+    layer_lists     names of the ModuleLists to cut along, where they cannot be found (a policy's word)
+    example_inputs  a batch for models whose inputs cannot be guessed
+    """
+    _refuse_router_loss(getattr(getattr(model, "config", None), "output_router_logits", False))
+    config = settings.gradient_checkpoint_config
+    if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    if num_ranks == 1:
+        return _plan_one_stage(model, settings, config, layer_lists)
+    placement = schedules.get_placement(settings.pp_style, num_ranks, settings.num_model_chunks)
+    survey = survey_model(model, layer_lists, example_inputs)
+    if settings.num_layers_per_stage is not None:
+        stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
+    else:
+        stages = partition_units(survey, unit_costs(model, survey), placement.num_stages)
+    checkpointed = tuple(
+        config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
+    )
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tuple(find_tied_groups(survey, stages, placement)))
+
+
+def _plan_one_stage(
+    model: nn.Module, settings: PipelineSettings, config: PipelineGradientCheckpointConfig | None, layer_lists: Sequence[str] | None
+) -> CutPlan:
+    needed = config is not None or settings.num_layers_per_stage is not None or layer_lists is not None
+    try:
+        units = find_units(model, layer_lists)
+    except ValueError:
+        if needed:
+            raise
+        units = []
+    stages = (range(len(units)),)
+    numbers = settings.num_layers_per_stage
+    if numbers is not None and (any(number < 1 for number in numbers) or sum(numbers) != len(units)):
+        raise ValueError(f"num_layers_per_stage={list(numbers)} must sum to the model's {len(units)} layers; [{len(units)}] would work")
+    checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
+    return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), ())
+
+
+def cut_model(
+    model: nn.Module,
+    settings: PipelineSettings,
+    rank: int = 0,
+    num_ranks: int = 1,
+    *,
+    layer_lists: Sequence[str] | None = None,
+    example_inputs: Any = None,
+) -> CutModel:
+    """Plan and cut in one go, for a model that is not sharded; see `plan_cut`."""
+    return plan_cut(model, settings, num_ranks, layer_lists=layer_lists, example_inputs=example_inputs).apply(model, rank)
+
+
+class PipelineExecutor:
+    """Runs batches through the stages of this rank and of the others.
+
+    cut           this rank's stages
+    pipe_group    the pipeline's ranks, in stage order; None with one rank
+    loss_group    ranks that hold other samples of the same global batch (data parallel); None: no others
+    tied_process_groups  see `tied.create_tied_process_groups`
+    reduce_grad   called with a chunk when all its gradients of the step are complete
+    grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch when they are
+                  *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
+    device        where batches are moved; None: where the model's parameters are
+    """
+
+    def __init__(
+        self,
+        cut: CutModel,
+        settings: PipelineSettings,
+        *,
+        pipe_group: dist.ProcessGroup | None = None,
+        loss_group: dist.ProcessGroup | None = None,
+        tied_process_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        reduce_grad: Callable[[int], None] | None = None,
+        grad_factor: float = 1.0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.cut = cut
+        self.settings = settings
+        self.grad_factor = grad_factor
+        self._loss_group = loss_group
+        self._tied_process_groups = dict(tied_process_groups or {})
+        self._reduce_grad = reduce_grad
+        self._device = device
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._step: _Step | None = None
+        self.comm: PipeComm | None = None
+        self.runtime: PipelineRuntime | None = None
+        if cut.placement.num_ranks > 1:
+            if pipe_group is None:
+                raise ValueError(f"the model is cut for {cut.placement.num_ranks} pipeline ranks; pass their process group as pipe_group")
+            self.comm = PipeComm(pipe_group)
+            self.runtime = PipelineRuntime(
+                self.comm,
+                cut.placement,
+                [_Program(self, stage) for stage in cut.placement.stages_of(cut.rank)],
+                backward=self._backward,
+                backward_by_grad=self._backward_by_grad,
+                reduce_grad=reduce_grad,
+            )
+
+    def execute(
+        self,
+        data_iter: Iterator[Any],
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Any = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Run the next batch of `data_iter`: forward, and backward when an optimizer is given and gradients are enabled.
+
+        Returns {"loss": loss of the global batch or None, "outputs": merged outputs or None}, both on the rank with the last stage only.
+        """
+        if not hasattr(data_iter, "__next__"):
+            raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
+        training = optimizer is not None and torch.is_grad_enabled()
+        batch = to_device(next(data_iter), self._batch_device())
+        if isinstance(batch, Mapping):
+            _refuse_router_loss(batch.get("output_router_logits", False))
+        microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
+        step = _Step(microbatches, GlobalLoss(microbatches, criterion, self._loss_group, self._batch_device()), optimizer)
+        step.training, step.want_loss, step.want_outputs = training, return_loss, return_outputs
+        self._step = step
+        try:
+            if self.runtime is None:
+                self._run_alone(step)
+            else:
+                self._run_pipeline(self.runtime, step)
+        finally:
+            self._step = None
+        if not self.cut.holds_last_stage:
+            return {"loss": None, "outputs": None}
+        loss = step.loss.reported() if return_loss else None
+        return {"loss": loss, "outputs": step.merged_outputs(loss) if return_outputs else None}
+
+    def sync_tied_gradients(self) -> None:
+        """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
+        sync_tied_gradients(self.cut.staged.model, self.cut.tied_groups, self.cut.rank, self._tied_process_groups)
+
+    def _run_alone(self, step: _Step) -> None:
+        with torch.set_grad_enabled(step.training):
+            for index in range(len(step.microbatches)):
+                loss = self.forward(0, None, index)
+                if step.training:
+                    self._backward(loss)
+                del loss
+        if step.training and self._reduce_grad is not None:
+            self._reduce_grad(0)
+
+    def _run_pipeline(self, runtime: PipelineRuntime, step: _Step) -> None:
+        if not self.settings.enable_metadata_cache:
+            assert self.comm is not None
+            self.comm.forget_headers()
+        runtime.run(self._schedule(len(step.microbatches), step.training), step.shape_keys(), overlap=self.settings.overlap_p2p)
+
+    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
+        key = (num_microbatches, training)
+        if key not in self._schedules:
+            settings, ranks = self.settings, self.cut.placement.num_ranks
+            schedule = schedules.get(settings.pp_style, ranks, num_microbatches, settings.num_model_chunks, forward_only=not training)
+            self._schedules[key] = lower(schedule, overlap=settings.overlap_p2p)
+        return self._schedules[key]
+
+    def forward(self, stage: int, received: Payload | None, index: int) -> Any:
+        """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""
+        step = self._step
+        assert step is not None
+
+        def watch() -> AbstractContextManager[Any]:
+            return step.loss.watch(index)
+
+        payload, output = self.cut.staged.run(stage, received, step.microbatches[index], watch)
+        if payload is not None:
+            return payload
+        part = None
+        if step.training or step.want_loss:
+            part = step.loss.contribution(index, output)
+            part = part if self.grad_factor == 1.0 else part * self.grad_factor
+        if step.want_outputs:
+            step.outputs[index] = map_tensors(torch.Tensor.detach, output)
+        return part
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        assert self._step is not None
+        backward = getattr(self._step.optimizer, "backward", None)
+        if backward is not None:
+            backward(loss)
+        else:
+            loss.backward()
+
+    def _backward_by_grad(self, tensors: Sequence[Any], grads: Sequence[torch.Tensor], /) -> None:
+        assert self._step is not None
+        backward = getattr(self._step.optimizer, "backward_by_grad", None)
+        if backward is not None:
+            backward(tensors, grads)
+        else:
+            torch.autograd.backward(tensors, grads)  # type: ignore[arg-type]
+
+    def _batch_device(self) -> torch.device:
+        if self._device is None:
+            self._device = next((parameter.device for parameter in self.cut.staged.model.parameters()), torch.device("cpu"))
+        return self._device
+
+
+class _Program:
+    """One stage as the runtime sees it."""
+
+    def __init__(self, executor: PipelineExecutor, stage: int) -> None:
+        self._executor = executor
+        self._stage = stage
+
+    def forward(self, received: Any, microbatch: int) -> Any:
+        return self._executor.forward(self._stage, received, microbatch)
+
+
+class _Step:
+    """One batch on its way."""
+
+    training = False
+    want_loss = True
+    want_outputs = False
+
+    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any) -> None:
+        self.microbatches = microbatches
+        self.loss = loss
+        self.optimizer = optimizer
+        self.outputs: dict[int, Any] = {}
+
+    def shape_keys(self) -> list[tuple[Any, ...]]:
+        """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
+        return [
+            tuple((str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor))
+            for microbatch in self.microbatches
+        ]
+
+    def merged_outputs(self, loss: torch.Tensor | None) -> Any:
+        sizes = [batch_size(microbatch) for microbatch in self.microbatches]
+        merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
+        if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
+            merged["loss"] = loss
+        return merged
+
+
+def _refuse_router_loss(value: Any) -> None:
+    if isinstance(value, bool) and value:
+        raise ValueError(
+            "output_router_logits=True adds the load-balancing loss of all layers' routers, a product of means over the whole batch that "
+            "no pipeline stage and no microbatch can compute alone; set config.output_router_logits=False"
+        )

@@ -1,0 +1,328 @@
+"""Executes the action list of this rank: the one runtime that all schedules share.
+
+[Note: what is held, and until when]
+    received tensors   from the post of their receive to the backward (they are leaves whose gradients go back)
+    output tensors     until they have been received, at the latest when their gradients come back; the backward needs only
+                       their place in the graph (`GradientEdge`)
+    the graph          from F to B or I; then the weight-gradient store holds what W needs
+    gradients to send  until they have been sent
+So memory follows the activations in flight, which the schedule bounds, and never the number of microbatches.
+
+[Note: when another rank fails]
+A rank that raises names rank, stage, chunk, microbatch and action, and ends. On gloo its connections close with its process
+and the next wait of the others raises at once. On NCCL the others wait until torchrun, which has seen the first rank end,
+ends them too, or until the timeout of the process group, after which torch's watchdog ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..comm.p2p import PipeComm, Receive, Sent
+from ..comm.payload import Header, TensorMeta, put_together, take_apart
+from ..ops.weight_grad import WeightGradStore
+from .actions import Action, Kind, table
+from .placement import Placement
+from .schedules import Schedule
+from .timeline import Recorder
+
+
+class StageProgram(Protocol):
+    """What one stage computes for one microbatch.
+
+    forward  receives what the stage before returned for this microbatch (None on the first stage) and returns what the next
+             stage receives: nested dicts, lists and tuples of tensors, None and plain constants (str, int, float, bool).
+             Received floating-point tensors require grad where they did on the sending stage, as leaves of this stage's graph.
+             The last stage returns the loss of the microbatch, a scalar already weighted so that the loss of the step is the
+             sum over microbatches; in a forward-only step it may return None. Outputs that the user wants to see are
+             kept by the program itself.
+
+    A program reads the microbatch's own inputs (token ids, masks, labels) by its index; only boundary tensors travel.
+    """
+
+    def forward(self, received: Any, microbatch: int) -> Any: ...
+
+
+class BackwardByGrad(Protocol):
+    """Backward from outputs with given gradients. Outputs are `GradientEdge`s, which torch.autograd.backward takes like tensors."""
+
+    def __call__(self, tensors: Sequence[GradientEdge], grads: Sequence[Tensor], /) -> None: ...
+
+
+class PipelineError(RuntimeError):
+    """An action failed; the message says which, and the cause is the error it raised."""
+
+
+class StepResult(NamedTuple):
+    """losses     loss of every microbatch, detached, in their order; empty on ranks without the last stage
+    peak_live  most microbatches (times chunks) whose activations this rank held at once
+    """
+
+    losses: list[Tensor]
+    peak_live: int
+
+
+class _Live(NamedTuple):
+    """What the backward of one microbatch on one stage starts from and ends at."""
+
+    leaves: list[Tensor]  # received tensors that require grad
+    outputs: list[GradientEdge]  # outputs that require grad
+    metas: list[TensorMeta]  # of these outputs, and so of their gradients
+    loss: Tensor | None  # on the last stage
+
+
+class PipelineRuntime:
+    """Runs schedules on this rank's stages.
+
+    comm              messages between the ranks of the pipeline
+    placement         where the stages live; schedules must have the same
+    programs          this rank's stages, by chunk
+    backward          of the loss of a microbatch (a loss scaler goes here); default `loss.backward()`
+    backward_by_grad  of the other stages; default `torch.autograd.backward`
+    reduce_grad       called with the chunk when all its weight gradients of the step are complete
+    """
+
+    def __init__(
+        self,
+        comm: PipeComm,
+        placement: Placement,
+        programs: Sequence[StageProgram],
+        *,
+        backward: Callable[[Tensor], None] | None = None,
+        backward_by_grad: BackwardByGrad | None = None,
+        reduce_grad: Callable[[int], None] | None = None,
+    ) -> None:
+        if comm.size != placement.num_ranks:
+            raise ValueError(f"the placement has {placement.num_ranks} ranks, the pipeline group {comm.size}")
+        if len(programs) != placement.num_chunks:
+            raise ValueError(f"{len(programs)} programs for {placement.num_chunks} chunks per rank; give one per chunk")
+        self.comm = comm
+        self.placement = placement
+        self.recorder: Recorder | None = None
+        self._programs = dict(zip(placement.stages_of(comm.rank), programs, strict=True))
+        self._rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        self._last = placement.num_stages - 1
+        self._backward = backward if backward is not None else torch.autograd.backward
+        self._backward_by_grad = backward_by_grad if backward_by_grad is not None else torch.autograd.backward
+        self._reduce_grad = reduce_grad
+        self._weight_grads: WeightGradStore | None = None
+        self._handlers: dict[Kind, Callable[[int, int], None]] = {
+            Kind.F: self._run_forward,
+            Kind.B: self._run_backward,
+            Kind.I: self._run_input_grad,
+            Kind.W: self._run_weight_grad,
+            Kind.SEND_F: self._send_forward,
+            Kind.RECV_F: self._receive_forward,
+            Kind.SEND_B: self._send_backward,
+            Kind.RECV_B: self._receive_backward,
+            Kind.REDUCE: self._reduce,
+        }
+        self._start_step((), False, False)
+
+    def run(self, schedule: Schedule, shape_keys: Sequence[Hashable], *, overlap: bool = True) -> StepResult:
+        """One step.
+
+        schedule    lowered lists of all ranks (`lowering.lower`), the same on every rank
+        shape_keys  for every microbatch something that is equal exactly for microbatches whose messages have equal shapes, the
+                    same on every rank (the shapes of its inputs)
+        overlap     as given to `lower`; False waits for every transfer where it stands
+        """
+        if schedule.placement != self.placement:
+            raise ValueError(f"the schedule is for {schedule.placement}, the runtime has {self.placement}")
+        actions = schedule.actions[self.comm.rank]
+        kinds = {action.kind for action in actions}
+        count = 1 + max(action.microbatch for action in actions)
+        if len(shape_keys) != count:
+            raise ValueError(f"{len(shape_keys)} shape keys for a schedule of {count} microbatches; give one per microbatch")
+        training = Kind.B in kinds or Kind.I in kinds
+        if Kind.I in kinds and self._weight_grads is None:
+            self._weight_grads = WeightGradStore()  # linears postpone only what runs forward while a store exists
+        self._start_step(shape_keys, training, overlap)
+        step = 0
+        handlers, recorder = self._handlers, self.recorder
+        try:
+            with torch.set_grad_enabled(training):
+                if recorder is not None:
+                    recorder.start_step()
+                for kind, stage, microbatch in actions:
+                    if recorder is None:
+                        handlers[kind](stage, microbatch)
+                    else:
+                        with recorder.span(actions[step]):
+                            handlers[kind](stage, microbatch)
+                    step += 1
+                self.comm.flush()
+        except Exception as error:
+            self._abandon_step()
+            raise PipelineError(self._describe_failure(schedule, step, error)) from error
+        assert not self._live, self._live.keys()
+        assert not self._receives, self._receives.keys()
+        result = StepResult(self._losses, self._peak_live)
+        self._start_step((), False, False)
+        return result
+
+    # Compute ---------------------------------------------------------------------------------------------------------
+
+    def _run_forward(self, stage: int, microbatch: int) -> None:
+        received: Any = None
+        leaves: list[Tensor] = []
+        if stage > 0:
+            if self._rank_of[stage - 1] == self.comm.rank:
+                header, tensors = self._handed_over.pop((stage, microbatch))
+            else:
+                receive = self._receives.pop((Kind.F, stage, microbatch))
+                tensors = receive.wait_tensors()
+                assert receive.header is not None
+                header = receive.header
+            leaves = [t.requires_grad_() for t, meta in zip(tensors, header.tensors, strict=True) if meta.requires_grad]
+            received = put_together(header, tensors)
+            del tensors
+        if self.recorder is not None:
+            self.recorder.inputs_arrived()
+        result = self._programs[stage].forward(received, microbatch)
+        del received
+        if stage == self._last:
+            loss = self._take_loss(result, microbatch)
+            if self._training:
+                self._live[stage, microbatch] = _Live(leaves, [], [], loss)
+        else:
+            header, tensors = take_apart(result)
+            if self._rank_of[stage + 1] == self.comm.rank:
+                self._handed_over[stage + 1, microbatch] = (header, [tensor.detach() for tensor in tensors])
+            else:
+                self._outgoing[stage, microbatch] = (header, tensors)
+            if self._training:
+                edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+                metas = [meta for meta in header.tensors if meta.requires_grad]
+                self._live[stage, microbatch] = _Live(leaves, edges, metas, None)
+        if self._training:
+            self._num_live += 1
+            self._peak_live = max(self._peak_live, self._num_live)
+
+    def _take_loss(self, loss: Any, microbatch: int) -> Tensor | None:
+        if loss is None and not self._training:
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"the last stage must return the loss of the microbatch, a scalar tensor; it returned {shape}")
+        if self._training and not loss.requires_grad:
+            raise ValueError("the loss does not require grad: every parameter of the last stages is frozen, or it was detached")
+        self._losses.append(loss.detach())
+        return loss
+
+    def _run_backward(self, stage: int, microbatch: int) -> None:
+        self._backward_of(stage, microbatch, defer=False)
+        self._num_live -= 1
+
+    def _run_input_grad(self, stage: int, microbatch: int) -> None:
+        self._backward_of(stage, microbatch, defer=True)
+
+    def _run_weight_grad(self, stage: int, microbatch: int) -> None:
+        assert self._weight_grads is not None
+        self._weight_grads.run((stage, microbatch))
+        self._num_live -= 1
+
+    def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
+        leaves, outputs, _, loss = self._live.pop((stage, microbatch))
+        grads: list[Tensor] = []
+        if stage < self._last:
+            if self._rank_of[stage + 1] == self.comm.rank:
+                grads = self._handed_back.pop((stage, microbatch))
+            else:
+                grads = self._receives.pop((Kind.B, stage, microbatch)).wait_tensors()
+                if self._overlap:
+                    self._sent.pop((stage, microbatch)).wait()  # it has arrived, for this is the answer: let go of the outputs
+        if self.recorder is not None:
+            self.recorder.inputs_arrived()
+        with self._weight_grads.deferring((stage, microbatch)) if defer and self._weight_grads is not None else nullcontext():
+            if loss is not None:
+                self._backward(loss)
+            elif outputs:  # else every parameter up to here is frozen
+                self._backward_by_grad(outputs, grads)
+        if stage > 0:
+            # A received tensor that the stage did not use has no gradient; the stage before expects one for each.
+            back = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+            if self._rank_of[stage - 1] == self.comm.rank:
+                self._handed_back[stage - 1, microbatch] = back
+            else:
+                self._outgoing_grads[stage, microbatch] = back
+
+    def _reduce(self, stage: int, microbatch: int) -> None:
+        if self._reduce_grad is not None:
+            self._reduce_grad(self.placement.chunk_of(stage))
+
+    # Transfers -------------------------------------------------------------------------------------------------------
+
+    def _key(self, stage: int, microbatch: int) -> Hashable:
+        """Messages into `stage` that are alike: tensors require grad only in training."""
+        return (stage, self._shape_keys[microbatch], self._training)
+
+    def _send_forward(self, stage: int, microbatch: int) -> None:
+        header, tensors = self._outgoing.pop((stage, microbatch))
+        sent = self.comm.isend_message(header, tensors, self._rank_of[stage + 1], self._key(stage + 1, microbatch))
+        if not self._overlap:
+            sent.wait()
+        elif self._training:
+            self._sent[stage, microbatch] = sent
+
+    def _receive_forward(self, stage: int, microbatch: int) -> None:
+        self._keep(self.comm.irecv(self._rank_of[stage - 1], self._key(stage, microbatch)), (Kind.F, stage, microbatch))
+
+    def _send_backward(self, stage: int, microbatch: int) -> None:
+        sent = self.comm.isend_tensors(self._outgoing_grads.pop((stage, microbatch)), self._rank_of[stage - 1])
+        if not self._overlap:
+            sent.wait()
+
+    def _receive_backward(self, stage: int, microbatch: int) -> None:
+        metas = self._live[stage, microbatch].metas
+        self._keep(self.comm.irecv_tensors(metas, self._rank_of[stage + 1]), (Kind.B, stage, microbatch))
+
+    def _keep(self, receive: Receive, key: tuple[Kind, int, int]) -> None:
+        if not self._overlap:
+            receive.complete()
+        self._receives[key] = receive
+
+    # Life of a step --------------------------------------------------------------------------------------------------
+
+    def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
+        self._shape_keys = shape_keys
+        self._training = training
+        self._overlap = overlap
+        self._losses: list[Tensor] = []
+        self._num_live: int = 0
+        self._peak_live: int = 0
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._receives: dict[tuple[Kind, int, int], Receive] = {}
+        self._sent: dict[tuple[int, int], Sent] = {}
+        self._outgoing: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
+        self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
+        # Between two chunks of this rank nothing is sent: the turn of a V.
+        self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
+        self._handed_back: dict[tuple[int, int], list[Tensor]] = {}
+
+    def _abandon_step(self) -> None:
+        """Let go of everything, so that the error does not keep activations alive."""
+        self._start_step((), False, False)
+        self.comm.discard()
+        if self._weight_grads is not None:
+            self._weight_grads.discard()
+
+    def _describe_failure(self, schedule: Schedule, step: int, error: Exception) -> str:
+        rank = self.comm.rank
+        actions = schedule.actions[rank]
+        step = min(step, len(actions) - 1)  # waiting for the last sends counts as part of the last action
+        action: Action = actions[step]
+        where = f"rank {rank} of the pipeline, stage {action.stage} (chunk {self.placement.chunk_of(action.stage)})"
+        if action.microbatch >= 0:
+            where += f", microbatch {action.microbatch}"
+        return (
+            f"{action} failed on {where}: {type(error).__name__}: {error}\n"
+            "If the error is a lost connection, another rank has failed first: look for its message.\n"
+            f"{table(schedule.actions, (rank, step))}"
+        )

@@ -1,0 +1,335 @@
+"""Cutting a model into stages without touching its forward.
+
+The model keeps its module tree: every layer stays where it is, so list lengths, names, layer indices and state-dict keys stay
+right. What a rank does not hold is released (its parameters become shapes without memory that no longer count as parameters), and the
+modules on the way change their class in place:
+
+    a gate before the stage      returns what the stage received in its place
+    a layer of the stage         runs, through activation checkpointing if it is one of those
+    the stage's last gate        ends the forward, which is left by an exception
+    a module outside the layers  whose output this stage does not read returns zeros (embeddings behind the first stage)
+
+One model serves all stages (chunks) of a rank: `StagedModel.run(stage, ...)` says which one the modules play. A weight used by two
+stages of one rank is therefore one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .checkpointing import run_checkpointed
+from .dry_run import forward_defaults, without_data
+from .layer_chain import Unit
+from .survey import Survey
+
+Payload = tuple[torch.Tensor, ...]
+
+PLAIN_CALL = (
+    "this model is split into pipeline stages, so it cannot be called directly: one rank holds only some of its layers. Use\n"
+    "    outputs = booster.execute_pipeline(data_iter, model, criterion, optimizer, return_loss=True)\n"
+    "with data_iter an iterator over batches and criterion(outputs, inputs) -> loss; leave the optimizer out to evaluate"
+)
+
+
+class StageExit(Exception):
+    """Leaves the model's forward behind the last layer of a stage."""
+
+
+@dataclass
+class StageRun:
+    """One stage's forward of one microbatch: what the modules consult while it runs."""
+
+    low: int
+    high: int
+    is_last: bool
+    checkpointed: int
+    live: frozenset[str]  # modules outside the layers whose output this stage reads
+    received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
+    outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage -> its output, where a later stage reads it
+    wanted: frozenset[int] = frozenset()
+    enter_tail: Callable[[], None] | None = None
+
+    def output_before(self, unit: int) -> Any:
+        """What a gate before the stage returns: its own output, or the next one that arrived when nobody reads its own."""
+        return self.received[min(known for known in self.received if known >= unit)]
+
+
+class StagedModel:
+    """This rank's stages of one model.
+
+    model    cut in place
+    survey   facts about it; None when one stage holds all (nothing is cut then, and models that cannot be surveyed work)
+    stages   units of all stages of the pipeline
+    held     indices of the stages of this rank
+    checkpointed  number of layers of each held stage that are recomputed in the backward pass
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        survey: Survey | None,
+        stages: Sequence[range],
+        held: Sequence[int],
+        checkpointed: Mapping[int, int] | None = None,
+    ) -> None:
+        assert survey is not None or len(stages) == 1
+        self.model = model
+        self.units = tuple(units)
+        self.survey = survey
+        self.stages = tuple(stages)
+        self.held = tuple(held)
+        self.checkpointed = dict(checkpointed or {})
+        self.current: StageRun | None = None
+        self._live: dict[int, frozenset[str]] = {}
+        self._released: list[tuple[nn.Module, str]] = []
+        self._defaults = forward_defaults(model)
+        _disable_own_checkpointing(model)
+        if survey is not None and len(stages) > 1:
+            self._release(survey)
+            self._install_stubs(survey)
+            _change_class(model, lambda call, args, kwargs: self._root_call(call, args, kwargs))
+        self._install_gates()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def run(
+        self, stage: int, received: Payload | None, batch: Any, tail: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> tuple[Payload | None, Any]:
+        """Forward of `stage`: (what travels to the next stage, None), or on the last stage (None, the model's output).
+
+        `tail` gives a context for the part of the last stage's forward behind the last layer (the whole forward of a model without units).
+        """
+        self._follow_device()
+        units = self.stages[stage]
+        is_last = stage == self.num_stages - 1
+        run = StageRun(units.start, units.stop, is_last, self.checkpointed.get(stage, 0), self._live.get(stage, frozenset()))
+        if self.survey is not None:
+            run.received = self._unpack(received, units.start)
+            run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
+        with ExitStack() as stack:
+            if is_last and not self.units:
+                stack.enter_context(tail())
+            elif is_last:
+                run.enter_tail = lambda: _discard(stack.enter_context(tail()))
+            self.current = run
+            try:
+                output = self._call(batch)
+            except StageExit:
+                return self._pack(run), None
+            finally:
+                self.current = None
+        if not is_last:
+            last = self.units[units.stop - 1].gate
+            raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {stage}")
+        return None, output
+
+    def _follow_device(self) -> None:
+        """Released tensors are not moved by `model.to(device)`, but models read their device."""
+        if self._released:
+            module, name = self._released[0]
+            device = next(self.model.parameters()).device
+            if module.__dict__[name].device != device:
+                for module, name in self._released:
+                    stand_in = module.__dict__[name]
+                    module.__dict__[name] = _stand_in(stand_in, device)
+
+    def _call(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self.model(**{**self._defaults, **batch})
+        if isinstance(batch, list | tuple):
+            return self.model(*batch, **self._defaults)
+        return self.model(batch, **self._defaults)
+
+    def _pack(self, run: StageRun) -> Payload:
+        """Tensors of every unit's output that is read behind the stage, units ascending."""
+        assert self.survey is not None
+        tensors: list[torch.Tensor] = []
+        for unit in self.survey.boundary(run.high):
+            output = run.outputs[unit] if unit >= run.low else run.received[unit]
+            tensors += self.survey.templates[unit].tensors(output, self.units[unit].gate)
+        return tuple(tensor.contiguous() for tensor in tensors)
+
+    def _unpack(self, received: Payload | None, position: int) -> dict[int, Any]:
+        assert self.survey is not None
+        if received is None:
+            return {}
+        found, start = {}, 0
+        for unit in self.survey.boundary(position):
+            template = self.survey.templates[unit]
+            found[unit] = template.build(received[start : start + template.num_tensors])
+            start += template.num_tensors
+        assert start == len(received), (start, len(received))
+        return found
+
+    def _root_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.current is None:
+            raise RuntimeError(PLAIN_CALL)
+        return call(*args, **kwargs)
+
+    def _release(self, survey: Survey) -> None:
+        """Drop the parameters that no stage of this rank reads, and the buffers of layers that it does not run."""
+        held = {name for stage in self.held for name in survey.parameters(self.stages[stage].start, self.stages[stage].stop)}
+        kept = {alias for name in held for alias in survey.names[name]}
+        own = {unit for stage in self.held for unit in self.stages[stage]}
+        foreign = tuple(f"{unit.layer}." for index, unit in enumerate(self.units) if index not in own)
+        for prefix, module in self.model.named_modules():
+            path = f"{prefix}." if prefix else ""
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and path + name not in kept:
+                    _release(module, module._parameters, name)
+                    self._released.append((module, name))
+            if path.startswith(foreign):
+                for name, buffer in list(module._buffers.items()):
+                    if buffer is not None:
+                        _release(module, module._buffers, name)
+                        self._released.append((module, name))
+
+    def _install_gates(self) -> None:
+        for index, unit in enumerate(self.units):
+            layer, gate = self.model.get_submodule(unit.layer), self.model.get_submodule(unit.gate)
+            if layer is gate:
+                _change_class(layer, self._gate_call(index, is_layer=True))
+            else:
+                _change_class(layer, self._layer_call(index))
+                _change_class(gate, self._gate_call(index, is_layer=False))
+
+    def _layer_call(self, index: int) -> Callable[..., Any]:
+        def call_layer(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            run = self.current
+            if run is not None and run.low <= index < run.low + run.checkpointed and torch.is_grad_enabled():
+                return run_checkpointed(call, *args, **kwargs)
+            return call(*args, **kwargs)
+
+        return call_layer
+
+    def _gate_call(self, index: int, is_layer: bool) -> Callable[..., Any]:
+        call_layer = self._layer_call(index) if is_layer else lambda call, args, kwargs: call(*args, **kwargs)
+
+        def call_gate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            run = self.current
+            if run is None:
+                return call(*args, **kwargs)
+            if index < run.low:
+                return run.output_before(index)
+            output = call_layer(call, args, kwargs)
+            if index in run.wanted:
+                run.outputs[index] = output
+            if index == run.high - 1:
+                if not run.is_last:
+                    raise StageExit
+                if run.enter_tail is not None:
+                    enter, run.enter_tail = run.enter_tail, None
+                    enter()
+            return output
+
+        return call_gate
+
+    def _install_stubs(self, survey: Survey) -> None:
+        """Replace the modules outside the layers that some stage of this rank must not, or need not, run."""
+        for stage in self.held:
+            read = survey.modules(self.stages[stage].start, self.stages[stage].stop)
+            # A module that contains one that is read runs itself.
+            self._live[stage] = frozenset(name for name in survey.outside if any(m == name or m.startswith(f"{name}.") for m in read))
+        unread = {alias for name in survey.unread for alias in survey.names[name]}
+        covered: tuple[str, ...] = ()
+        for name in survey.outside:
+            if name.startswith(covered) or all(name in self._live[stage] for stage in self.held):
+                continue
+            module = self.model.get_submodule(name)
+            own = {f"{name}.{parameter}" for parameter, _ in module.named_parameters(remove_duplicate=False)}
+            if own & unread:  # held here because of nothing but its place: real inputs may use it
+                continue
+            known = name in survey.ran or any(other.startswith(f"{name}.") for other in survey.ran)
+            _change_class(module, self._stub_call(name, module, known))
+            covered += (f"{name}.",)
+
+    def _stub_call(self, name: str, module: nn.Module, known: bool) -> Callable[..., Any]:
+        shapes: dict[Any, Any] = {}
+
+        def call_stub(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            run = self.current
+            if run is None or name in run.live:
+                return call(*args, **kwargs)
+            if not known:
+                raise ValueError(
+                    f"{name} runs on this batch, but did not in the dry run from which the pipeline stages were cut; pass a batch like "
+                    "this one as example_inputs, so that every stage that needs it gets it"
+                )
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+            if key not in shapes:
+                shapes[key] = _output_shapes(module, call, args, kwargs)
+            device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+            return pytree.tree_map_only(torch.Tensor, lambda shape: torch.zeros_like(shape, device=device), shapes[key])
+
+        return call_stub
+
+
+def _output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Output of `module` as meta tensors, for inputs like these: its call runs once with every tensor on the meta device."""
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (table, name, tensor)
+        for owner in module.modules()
+        for table in (owner._parameters, owner._buffers, owner.__dict__)  # the last one holds released tensors
+        for name, tensor in table.items()
+        if isinstance(tensor, torch.Tensor)
+    ]
+    try:
+        for table, name, tensor in places:
+            on_meta = tensor.detach().to("meta")
+            table[name] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        with torch.no_grad(), without_data():
+            return call(*args, **kwargs)
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor
+
+
+def _release(module: nn.Module, table: dict[str, Any], name: str) -> None:
+    """Leave a tensor without memory under the name, so that shape, dtype and device stay readable, but no parameter or buffer.
+
+    One element stands for all; it is NaN, so that a forward that computed with it after all could not go unnoticed.
+    """
+    tensor = table.pop(name)
+    module._non_persistent_buffers_set.discard(name)
+    module.__dict__[name] = _stand_in(tensor, tensor.device)
+
+
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _disable_own_checkpointing(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def _change_class(module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Give `module` a subclass of its class whose call is `around(original call, args, kwargs)`.
+
+    Neither a hook nor `forward` would do: hooks run inside or outside of transformers' checkpointing by version, and replacing
+    `forward` on the instance hides what a subclass of the class does there.
+    """
+    base = type(module)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
+
+    module.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _discard(_: Any) -> None:
+    return None

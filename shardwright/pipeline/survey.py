@@ -1,0 +1,332 @@
+"""What every part of a model reads: the facts from which stages are cut, learnt from one dry run.
+
+The dry run cuts the model behind every unit: a gate's output goes on as fresh leaf tensors. Walking the autograd graph back from
+each gate's output (and from the model's output) then tells, unit by unit,
+
+    reads       the units whose outputs it needs: normally the one before; for T5 decoders also the encoder
+    parameters  the parameters that take part: its own, and any outside the layers (embeddings before the first layer, relative
+                position embeddings that feed every layer, the head after the last)
+    modules     the modules outside the layers whose output takes part; the others may be replaced by stubs
+
+A module outside the layers that computes without gradients (fixed position tables) takes part everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .dry_run import example_batches, forward_defaults, meta_copy, run_dry
+from .layer_chain import Unit, find_units
+
+
+@dataclass(frozen=True)
+class Template:
+    """Structure of a gate's output: where its tensors sit, and the values of everything else."""
+
+    spec: pytree.TreeSpec
+    others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
+
+    def tensors(self, output: Any, name: str) -> list[torch.Tensor]:
+        """The tensors of `output`, which must have this structure."""
+        leaves, spec = pytree.tree_flatten(output)
+        same = spec == self.spec and all(
+            (other is TENSOR) == isinstance(leaf, torch.Tensor) for leaf, other in zip(leaves, self.others, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                f"the output of {name} differs in structure from the dry run's ({spec} here, {self.spec} there), so the next pipeline "
+                "stage could not rebuild it; pass a batch like the real ones as example_inputs, without output_attentions and the like"
+            )
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        remaining = iter(tensors)
+        return pytree.tree_unflatten([next(remaining) if other is TENSOR else other for other in self.others], self.spec)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(other is TENSOR for other in self.others)
+
+
+class CutError(ValueError):
+    """The model ran, but it cannot be cut."""
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one unit, or the tail behind the last one, reads."""
+
+    reads: frozenset[int]
+    parameters: frozenset[str]
+    modules: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Facts about one model.
+
+    units       the chain of layers
+    templates   output structure of each unit's gate
+    parts       what each unit reads, and last what the tail reads
+    names       every name of each parameter by its first name (more than one: tied inside the model)
+    outside     modules with parameters outside the layers that can become stubs, outer ones first
+    ran         those of them that ran in the dry run
+    unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
+    joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other
+    """
+
+    units: tuple[Unit, ...]
+    templates: tuple[Template, ...]
+    parts: tuple[Part, ...]
+    names: dict[str, tuple[str, ...]]
+    outside: tuple[str, ...]
+    ran: frozenset[str]
+    unread: dict[str, bool]
+    joined: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units)
+
+    def can_cut(self, position: int) -> bool:
+        """Whether a stage may end before unit `position`."""
+        return not any(low < position <= high for low, high in self.joined)
+
+    def boundary(self, position: int) -> tuple[int, ...]:
+        """Units before `position` whose outputs are read at or behind it: what travels over a cut there."""
+        behind = self.parts[position:]
+        return tuple(unit for unit in range(position) if any(unit in part.reads for part in behind))
+
+    def parameters(self, low: int, high: int) -> set[str]:
+        """First names of the parameters of a stage with units [low, high)."""
+        held = {name for part in self._parts(low, high) for name in part.parameters}
+        held |= {name for name, first in self.unread.items() if (low == 0 if first else high == self.num_units)}
+        return held
+
+    def modules(self, low: int, high: int) -> set[str]:
+        """Modules outside the layers whose output a stage with units [low, high) reads."""
+        return {name for part in self._parts(low, high) for name in part.modules}
+
+    def _parts(self, low: int, high: int) -> tuple[Part, ...]:
+        return self.parts[low:high] + (self.parts[-1:] if high == self.num_units else ())
+
+
+def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_inputs: Any = None) -> Survey:
+    """Find the layers of `model` and learn what they read.
+
+    `example_inputs` is a batch for models whose inputs cannot be guessed. A model whose forward does not run on the meta device is run
+    once as it is, if it has its weights.
+    """
+    units = find_units(model, lists)
+    examples = [example_inputs] if example_inputs is not None else list(example_batches(model))
+    failures: list[str] = []
+    for example in examples:
+        copied = meta_copy(model)
+        try:
+            return _Surveyor(copied, units).run(lambda copied=copied, example=example: run_dry(copied, example))
+        except CutError:
+            raise
+        except Exception as error:  # the model's own code: anything can happen on a guessed batch
+            failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        for example in examples:
+            try:
+                return _survey_in_place(model, units, example)
+            except CutError:
+                raise
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    raise ValueError(
+        f"{type(model).__name__} could not be run on a guessed batch to learn where it can be cut ({'; '.join(dict.fromkeys(failures))}); "
+        "pass example_inputs, a batch like the real ones, or use pp_size=1"
+    )
+
+
+def _survey_in_place(model: nn.Module, units: list[Unit], example: Any) -> Survey:
+    """Survey the model itself on real numbers; modes and generators are as before afterwards."""
+    training = {module: module.training for module in model.modules()}
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point() and not parameter.requires_grad]
+    defaults = forward_defaults(model)
+    try:
+        for module in checkpointed:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        model.eval()  # no dropout, no running statistics: the graph is the same
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return _Surveyor(model, units).run(lambda: model(**{**defaults, **example}) if isinstance(example, dict) else model(*example))
+    finally:
+        for module in checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, mode in training.items():
+            module.training = mode
+
+
+@dataclass
+class _Surveyor:
+    """One dry run of `model` with hooks on its gates and on the modules outside its layers."""
+
+    model: nn.Module
+    units: list[Unit]
+    order: list[int] = field(default_factory=list)
+    outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    templates: dict[int, Template] = field(default_factory=dict)
+    leaves: dict[int, int] = field(default_factory=dict)  # id of a fresh leaf -> unit
+    keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
+    produced: dict[Any, set[str]] = field(default_factory=dict)  # autograd node -> modules outside that returned its tensor
+    early: set[str] = field(default_factory=set)  # modules outside that ran before the first gate
+    ran: set[str] = field(default_factory=set)
+    untracked: set[str] = field(default_factory=set)  # modules outside that compute without gradients: who reads them is unknown
+
+    def run(self, call: Callable[[], Any]) -> Survey:
+        handles = [
+            self.model.get_submodule(unit.gate).register_forward_hook(self._gate_hook(index)) for index, unit in enumerate(self.units)
+        ]
+        outside = self._outside()
+        for name in outside:
+            handles.append(self.model.get_submodule(name).register_forward_hook(self._outside_hook(name)))
+        try:
+            output = call()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self.order != list(range(len(self.units))):
+            raise CutError(
+                f"{type(self.model).__name__} cannot be cut into stages: its layers {self.units[0].layer} to {self.units[-1].layer} ran in "
+                f"the order {self.order}, not once each from first to last (layers shared by several depths cannot be split); use pp_size=1"
+            )
+        return self._evaluate([leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)], outside)
+
+    def _outside(self) -> list[str]:
+        layers = tuple(unit.layer for unit in self.units)
+        gates = tuple(unit.gate for unit in self.units)
+        found = []
+        for name, module in self.model.named_modules():
+            inside = any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+            around = not name or any(other == name or other.startswith(f"{name}.") for other in layers + gates)
+            if not inside and not around and any(True for _ in module.parameters()):
+                found.append(name)
+        return found
+
+    def _gate_hook(self, index: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self.order.append(index)
+            leaves, spec = pytree.tree_flatten(output)
+            self.templates[index] = Template(spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
+            self.outputs[index] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: self._fresh(tensor, index), output)
+
+        return hook
+
+    def _fresh(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        leaf = tensor.detach()
+        if leaf.is_floating_point():
+            leaf.requires_grad_(True)
+            self.leaves[id(leaf)] = index
+            self.keep.append(leaf)
+        return leaf
+
+    def _outside_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.ran.add(name)
+            if not self.order:
+                self.early.add(name)
+            nodes = [leaf.grad_fn for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)]
+            for node in filter(None, nodes):
+                self.produced.setdefault(node, set()).add(name)
+            if not any(nodes):
+                self.untracked.add(name)
+
+        return hook
+
+    def _evaluate(self, result: list[torch.Tensor], outside: list[str]) -> Survey:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        own = [set(self._layer_parameters(unit, names)) for unit in self.units]
+        outer = {group[0] for group in names.values() if not all(self._in_layer(name) for name in group)}
+        always = {
+            names[id(parameter)][0] for module in self.untracked for parameter in self.model.get_submodule(module).parameters()
+        }
+        parts, joined = [], set()
+        for index in range(len(self.units) + 1):
+            outputs = self.outputs[index] if index < len(self.units) else result
+            reads, parameters, modules = self._walk(outputs, names)
+            mine = own[index] if index < len(self.units) else outer
+            for other, others in enumerate(own):
+                if other != index and (parameters & others) - mine:
+                    joined.add((min(other, index), min(max(other, index), len(self.units) - 1)))
+            if index < len(self.units):
+                parameters |= own[index]
+            parts.append(Part(frozenset(reads), frozenset(parameters | always), frozenset(modules | self.untracked)))
+        read = {name for part in parts for name in part.parameters}
+        first_layer = min(position for position, (name, _) in enumerate(self.model.named_modules()) if name == self.units[0].layer)
+        position_of = {name: position for position, (name, _) in enumerate(self.model.named_modules())}
+        unread = {}
+        for group in names.values():
+            if group[0] not in read:
+                owner = group[0].rpartition(".")[0]
+                unread[group[0]] = owner in self.early or (owner not in self.ran and position_of[owner] < first_layer)
+        return Survey(
+            units=tuple(self.units),
+            templates=tuple(self.templates[index] for index in range(len(self.units))),
+            parts=tuple(parts),
+            names={group[0]: tuple(group) for group in names.values()},
+            outside=tuple(outside),
+            ran=frozenset(self.ran),
+            unread=unread,
+            joined=tuple(sorted(pair for pair in joined if pair[0] < pair[1])),
+        )
+
+    def _layer_parameters(self, unit: Unit, names: dict[int, list[str]]) -> Iterable[str]:
+        return (names[id(parameter)][0] for parameter in self.model.get_submodule(unit.layer).parameters())
+
+    def _in_layer(self, name: str) -> bool:
+        return any(name.startswith(f"{unit.layer}.") for unit in self.units)
+
+    def _walk(self, outputs: list[torch.Tensor], names: dict[int, list[str]]) -> tuple[set[int], set[str], set[str]]:
+        """Units, parameters and modules that autograd reaches from `outputs`."""
+        reads, parameters, modules = set(), set(), set()
+        for tensor in outputs:
+            if id(tensor) in self.leaves:
+                reads.add(self.leaves[id(tensor)])
+        pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            modules |= self.produced.get(node, set())
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) in self.leaves:
+                    reads.add(self.leaves[id(variable)])
+                elif id(variable) in names:
+                    parameters.add(names[id(variable)][0])
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        return reads, parameters, modules
+
+
+def _plain(output: Any) -> Any:
+    """Output objects that pytree does not know (outputs of remote code) as the dict of their fields."""
+    if isinstance(output, dict):
+        return dict(output)
+    return output

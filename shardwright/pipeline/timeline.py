@@ -1,0 +1,198 @@
+"""What a pipeline step really did: spans of every action on every rank, and how they compare with the ideal.
+
+runtime.recorder = Recorder(device)
+... steps ...
+timeline = runtime.recorder.gather(group, placement)     # collective; on every rank
+timeline.write_trace("step.json")                        # opens in Perfetto (ui.perfetto.dev) or chrome://tracing
+timeline_html.write_page(timeline, "step.html")
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .actions import COMPUTE, Action, Kind
+from .placement import Placement
+from .schedules import Schedule
+from .simulate import Costs, simulate
+
+
+class MeasuredSpan(NamedTuple):
+    """Seconds since the start of the step. Between `start` and `ready` the action waited for its input."""
+
+    action: Action
+    start: float
+    ready: float
+    end: float
+
+
+class Recorder:
+    """Takes the time of every action of the latest step of one rank.
+
+    On a CPU it reads the clock; on CUDA it records events, which cost no synchronisation until `spans` reads them. Each action is also
+    a range of torch's profiler, under its name.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._cuda = device is not None and device.type == "cuda"
+        self._marks: list[tuple[Action, Any, Any, Any]] = []
+        self._origin: Any = None
+        self._ready: Any = None
+
+    def start_step(self) -> None:
+        """Forget the step before."""
+        self._marks = []
+        self._origin = self._now()
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        start = self._now()
+        self._ready = start
+        with torch.profiler.record_function(f"pipeline::{action}"):
+            yield
+        self._marks.append((action, start, self._ready, self._now()))
+
+    def inputs_arrived(self) -> None:
+        """The current action has what it waited for, and starts to compute."""
+        self._ready = self._now()
+
+    def spans(self) -> list[MeasuredSpan]:
+        """The actions of the latest step, in order."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [MeasuredSpan(action, *(self._seconds(mark) for mark in (start, ready, end))) for action, start, ready, end in self._marks]
+
+    def gather(self, group: dist.ProcessGroup, placement: Placement) -> Timeline:
+        """The timeline of all ranks; collective over `group`, the pipeline's.
+
+        Clocks of ranks are aligned at the start of the step, so a rank that started late seems to be early by as much.
+        """
+        own = [(str(action), start, ready, end) for action, start, ready, end in self.spans()]
+        texts = _gather_text(json.dumps(own), group)
+        ranks = [[MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(text)] for text in texts]
+        return Timeline(placement, ranks)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        return self._origin.elapsed_time(mark) / 1000 if self._cuda else mark - self._origin
+
+
+def _gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Everyone's text, by rank in the group, as bytes: no pickle."""
+    device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(part[: int(length)].tolist()).decode() for part, length in zip(gathered, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step on all ranks, by rank in the pipeline group."""
+
+    placement: Placement
+    ranks: Sequence[Sequence[MeasuredSpan]]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first action to the end of the last compute action of any rank."""
+        ends = [span.end for spans in self.ranks for span in spans if span.action.kind in COMPUTE]
+        return max(ends) - min(spans[0].start for spans in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """Part of the ranks' time in which they did not compute."""
+        work = sum(span.end - span.ready for spans in self.ranks for span in spans if span.action.kind in COMPUTE)
+        return 1 - work / (len(self.ranks) * self.makespan)
+
+    def mean_costs(self) -> Costs:
+        """Costs of the stages as measured, for the simulator. What B takes is counted half as I, half as W."""
+        seconds: dict[tuple[Kind, int], list[float]] = {}
+        for spans in self.ranks:
+            for action, _, ready, end in spans:
+                if action.kind in COMPUTE:
+                    seconds.setdefault((action.kind, action.stage), []).append(end - ready)
+
+        def cost(kind: Kind, stage: int) -> float:
+            if kind is not Kind.F and (Kind.B, stage) in seconds:
+                return fmean(seconds[Kind.B, stage]) / 2
+            return fmean(seconds[kind, stage]) if (kind, stage) in seconds else 0.0
+
+        forward, input_grad, weight_grad = (
+            [cost(kind, stage) for stage in range(self.placement.num_stages)] for kind in (Kind.F, Kind.I, Kind.W)
+        )
+        return Costs(forward, input_grad, weight_grad)
+
+    def ideal(self) -> Timeline:
+        """The same schedule as the simulator runs it with the measured mean costs: no jitter, transfers free."""
+        compute = [[span.action for span in spans if span.action.kind in COMPUTE] for spans in self.ranks]
+        spans = simulate(Schedule(self.placement, compute), self.mean_costs()).spans
+        return Timeline(self.placement, [[MeasuredSpan(a, start, start, end) for a, start, end in rank] for rank in spans])
+
+    def summary(self) -> str:
+        """One line: measured against ideal."""
+        ideal = self.ideal()
+        return (
+            f"step {1000 * self.makespan:.2f} ms, bubble {100 * self.bubble:.1f} %; "
+            f"ideal with the same costs {1000 * ideal.makespan:.2f} ms, bubble {100 * ideal.bubble:.1f} %"
+        )
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """Events of the Chrome trace format: one process per rank, waiting and transfers on threads of their own."""
+        events: list[dict[str, Any]] = []
+        threads = {"compute": 0, "wait": 1, "transfer": 2}
+        for rank, spans in enumerate(self.ranks):
+            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}})
+            for name, thread in threads.items():
+                events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
+            for action, start, ready, end in spans:
+                computes = action.kind in COMPUTE
+                arguments = {
+                    "stage": action.stage,
+                    "chunk": self.placement.chunk_of(action.stage),
+                    "microbatch": action.microbatch,
+                    "kind": action.kind.value,
+                }
+                parts = [("compute" if computes else "transfer", str(action), ready if computes else start, end)]
+                if computes and ready > start:
+                    parts.append(("wait", f"wait for {action}", start, ready))
+                for thread_name, name, begin, finish in parts:
+                    events.append(
+                        {
+                            "ph": "X",
+                            "pid": rank,
+                            "tid": threads[thread_name],
+                            "name": name,
+                            "cat": action.kind.value,
+                            "ts": round(begin * 1e6, 3),
+                            "dur": round((finish - begin) * 1e6, 3),
+                            "args": arguments,
+                        }
+                    )
+        return events
+
+    def write_trace(self, path: str | Path) -> None:
+        """Chrome trace JSON."""
+        Path(path).write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))

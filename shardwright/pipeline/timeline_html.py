@@ -1,0 +1,108 @@
+"""Drawings of a pipeline step: one self-contained HTML page with SVG inside, or a PNG where matplotlib is installed.
+
+Both show what was measured and, below, what the simulator makes of the same costs without jitter and transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from .actions import COMPUTE, Kind
+from .timeline import Timeline
+
+COLORS = {Kind.F: "#4c8bf5", Kind.B: "#2f9e5b", Kind.I: "#57b894", Kind.W: "#e8a33d", Kind.REDUCE: "#9b59b6"}
+WAIT = "#e3e3e3"
+LEGEND = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.REDUCE: "reduce"}
+
+_WIDTH, _LEFT, _ROW, _BAR = 1500, 70, 30, 24
+
+
+def _bars(timeline: Timeline) -> Iterator[tuple[int, float, float, str, str, str]]:
+    """(rank, start, end, color, text in the bar, tooltip) of everything that is drawn."""
+    for rank, spans in enumerate(timeline.ranks):
+        for action, start, ready, end in spans:
+            if action.kind in COMPUTE and ready > start:
+                yield rank, start, ready, WAIT, "", f"wait for {action}: {1000 * (ready - start):.3f} ms"
+            if action.kind in COLORS:
+                chunk = timeline.placement.chunk_of(action.stage)
+                label = str(action.microbatch) if action.microbatch >= 0 else ""
+                tip = f"{action}: {1000 * (end - ready):.3f} ms (rank {rank}, chunk {chunk}, from {1000 * ready:.3f} ms)"
+                yield rank, ready, end, COLORS[action.kind], label, tip
+
+
+def _svg(timeline: Timeline, seconds: float) -> str:
+    """One row per rank; `seconds` is the time that the full width stands for."""
+    scale = (_WIDTH - _LEFT) / max(seconds, 1e-9)
+    num_ranks = len(timeline.ranks)
+    height = num_ranks * _ROW + 24
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" xmlns="http://www.w3.org/2000/svg">']
+    for rank in range(num_ranks):
+        parts.append(f'<text x="4" y="{rank * _ROW + 17}" class="name">rank {rank}</text>')
+    for rank, start, end, color, label, tip in _bars(timeline):
+        # The second chunk and later ones are drawn with an outline, so that a V or an interleaving can be seen.
+        x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
+        outline = ' stroke="#333" stroke-width="1"' if "chunk 0" not in tip and color != WAIT else ""
+        parts.append(
+            f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{rank * _ROW + 1}" width="{width:.2f}" height="{_BAR}" '
+            f'fill="{color}"{outline}/>'
+        )
+        if label and width > 7 * len(label):
+            parts.append(f'<text x="{x + width / 2:.2f}" y="{rank * _ROW + 17}" class="label">{label}</text>')
+        parts.append("</g>")
+    for tick in range(11):
+        x = _LEFT + tick / 10 * (_WIDTH - _LEFT)
+        parts.append(f'<text x="{min(x, _WIDTH - 40):.1f}" y="{height - 6}" class="tick">{1000 * seconds * tick / 10:.2f} ms</text>')
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def page(timeline: Timeline, title: str = "Pipeline step") -> str:
+    """The HTML page as text; it loads nothing from elsewhere."""
+    ideal = timeline.ideal()
+    seconds = max(timeline.makespan, ideal.makespan)
+    legend = " ".join(f'<span class="key" style="background:{COLORS[kind]}">{name}</span>' for kind, name in LEGEND.items())
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>
+body {{ font: 14px sans-serif; margin: 24px; color: #222; }}
+.key {{ padding: 2px 8px; color: #fff; border-radius: 3px; }}
+.label {{ font: 10px sans-serif; fill: #fff; text-anchor: middle; pointer-events: none; }}
+.name, .tick {{ font: 12px sans-serif; fill: #444; }}
+</style></head><body>
+<h1>{escape(title)}</h1>
+<p>{escape(timeline.summary())}</p>
+<p>{legend} <span class="key" style="background:{WAIT};color:#333">waiting for input</span> (outlined: second and later chunks)</p>
+<h2>Measured: bubble {100 * timeline.bubble:.1f} %</h2>
+{_svg(timeline, seconds)}
+<h2>Ideal with the measured mean costs: bubble {100 * ideal.bubble:.1f} %</h2>
+{_svg(ideal, seconds)}
+</body></html>
+"""
+
+
+def write_page(timeline: Timeline, path: str | Path, title: str = "Pipeline step") -> None:
+    """One self-contained HTML file."""
+    Path(path).write_text(page(timeline, title), encoding="utf-8")
+
+
+def write_png(timeline: Timeline, path: str | Path, title: str = "Pipeline step") -> None:
+    """The same as a picture; needs matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("write_png needs matplotlib (pip install matplotlib); write_page makes an HTML page without it") from error
+    ideal = timeline.ideal()
+    figure = Figure(figsize=(14, 1.6 + 0.7 * len(timeline.ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: {timeline.summary()}", fontsize=9)
+    axes = figure.subplots(2, 1, sharex=True)
+    for axis, which, drawn in zip(axes, ("measured", "ideal"), (timeline, ideal), strict=True):
+        for rank, start, end, color, _, _ in _bars(drawn):
+            axis.broken_barh([(1000 * start, 1000 * (end - start))], (rank - 0.4, 0.8), facecolors=color)
+        axis.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
+        axis.invert_yaxis()
+        axis.set_title(f"{which}: bubble {100 * drawn.bubble:.1f} %", fontsize=9)
+    axes[1].set_xlabel("ms")
+    figure.savefig(str(path), dpi=120)

@@ -1,0 +1,218 @@
+"""Data parallelism with sharded optimizer states (ZeRO 1, 1.5, 2) or sharded everything (3), and mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..cluster.mesh import ParallelMesh
+from ..interface import ModelWrapper, OptimizerWrapper
+from ..precision.policy import PRECISIONS, PrecisionPolicy
+from ..precision.scaler import ScalerConfig
+from ..utils.device import get_current_device
+from ..zero.fsdp import FsdpOptimizer, shard_model
+from ..zero.optimizer import ZeroOptimizer
+from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
+from .lora import add_lora
+
+
+class LowLevelZeroModel(ModelWrapper):
+    """Runs the forward on inputs cast to the working dtype."""
+
+    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool) -> None:
+        super().__init__(module)
+        self._policy = policy
+        self._cast_inputs = cast_inputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cast_inputs:
+            args, kwargs = self._policy.cast_inputs((args, kwargs))
+        return self.module(*args, **kwargs)
+
+
+class LowLevelZeroPlugin(Plugin):
+    """Every rank sees different samples; optimizer states, gradients or parameters are sharded over the ranks.
+
+    stage                    1 shards optimizer states, 2 also gradients, 3 also parameters
+    precision                "fp32", "bf16" or "fp16": the dtype that parameters work in; masters stay in fp32
+    initial_scale ... max_scale  the fp16 loss scale, see `precision.scaler.ScalerConfig`
+    max_norm                 clip the global gradient norm at every step, 0 for no clipping
+    norm_type                2.0, the only norm that steps clip by (`optimizer.clip_grad_by_norm` knows others)
+    reduce_bucket_size_in_m  elements per communication bucket in millions
+    communication_dtype      dtype of gradients on the wire, None for the dtype they accumulate in (fp32)
+    overlap_communication    reduce gradients while backward runs
+    overlap_allgather        gather updated parameters while the next forward runs
+    cpu_offload              masters and optimizer states in host memory
+    master_weights           False steps half-precision parameters directly
+    zero_group_size          ZeRO-1.5: shard inside groups of this many ranks; None or <= 0 over all ranks, 1 not at all
+    extra_dp_size            the same from the other side: number of such groups; give one of the two
+    cast_inputs              cast floating-point inputs of the model to the working dtype
+    verbose                  print the layout of the buckets on rank 0
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        precision: str = "bf16",
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        reduce_bucket_size_in_m: float = 12,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        cpu_offload: bool = False,
+        master_weights: bool = True,
+        verbose: bool = False,
+        cast_inputs: bool = True,
+        fp8_communication: bool = False,
+        use_fp8: bool = False,
+        extra_dp_size: int = 1,
+        *,
+        zero_group_size: int | None = None,
+    ) -> None:
+        require_process_group("LowLevelZeroPlugin")
+        require_precision(precision, list(PRECISIONS))
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage={stage} must be 1 (optimizer states), 2 (and gradients) or 3 (and parameters)")
+        for name, value in (("fp8_communication", fp8_communication), ("use_fp8", use_fp8)):
+            if value:
+                raise ValueError(f"{name}=True is not supported by LowLevelZeroPlugin; leave it False (bf16 is the smallest dtype here)")
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type} must be 2.0: steps clip by the 2-norm; use optimizer.clip_grad_by_norm for others")
+        if max_norm < 0:
+            raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
+        if reduce_bucket_size_in_m <= 0:
+            raise ValueError(f"reduce_bucket_size_in_m={reduce_bucket_size_in_m} must be positive (12 is usual)")
+        if communication_dtype is not None and not communication_dtype.is_floating_point:
+            raise ValueError(f"communication_dtype={communication_dtype} must be a floating-point dtype such as torch.bfloat16")
+        if stage == 3:
+            _check_stage_3(master_weights=master_weights, precision=precision)
+        self.stage = stage
+        self.precision = precision
+        self.policy = PrecisionPolicy(precision)
+        self.scaler = ScalerConfig(initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale)
+        self.max_norm = max_norm
+        self.cast_inputs = cast_inputs
+        self.verbose = verbose
+        self.settings: dict[str, Any] = {
+            "bucket_size_in_m": reduce_bucket_size_in_m,
+            "communication_dtype": communication_dtype,
+            "overlap_communication": overlap_communication,
+            "overlap_allgather": overlap_allgather,
+            "cpu_offload": cpu_offload,
+            "master_weights": master_weights,
+        }
+        self.mesh = ParallelMesh(zero_group_size=_group_size(zero_group_size, extra_dp_size))
+
+    def supported_precisions(self) -> list[str]:
+        return list(PRECISIONS)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        require_parameters(model)
+        require_own_parameters(model, optimizer)
+        model = model.to(get_current_device())
+        wrapped: OptimizerWrapper | None = None
+        if self.stage == 3:
+            wrapped = self._configure_stage_3(model, optimizer)
+        elif optimizer is None:
+            self._cast_only(model)
+        else:
+            wrapped = self._configure_flat(model, optimizer)
+        self._share_buffers(model)
+        return Boosted(LowLevelZeroModel(model, self.policy, self.cast_inputs), wrapped, criterion, dataloader, lr_scheduler)
+
+    def _configure_flat(self, model: nn.Module, optimizer: Optimizer) -> ZeroOptimizer:
+        zero = ZeroOptimizer(
+            optimizer,
+            model,
+            self.mesh,
+            stage=self.stage,
+            precision=self.policy,
+            scaler=self.scaler,
+            max_norm=self.max_norm,
+            **self.settings,
+        )
+        if self.verbose and dist.get_rank() == 0:
+            for bucket in zero.buckets:
+                plan = bucket.plan
+                print(f"bucket {bucket.index}: {len(plan.slots)} parameters, {plan.numel:,} elements of {plan.family.dtype}")
+        return zero
+
+    def _configure_stage_3(self, model: nn.Module, optimizer: Optimizer | None) -> FsdpOptimizer | None:
+        renamed = shard_model(
+            model,
+            self.mesh,
+            self.policy,
+            communication_dtype=self.settings["communication_dtype"],
+            cpu_offload=self.settings["cpu_offload"],
+        )
+        if optimizer is None:
+            return None
+        return FsdpOptimizer(optimizer, model, self.mesh, renamed, precision=self.policy, scaler=self.scaler, max_norm=self.max_norm)
+
+    def _cast_only(self, model: nn.Module) -> None:
+        dtypes = self.policy.dtypes(model)
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtypes[name])
+            dist.broadcast(param.data, src=0)
+        self.policy.cast_buffers(model)
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Start all ranks from rank 0's buffers (running statistics)."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
+        if not isinstance(optimizer, ZeroOptimizer | FsdpOptimizer):
+            raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
+        with optimizer.no_sync():
+            yield
+
+    def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
+        """See `plugins.lora.add_lora`."""
+        return add_lora(model, pretrained_dir, lora_config)
+
+
+def _group_size(zero_group_size: int | None, extra_dp_size: int) -> int | None:
+    if extra_dp_size == 1:
+        return zero_group_size
+    world = dist.get_world_size()
+    if zero_group_size is not None:
+        raise ValueError(f"zero_group_size={zero_group_size} and extra_dp_size={extra_dp_size} say the same thing: give one of them")
+    if extra_dp_size < 1 or world % extra_dp_size:
+        raise ValueError(
+            f"extra_dp_size={extra_dp_size} does not divide world_size={world}: it is the number of groups that shard by themselves"
+        )
+    return world // extra_dp_size
+
+
+def _check_stage_3(*, master_weights: bool, precision: str) -> None:
+    if not master_weights and precision != "fp32":
+        raise ValueError(
+            "master_weights=False with stage=3: FSDP2 keeps parameters in fp32 and casts them; use master_weights=True or stage 1, 2"
+        )

@@ -1,0 +1,205 @@
+"""What optimizers of all ZeRO stages share: loss scaling, overflow, the norm, clipping and the inner step.
+
+Gradients lie in the buffers as *raw* sums; everything that multiplies them (the mean over data-parallel ranks, the inverse loss
+scale, the clip coefficient) is collected in one factor and applied once, inside torch's fused kernel where there is one. Nothing
+here waits for the device unless the caller asks for a number, or fp16 meets an optimizer without a fused kernel.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..interface import OptimizerWrapper
+from ..optim.kind import choose_fused
+from .grad_norm import clip_coefficient, total_norm
+from .scaler import DynamicScaler
+
+
+class MixedPrecisionOptimizer(OptimizerWrapper):
+    """Template of a step; subclasses say where gradients are and how updated weights reach the model.
+
+    divisor     raw gradients are this many times the gradient of the step (data-parallel ranks that were summed)
+    norm_group  all ranks of the model: the norm and the overflow check are agreed over it
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        *,
+        device: torch.device,
+        max_norm: float = 0.0,
+        scaler: DynamicScaler | None = None,
+        norm_group: dist.ProcessGroup | None = None,
+        divisor: float = 1.0,
+    ) -> None:
+        super().__init__(optim, max_norm)
+        if max_norm < 0:
+            raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
+        self.scaler = scaler
+        self.device = device
+        self.norm_group = norm_group
+        self._divisor = divisor
+        self._clip: torch.Tensor | None = None
+        self._raw_norm: torch.Tensor | None = None
+        self._applied = False  # whether the gradients have been multiplied by the factor
+        self._fused = choose_fused(optim, device)
+
+    # What a subclass brings.
+
+    @abstractmethod
+    def _finish_gradients(self) -> None:
+        """Bring all gradients of the step to their final raw value; called before anything reads them, cheap when repeated."""
+
+    @abstractmethod
+    def _stepped_gradients(self) -> Sequence[torch.Tensor]:
+        """The gradients that the inner optimizer steps on."""
+
+    @abstractmethod
+    def _owned_gradients(self) -> Sequence[torch.Tensor]:
+        """The gradients that this rank counts in the norm (see `precision.grad_norm`)."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Bring updated weights to the model."""
+
+    # The face of OptimizerWrapper.
+
+    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+        self._before_backward()
+        super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph)
+        self._after_backward()
+
+    def backward_by_grad(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grads: torch.Tensor | Sequence[torch.Tensor | None] | None,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """As in `OptimizerWrapper`; `grads` come from a scaled loss already."""
+        self._before_backward()
+        super().backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
+        self._after_backward()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on: multiplied by the loss scale in fp16, else itself."""
+        return loss if self.scaler is None else loss.float() * self.scaler.scale
+
+    def _before_backward(self) -> None:
+        if self._applied:
+            raise ValueError("backward after step without zero_grad: the last gradients are still there; call zero_grad() first")
+        self._clip = None
+        self._raw_norm = None
+        self._grad_norm = None
+
+    def _after_backward(self) -> None:
+        """Called when a backward started through this wrapper has returned."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        if closure is not None:
+            return super().step(closure)  # raises: gradients are reduced once per step
+        self._finish_gradients()
+        if self.max_norm > 0:
+            self.clip_grad_by_norm(self.max_norm)
+        found_inf = None
+        if self.scaler is not None:
+            if self._raw_norm is None:
+                self._measure()
+            assert self._raw_norm is not None
+            found_inf = (~self._raw_norm.isfinite()).float()
+        self._inner_step(found_inf)
+        if self.scaler is not None and found_inf is not None:
+            self.scaler.update(found_inf)
+        self._publish()
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._applied = False
+        self._clip = None
+        self._raw_norm = None
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip the global norm of the step's gradients; returns the norm before, a 0-d tensor. All ranks must call."""
+        norm = self._measure(norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is non-finite: {float(norm)}")
+        coefficient = clip_coefficient(norm, max_norm)
+        if self._applied:
+            torch._foreach_mul_(list(self._stepped_gradients()), coefficient.float())
+        else:
+            self._clip = coefficient if self._clip is None else self._clip * coefficient
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        self._finish_gradients()
+        self._apply_factor()
+        grads = list(self._stepped_gradients())
+        if grads:
+            torch._foreach_clamp_min_(grads, -clip_value)
+            torch._foreach_clamp_max_(grads, clip_value)
+
+    def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
+        """The norm before clipping of the last step that measured one, else that of the gradients as they are (all ranks must call)."""
+        if self._grad_norm is None:
+            self._measure(norm_type)
+        assert self._grad_norm is not None
+        return float(self._grad_norm)
+
+    # Inside.
+
+    def _measure(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the step's gradients with every factor but this one's clipping applied."""
+        self._finish_gradients()
+        self._raw_norm = total_norm(self._owned_gradients(), self.norm_group, self.device, norm_type)
+        self._grad_norm = self._raw_norm * self._factor()
+        return self._grad_norm
+
+    def _factor(self) -> float | torch.Tensor:
+        """What the gradients in the buffers must still be multiplied by."""
+        if self._applied:
+            return 1.0
+        factor: float | torch.Tensor = 1.0 / self._divisor
+        if self.scaler is not None:
+            factor = factor / self.scaler.scale
+        return factor if self._clip is None else factor * self._clip
+
+    def _apply_factor(self) -> None:
+        """Multiply the gradients by what is pending, in place."""
+        factor = self._factor()
+        grads = list(self._stepped_gradients())
+        if grads and not (isinstance(factor, float) and factor == 1.0):
+            if isinstance(factor, torch.Tensor):
+                factor = factor.to(grads[0].device, grads[0].dtype)
+            torch._foreach_mul_(grads, factor)
+        self._applied = True
+
+    def _inner_step(self, found_inf: torch.Tensor | None) -> None:
+        """Step the inner optimizer with the pending factor, or not at all where `found_inf` is set."""
+        grads = self._stepped_gradients()
+        factor = self._factor()
+        # The fused kernels take the factor as a fp32 divisor, too coarse for fp64 gradients.
+        if self._fused and grads and not any(grad.dtype == torch.float64 for grad in grads):
+            pending = not (isinstance(factor, float) and factor == 1.0)
+            if pending or found_inf is not None:
+                device = grads[0].device
+                divisor = 1.0 / torch.as_tensor(factor, device=device)
+                self.optim.grad_scale = divisor.float()  # type: ignore[attr-defined]
+                self.optim.found_inf = (torch.zeros((), device=device) if found_inf is None else found_inf.to(device)).float()  # type: ignore[attr-defined]
+            try:
+                self.optim.step()
+            finally:
+                for name in ("grad_scale", "found_inf"):
+                    self.optim.__dict__.pop(name, None)
+            self._applied = True
+            return
+        if found_inf is not None and bool(found_inf):
+            self._applied = True
+            return
+        self._apply_factor()
+        self.optim.step()

@@ -1,0 +1,94 @@
+"""Which dtype each parameter, buffer and input works in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..utils.errors import one_of
+from ..utils.tensors import map_tensors
+
+T = TypeVar("T")
+
+PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class PrecisionPolicy:
+    """`precision` applied to a model.
+
+    fp32    half-precision parameters are raised to fp32; fp32 and fp64 stay as they are
+    bf16    floating-point parameters work in bf16
+    fp16    floating-point parameters work in fp16, with a scaled loss
+
+    Modules that a transformers model names in `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` stay in fp32, and so do
+    batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the parameters;
+    non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
+    """
+
+    def __init__(self, precision: str) -> None:
+        if precision not in PRECISIONS:
+            raise one_of("precision", precision, tuple(PRECISIONS))
+        self.precision = precision
+        self.dtype = PRECISIONS[precision]
+
+    @property
+    def is_half(self) -> bool:
+        return self.dtype in _HALF
+
+    @property
+    def needs_scaler(self) -> bool:
+        return self.dtype == torch.float16
+
+    def dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Working dtype of every parameter of `model` by its full name."""
+        kept = _kept_in_fp32(model)
+        return {name: self._dtype_of(param, is_kept) for name, param, is_kept in _named(model, kept)}
+
+    def _dtype_of(self, tensor: torch.Tensor, keep: bool) -> torch.dtype:
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            return tensor.dtype  # integers and fp8 storage belong to whoever made them
+        if self.is_half:
+            return torch.float32 if keep else self.dtype
+        return torch.float32 if tensor.dtype in _HALF else tensor.dtype
+
+    def cast_buffers(self, model: nn.Module) -> None:
+        """Bring persistent floating-point buffers to the dtype of the parameters beside them."""
+        kept = _kept_in_fp32(model)
+        for prefix, module in model.named_modules():
+            keep = isinstance(module, _BatchNorm) or bool(kept and kept.search(prefix))
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to(self._dtype_of(buffer, keep))
+
+    def cast_inputs(self, tree: T) -> T:
+        """Floating-point tensors of `tree` in the working dtype; token ids and masks of integers are left alone."""
+        if not self.is_half:
+            return tree
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+def _kept_in_fp32(model: nn.Module) -> re.Pattern[str] | None:
+    """Pattern of module names that the model wants in fp32, whole name parts only; None where it names none."""
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            names.update(getattr(module, attribute, None) or ())
+    if not names:
+        return None
+    return re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(names)))
+
+
+def _named(model: nn.Module, kept: re.Pattern[str] | None) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in seen:
+                seen.add(id(param))
+                full = f"{prefix}.{name}" if prefix else name
+                yield full, param, isinstance(module, _BatchNorm) or bool(kept and kept.search(full))

@@ -1,0 +1,200 @@
+"""Attention modules that compute this rank's heads only: counts they read, arguments they get per head, rules for their parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from shardwright.shardformer.heads import HEADS_PER_KEY, KEY_VALUE_HEADS, QUERY_HEADS, HeadGeometry
+from shardwright.shardformer.layer.parallel_module import ParallelModule, native_class
+from shardwright.shardformer.splits import Heads, Packed
+from shardwright.shardformer.styles import Column, LatentKeyValue, Row, ShardedParameter, Site, Style
+from shardwright.spec import PADDING, ParamSpec
+
+Slicer = Callable[[torch.Tensor, "LocalHeadIndex"], torch.Tensor]
+Rules = dict[str, Style | str]
+
+
+@dataclass(frozen=True)
+class LocalHeads(Style):
+    """The attention module around sharded projections: its head counts become those of this rank.
+
+    geometry    None reads the counts from the module
+    sizes       attributes that are a number of features over all heads, to be divided likewise
+    config      whether the forward reads head counts from `self.config`; None looks into its source
+    arguments   arguments that come with values for all heads -> function that keeps this rank's
+    """
+
+    geometry: HeadGeometry | None = None
+    sizes: tuple[str, ...] = ()
+    config: bool | None = None
+    arguments: Mapping[str, Slicer] = field(default_factory=dict, hash=False)
+
+    def specs(self, site: Site) -> dict[str, ParamSpec]:
+        if site.parameter is not None:
+            raise ValueError("LocalHeads applies to an attention module, but the rule names a parameter")
+        _ = self.geometry or HeadGeometry.of(site.module)
+        return {}
+
+    def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
+        module, rank, ranks = site.module, site.parallel.rank, site.parallel.size
+        geometry = self.geometry or HeadGeometry.of(module)
+        heads, kv_heads = geometry.local_heads(rank, ranks), geometry.local_kv_heads(rank, ranks)
+        replaced = dict.fromkeys(QUERY_HEADS, (geometry.num_heads, heads))
+        replaced |= dict.fromkeys(KEY_VALUE_HEADS, (geometry.num_kv_heads, kv_heads))
+        replaced |= dict.fromkeys(HEADS_PER_KEY, (geometry.heads_per_key, heads // kv_heads))
+        for name, (full, local) in replaced.items():
+            if module.__dict__.get(name) == full:
+                setattr(module, name, local)
+        for name in self.sizes:
+            setattr(module, name, getattr(module, name) // geometry.num_heads * heads)
+        if self.config if self.config is not None else _reads_counts_from_config(module):
+            known = {name: local for name, (full, local) in replaced.items() if getattr(module.config, name, None) == full}
+            module.config = LocalConfig(module.config, known)  # type: ignore[assignment]
+        if self.arguments:
+            layer = _LocalArguments.adopt(module, site.parallel)
+            names = list(inspect.signature(native_class(module).forward).parameters)[1:]
+            layer.slicers = {name: (names.index(name), slicer) for name, slicer in self.arguments.items()}
+            layer.head_index = LocalHeadIndex.of(geometry, rank, ranks)
+
+
+@dataclass(frozen=True)
+class LocalHeadIndex:
+    """Query heads of this rank by their global index; padded heads repeat the first one, whatever they compute is dropped."""
+
+    total: int
+    heads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, geometry: HeadGeometry, rank: int, ranks: int) -> LocalHeadIndex:
+        heads: list[int] = []
+        for start, length in geometry.local("q", rank, ranks):
+            heads += [0] * length if start == PADDING else range(start, start + length)
+        return cls(geometry.num_heads, tuple(heads))
+
+    def select(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's heads of `x`, whose `dim` runs over all heads; other sizes (1 for all) are left alone."""
+        if x.shape[dim] != self.total:
+            return x
+        first, count = self.heads[0], len(self.heads)
+        if self.heads == tuple(range(first, first + count)):
+            return x.narrow(dim, first, count)
+        return x.index_select(dim, torch.tensor(self.heads, device=x.device))
+
+
+def by_head(x: torch.Tensor, index: LocalHeadIndex) -> torch.Tensor:
+    """This rank's heads of a mask or position bias: [B, heads, ...] or [B * heads, ...]."""
+    if x.ndim == 4:
+        return index.select(x, 1)
+    return index.select(x.unflatten(0, (-1, index.total)), 1).flatten(0, 1)
+
+
+class _LocalArguments(ParallelModule):
+    slicers: dict[str, tuple[int, Slicer]]
+    head_index: LocalHeadIndex
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name, (position, slicer) in self.slicers.items():
+            if kwargs.get(name) is not None:
+                kwargs[name] = slicer(kwargs[name], self.head_index)
+            elif position < len(args) and args[position] is not None:
+                args = (*args[:position], slicer(args[position], self.head_index), *args[position + 1 :])
+        return super().forward(*args, **kwargs)
+
+
+class LocalConfig:
+    """A model's config as one module sees it: head counts of this rank, everything else the shared original's."""
+
+    __slots__ = ("_config", "_local")
+
+    def __init__(self, config: Any, local: dict[str, int]) -> None:
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_local", local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        local = object.__getattribute__(self, "_local")
+        return local[name] if name in local else getattr(object.__getattribute__(self, "_config"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalConfig, (self._config, self._local)
+
+
+def _reads_counts_from_config(module: nn.Module) -> bool:
+    try:
+        source = inspect.getsource(native_class(module).forward)
+    except (OSError, TypeError):
+        return False
+    return any(f"config.{name}" in source for name in QUERY_HEADS + KEY_VALUE_HEADS)
+
+
+def attention(
+    path: str,
+    q: str | None = "q_proj",
+    k: str = "k_proj",
+    v: str = "v_proj",
+    o: str = "o_proj",
+    *,
+    fused: str | None = None,
+    layout: str = "packed",
+    geometry: HeadGeometry | None = None,
+    **local: Any,
+) -> Rules:
+    """Rules for the attention module at `path`: projections by head, output projection, local head counts.
+
+    fused       name of a projection that is q, k and v in one; `layout` says how ("packed", "interleaved")
+    local       passed to `LocalHeads`
+    """
+    rules: Rules = {path: LocalHeads(geometry, **local)}
+    if fused is not None:
+        rules[f"{path}.{fused}"] = Column(Heads(layout, geometry))  # type: ignore[arg-type]
+    else:
+        rules[f"{path}.{q}"] = Column(Heads("q", geometry))
+        rules[f"{path}.{k}"] = Column(Heads("kv", geometry))
+        rules[f"{path}.{v}"] = Column(Heads("kv", geometry))
+    rules[f"{path}.{o}"] = Row(Heads("q", geometry))
+    return rules
+
+
+def latent_attention(path: str, heads: int, rotary_dim: int, query_rank: int | None) -> Rules:
+    """Rules for multi-head latent attention: down projections whole on every rank, up projections by head.
+
+    query_rank  of the low-rank query projection, None when there is only `q_proj`
+    """
+    geometry = HeadGeometry(heads, heads)
+    by_heads = Column(Heads("q", geometry))
+    query: Rules = {f"{path}.q_proj": by_heads}
+    if query_rank is not None:
+        query = {f"{path}.q_a_proj": "replicated", f"{path}.q_a_layernorm": "replicated", f"{path}.q_b_proj": by_heads}
+    return {
+        path: LocalHeads(geometry),
+        **query,
+        f"{path}.kv_a_proj_with_mqa": LatentKeyValue(rotary_dim),
+        f"{path}.kv_a_layernorm": "replicated",
+        f"{path}.kv_b_proj": by_heads,
+        f"{path}.o_proj": Row(Heads("q", geometry)),
+    }
+
+
+def experts(path: str) -> Rules:
+    """Rules for fused experts, [E, 2I, H] (gate, up) and [E, I, H]: every rank has its intermediate features of every expert."""
+    return {
+        f"{path}.gate_up_proj": ShardedParameter(1, Packed(2)),
+        f"{path}.down_proj": ShardedParameter(2),
+        path: "partial_sum",
+    }
+
+
+def mlp(path: str, up: str | tuple[str, ...], down: str) -> Rules:
+    """Rules for an MLP: column-parallel `up` projections, row-parallel `down`."""
+    ups = (up,) if isinstance(up, str) else up
+    return {**{f"{path}.{name}": "colwise" for name in ups}, f"{path}.{down}": "rowwise"}

@@ -1,0 +1,147 @@
+"""Recognise attention, MLP and experts by the names and sizes of their parts, where no plan speaks of them.
+
+Names of these parts follow a few conventions over hundreds of models. What is found here is a proposal: the generic policy tries it
+on a small copy of the model before it believes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn as nn
+
+from shardwright.shardformer.attention import LocalHeads, Rules
+from shardwright.shardformer.heads import QUERY_HEADS, HeadGeometry, first_int
+from shardwright.shardformer.hf_plan import Region, shape_of_name
+from shardwright.shardformer.layer.linear import input_size, is_linear, output_size
+from shardwright.shardformer.splits import Heads, Packed
+from shardwright.shardformer.styles import Column, Row, ShardedParameter
+
+_ATTENTION = [
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("query_proj", "key_proj", "value_proj"),
+    ("wq", "wk", "wv"),
+    ("w_q", "w_k", "w_v"),
+    ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+]
+_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj")
+_FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv", "att_proj", "in_proj")
+_UP = (
+    "gate_proj",
+    "up_proj",
+    "fc1",
+    "fc_in",
+    "c_fc",
+    "dense_h_to_4h",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "w1",
+    "w3",
+    "lin1",
+    "linear1",
+    "fc",
+    "w_0",
+    "gate",
+    "up",
+)
+_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down")
+_PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
+_SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
+
+
+def conventional_regions(model: nn.Module, known: set[str]) -> list[Region]:
+    """Regions of modules that none of the `known` regions covers."""
+    regions: dict[str, Region] = {}
+    for name, module in model.named_modules():
+        shape = shape_of_name(name)
+        if not name or shape in known or any(shape.startswith(f"{other}.") for other in known):
+            continue
+        for region in _proposals(shape, module):
+            regions.setdefault(region.name, region)
+    return list(regions.values())
+
+
+def _proposals(name: str, module: nn.Module) -> Iterator[Region]:
+    linears = {local: child for local, child in module.named_children() if is_linear(child)}
+    if (alternatives := _attention(name, module, linears)) or (alternatives := _mlp(name, linears)):
+        yield Region(name, alternatives)
+    if alternatives := _experts(name, module):
+        yield Region(name, alternatives)
+
+
+def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> list[Rules]:
+    output = next((local for local in _OUTPUT if local in linears), None)
+    parts = next((parts for parts in _ATTENTION if all(part in linears for part in parts)), None)
+    fused = next((local for local in _FUSED if local in linears), None)
+    if output is None or (parts is None and fused is None):
+        return []
+    out: Rules = {f"{name}.{output}": Row(Heads("q"))}
+    found: list[Rules] = []
+    sizes = [(size,) for size in _SIZES if isinstance(getattr(module, size, None), int)]
+    for heads in (LocalHeads(), *(LocalHeads(sizes=size) for size in sizes)):
+        around: Rules = {name: heads, **out}
+        if parts is not None:
+            q, k, v = parts
+            found.append(
+                {**around, f"{name}.{q}": Column(Heads("q")), f"{name}.{k}": Column(Heads("kv")), f"{name}.{v}": Column(Heads("kv"))}
+            )
+        else:
+            found += [{**around, f"{name}.{fused}": Column(Heads(layout))} for layout in ("packed", "interleaved")]  # type: ignore[arg-type]
+    return found
+
+
+def _bert_attention(name: str, module: nn.Module) -> Rules:
+    """BERT's shape: projections in `self`, the output projection in `output`."""
+    inner, output = getattr(module, "self", None), getattr(module, "output", None)
+    if not isinstance(inner, nn.Module) or not isinstance(output, nn.Module) or not is_linear(getattr(output, "dense", nn.Identity())):
+        return {}
+    parts = next((parts for parts in _ATTENTION if all(is_linear(getattr(inner, part, nn.Identity())) for part in parts)), None)
+    if parts is None:
+        return {}
+    heads = first_int(inner, QUERY_HEADS) or first_int(getattr(inner, "config", None), QUERY_HEADS)
+    if heads is None:
+        return {}
+    geometry = HeadGeometry(heads, heads)
+    inside: Rules = {f"{name}.self.{part}": Column(Heads("q", geometry)) for part in parts}
+    return {f"{name}.self": LocalHeads(geometry), **inside, f"{name}.output.dense": Row(Heads("q", geometry))}
+
+
+def _bert_mlp(name: str, module: nn.Module) -> Rules:
+    up = getattr(getattr(module, "intermediate", None), "dense", None)
+    down = getattr(getattr(module, "output", None), "dense", None)
+    if not isinstance(up, nn.Module) or not isinstance(down, nn.Module) or not is_linear(up) or not is_linear(down):
+        return {}
+    if output_size(up) != input_size(down):
+        return {}
+    return {f"{name}.intermediate.dense": "colwise", f"{name}.output.dense": "rowwise"}
+
+
+def _mlp(name: str, linears: dict[str, nn.Module]) -> list[Rules]:
+    down = next((local for local in _DOWN if local in linears), None)
+    if down is None:
+        return []
+    features = input_size(linears[down])
+    ups = [local for local in _UP if local in linears and local != down and output_size(linears[local]) == features]
+    if ups:
+        return [{**{f"{name}.{up}": "colwise" for up in ups}, f"{name}.{down}": "rowwise"}]
+    packed = next((local for local in _PACKED_UP if local in linears and output_size(linears[local]) == 2 * features), None)
+    return [{f"{name}.{packed}": "packed_colwise", f"{name}.{down}": "rowwise"}] if packed else []
+
+
+def _experts(name: str, module: nn.Module) -> list[Rules]:
+    """Fused experts: [E, 2I, H] and [E, H, I], or the transposed [E, H, 2I] and [E, I, H]."""
+    up = module._parameters.get("gate_up_proj")
+    down = module._parameters.get("down_proj")
+    if up is None or down is None or up.ndim != 3 or len(module._parameters) != 2:
+        return []
+    (_, rows, columns), (_, out, features) = up.shape, down.shape
+    if rows == 2 * features and columns == out:
+        rules: Rules = {f"{name}.gate_up_proj": ShardedParameter(1, Packed(2)), f"{name}.down_proj": ShardedParameter(2)}
+    elif columns == 2 * out and rows == features:
+        rules = {f"{name}.gate_up_proj": ShardedParameter(2, Packed(2)), f"{name}.down_proj": ShardedParameter(1)}
+    else:
+        return []
+    return [{**rules, name: "partial_sum"}]

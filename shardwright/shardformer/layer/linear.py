@@ -1,0 +1,262 @@
+"""Column- and row-parallel linears.
+
+Shapes, with T tokens in any number of leading dims, O and I the full sizes, o and i this rank's:
+
+    column   x [T, I] replicated      W [o, I]   b [o]    y [T, o], or [T, O] when gathered
+    row      x [T, i] this rank's     W [O, i]   b [O]    y [T, O] replicated
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from shardwright.ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
+from shardwright.ops.linear import column_linear, row_linear
+from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
+from shardwright.shardformer.splits import Even, Packed, Pieces, Split
+from shardwright.spec import ParamSpec
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether the weight is [in, out], as in transformers' Conv1D."""
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def shape_of(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
+    return tuple(module.get_parameter(parameter).shape)
+
+
+def output_size(module: nn.Module) -> int:
+    """Output features of a linear or Conv1D."""
+    return shape_of(module)[1 if is_conv1d(module) else 0]
+
+
+def input_size(module: nn.Module) -> int:
+    """Input features of a linear or Conv1D."""
+    return shape_of(module)[0 if is_conv1d(module) else 1]
+
+
+def column_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:
+    """Layout of a linear whose outputs are sharded; `name` is the module's."""
+    specs = {"weight": ParamSpec(join_name(name, "weight"), shape_of(module), 1 if is_conv1d(module) else 0, pieces)}
+    if module.bias is not None:
+        specs["bias"] = ParamSpec(join_name(name, "bias"), shape_of(module, "bias"), 0, pieces)
+    return specs
+
+
+def row_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:
+    """Layout of a linear whose inputs are sharded; every rank holds the whole bias."""
+    specs = {"weight": ParamSpec(join_name(name, "weight"), shape_of(module), 0 if is_conv1d(module) else 1, pieces)}
+    if module.bias is not None:
+        specs["bias"] = ParamSpec(join_name(name, "bias"), shape_of(module, "bias"))
+    return specs
+
+
+class _ParallelLinear(ParallelModule):
+    weight: Tensor
+    bias: Any
+
+    def _native_forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)  # type: ignore[misc]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the native forward is y = x W^T + b and nothing else, so that the fused operations can stand in for it."""
+        forward = getattr(native_class(self), "forward", None)
+        return forward is nn.Linear.forward or getattr(forward, "__qualname__", "") == "Conv1D.forward"
+
+    def _update_sizes(self) -> None:
+        """Sizes that the module tells about itself, those of the shard from now on."""
+        if is_conv1d(self):
+            self.nx, self.nf = input_size(self), output_size(self)
+        else:
+            self.in_features, self.out_features = input_size(self), output_size(self)
+
+
+class ColumnParallel(_ParallelLinear):
+    """The sharded forward of linears whose outputs are dealt to the ranks.
+
+    gather_output   hand on [T, O] on every rank instead of this rank's [T, o]
+    """
+
+    gather_output: bool
+    _gathered_pieces: Pieces
+    _plain: bool
+
+    @classmethod
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
+        shard_parameters(module, specs, parallel.rank)
+        layer = cls.adopt(module, parallel)
+        layer.gather_output = gather_output
+        layer._gathered_pieces = specs["weight"].pieces
+        layer._plain = layer._is_plain
+        layer._update_sizes()
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.parallel.group
+        if self._plain:
+            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
+        else:
+            y = self._native_forward(copy_to_group(x, group))
+        return gather_features(y, self._gathered_pieces, group) if self.gather_output else y
+
+
+class RowParallel(_ParallelLinear):
+    """The sharded forward of linears whose inputs are dealt to the ranks.
+
+    split_input     the input arrives whole; keep this rank's features of it
+    """
+
+    split_input: bool
+    _input_sizes: list[int]
+    _plain: bool
+
+    @classmethod
+    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], split_input: bool = False) -> Self:
+        shard_parameters(module, specs, parallel.rank)
+        layer = cls.adopt(module, parallel)
+        layer.split_input = split_input
+        layer._input_sizes = [sum(piece.length for piece in pieces) for pieces in specs["weight"].pieces]
+        layer._plain = layer._is_plain
+        layer._update_sizes()
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.parallel.group
+        if self.split_input:
+            x = split_to_group(x, group, -1, self._input_sizes)
+        if self._plain:
+            return row_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
+        # The native forward would add the bias on every rank, so it must not see it.
+        bias, self._parameters["bias"] = self.bias, None
+        try:
+            y = reduce_from_group(self._native_forward(x), group)
+        finally:
+            self._parameters["bias"] = bias
+        return y if bias is None else y + bias
+
+
+def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tensor:
+    """Whole features in their order from every rank's pieces of them; padding is dropped.
+
+    [T, o] -> [T, O]; backward hands every rank its own slice, the consumers being replicated.
+    """
+    sizes = [sum(piece.length for piece in rank) for rank in pieces]
+    gathered = gather_from_group(y, group, -1, sizes)
+    runs, offset = [], 0
+    for rank in pieces:
+        for piece in rank:
+            if not piece.is_padding:
+                runs.append((piece.start, offset, piece.length))
+            offset += piece.length
+    runs.sort()
+    position, chosen = 0, []
+    for start, offset, length in runs:  # runs that several ranks hold are taken once
+        if start == position:
+            chosen.append((offset, length))
+            position += length
+    if chosen == [(0, gathered.shape[-1])]:
+        return gathered
+    return torch.cat([gathered.narrow(-1, offset, length) for offset, length in chosen], -1)
+
+
+class Linear1D_Col(ColumnParallel, nn.Linear):
+    """A linear whose output features are sharded.
+
+    Linear1D_Col(in_features, out_features, bias=True, process_group=..., gather_output=False) builds one; `from_native_module`
+    shards one that exists. The result holds weight [out/n, in] and bias [out/n].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        gather_output: bool = False,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        type(self).from_native_module(self, process_group, gather_output=gather_output)
+
+    @classmethod
+    def _from_native(
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False, **_: Any
+    ) -> nn.Module:
+        return shard_column(module, parallel, split or Even(), gather_output)
+
+
+class Linear1D_Row(RowParallel, nn.Linear):
+    """A linear whose input features are sharded; the result holds weight [out, in/n] and the whole bias.
+
+    parallel_input  whether the input already is this rank's slice; if not, it is split first
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        parallel_input: bool = True,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        type(self).from_native_module(self, process_group, parallel_input=parallel_input)
+
+    @classmethod
+    def _from_native(
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, parallel_input: bool = True
+    ) -> nn.Module:
+        require_linear(module, cls.__name__)
+        specs = row_specs("", module, (split or Even()).pieces(input_size(module), parallel.size, module))
+        return row_class(module).shard(module, parallel, specs, split_input=not parallel_input)
+
+
+class FusedLinear1D_Col(Linear1D_Col):
+    """A column-parallel linear whose output is several parts one after the other (q, k, v; gate, up), each sharded for itself.
+
+    split_sizes     the size of every part
+    """
+
+    @classmethod
+    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], gather_output: bool = False) -> nn.Module:  # type: ignore[override]
+        return shard_column(module, parallel, Packed(tuple(split_sizes)), gather_output)
+
+
+def shard_column(
+    module: nn.Module, parallel: ParallelGroup, split: Split, gather_output: bool, layer_class: type[ColumnParallel] | None = None
+) -> nn.Module:
+    require_linear(module, (layer_class or Linear1D_Col).__name__)
+    specs = column_specs("", module, split.pieces(output_size(module), parallel.size, module))
+    return (layer_class or column_class(module)).shard(module, parallel, specs, gather_output)
+
+
+def column_class(module: nn.Module) -> type[ColumnParallel]:
+    """Plain linears become `Linear1D_Col`, sub-classes and Conv1D a subclass of their own class."""
+    return Linear1D_Col if type(module) is nn.Linear else ColumnParallel
+
+
+def row_class(module: nn.Module) -> type[RowParallel]:
+    return Linear1D_Row if type(module) is nn.Linear else RowParallel
+
+
+def require_linear(module: nn.Module, style: str) -> None:
+    if not is_linear(module):
+        raise ValueError(f"{style} shards nn.Linear (and subclasses) and transformers' Conv1D, not {type(module).__name__}")
+
+
+def join_name(name: str, parameter: str) -> str:
+    return f"{name}.{parameter}" if name else parameter

@@ -1,0 +1,83 @@
+"""Norms through torch's fused kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, combined_class, native_class
+
+
+class FusedLayerNorm(ParallelModule):
+    """A layer norm. torch's own is one kernel already, so a native one is only checked and returned."""
+
+    @classmethod
+    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, **_: Any) -> nn.Module:
+        if not isinstance(module, nn.LayerNorm):
+            raise ValueError(f"FusedLayerNorm takes nn.LayerNorm, not {type(module).__name__}")
+        return module
+
+
+class FusedRMSNorm(ParallelModule):
+    """y = x / sqrt(mean(x^2) + eps) * weight in one kernel; x [..., H], weight [H].
+
+    Takes any module that computes just this. Variants (weight + 1, no weight, other dims) are recognised by trying, and refused.
+    """
+
+    epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # type: ignore[arg-type]
+
+    @classmethod
+    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, **_: Any) -> nn.Module:
+        if not is_rms_norm(module):
+            raise ValueError(f"FusedRMSNorm takes modules that compute x / rms(x) * weight, which {type(module).__name__} does not")
+        layer = cls.adopt(module, parallel)
+        layer.epsilon = _epsilon(module)
+        return layer
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module is an RMS norm with one weight, found by comparing a copy of it on random numbers."""
+    weight: Any = getattr(module, "weight", None)
+    if (
+        "RMSNorm" not in native_class(module).__name__
+        or _epsilon(module) is None
+        or list(module._parameters) != ["weight"]
+        or weight.ndim != 1
+    ):
+        return False
+    trial = object.__new__(type(module))
+    trial.__dict__.update(module.__dict__)
+    generator = torch.Generator().manual_seed(0)
+    trial_weight = nn.Parameter(torch.randn(weight.shape, generator=generator))
+    trial._parameters = {"weight": trial_weight}
+    x = torch.randn(2, 3, weight.shape[0], generator=generator)
+    with torch.no_grad():
+        try:
+            y = trial(x)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        return isinstance(y, Tensor) and torch.allclose(y, F.rms_norm(x, weight.shape, trial_weight, _epsilon(module)), atol=1e-5)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Fuse every RMS norm of a model in place; returns how many."""
+    count = 0
+    kinds: dict[type, bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if "RMSNorm" in kind.__name__ and kinds.setdefault(kind, is_rms_norm(module)):
+            module.__class__ = combined_class(FusedRMSNorm, kind)
+            module.epsilon = _epsilon(module)  # type: ignore[assignment]
+            count += 1
+    return count
+
+
+def _epsilon(module: nn.Module) -> float:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", getattr(module, "epsilon", None)))  # type: ignore[return-value]

@@ -1,0 +1,46 @@
+"""The root of a sharded model: its loss is the whole vocabulary's, and it generates from whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn as nn
+
+from shardwright.ops.vocab_mode import vocab_parallel_loss
+from shardwright.shardformer.layer.embedding import LogitsParallel
+from shardwright.shardformer.layer.parallel_module import ParallelModule
+
+
+class ShardedModel(ParallelModule):
+    """A model with a head over a sharded vocabulary.
+
+    Called, it returns this rank's columns of the logits (all of them, without padding, with `parallel_output=False`), and
+    the loss that its forward computes from them is exact.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with vocab_parallel_loss():
+            return super().__call__(*args, **kwargs)
+
+
+class GeneratingModel(ShardedModel):
+    """The same for models that generate: every rank sees whole logits and chooses the same tokens."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with gathered_logits(self):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def gathered_logits(model: nn.Module) -> Iterator[None]:
+    """Inside, heads over a sharded vocabulary return the logits of the whole vocabulary on every rank."""
+    heads = [module for module in model.modules() if isinstance(module, LogitsParallel) and not module.gather_output]
+    for head in heads:
+        head.gather_output = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.gather_output = False

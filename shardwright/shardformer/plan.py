@@ -1,0 +1,173 @@
+"""Plans: which rule applies to which module of a model, and whether the rules cover it.
+
+A plan is a dict from module-name patterns to styles. `*` stands for exactly one component of a name:
+
+    Plan({"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"})
+
+Where several rules match a name the last one counts, so a policy states its difference to a base family by adding rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch.nn as nn
+
+from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.styles import (
+    NAMED,
+    Column,
+    HiddenEmbedding,
+    PartialSum,
+    Row,
+    ShardedParameter,
+    Site,
+    Style,
+    VocabEmbedding,
+    VocabHead,
+)
+from shardwright.spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A rule at the place it applies to."""
+
+    rule: str
+    style: Style
+    site: Site
+    specs: dict[str, ParamSpec]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rules and where they come from.
+
+    rules       pattern -> style, or the name of a style that needs no arguments
+    source      named in errors
+    optional    patterns that may match nothing
+    """
+
+    rules: Mapping[str, Style | str]
+    source: str = "plan"
+    optional: frozenset[str] = field(default=frozenset())
+
+    def extended(self, rules: Mapping[str, Style | str], optional: Iterable[str] = ()) -> Plan:
+        """The same plan with `rules` after its own."""
+        kept = {pattern: style for pattern, style in self.rules.items() if pattern not in rules}
+        return Plan({**kept, **rules}, self.source, self.optional | set(optional))
+
+    def decide(self, model: nn.Module, parallel: ParallelGroup, complete: bool = True) -> list[Decision]:
+        """Apply every rule on paper and verify the result; changes nothing.
+
+        Raises ValueError naming module, rule and fix for unknown styles, rules that match nothing, styles that cannot convert
+        what they match, contradicting layouts of tied parameters, and parameters next to sharded ones that no rule decided on.
+        """
+        styles = {pattern: self._style(pattern, style) for pattern, style in self.rules.items()}
+        chosen = self._match(model, styles)
+        decisions = []
+        for name, pattern in chosen.items():
+            site = _site(model, name, parallel)
+            try:
+                specs = styles[pattern].specs(site)
+            except ValueError as error:
+                raise ValueError(f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}") from None
+            decisions.append(Decision(pattern, styles[pattern], site, specs))
+        self._check_ties(decisions)
+        if complete:
+            self._check_undecided(model, decisions)
+        return decisions
+
+    def _style(self, pattern: str, style: Style | str) -> Style:
+        if isinstance(style, Style):
+            return style
+        if style not in NAMED:
+            raise ValueError(f"rule {pattern!r} of {self.source}: unknown style {style!r}; use one of {', '.join(NAMED)} or a Style")
+        return NAMED[style]
+
+    def _match(self, model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
+        """Name of every module and parameter that a rule names -> the rule that counts, in the order of the model."""
+        names = list(dict.fromkeys([name for name, _ in model.named_modules(remove_duplicate=False)] + _parameter_names(model)))
+        shapes: dict[str, list[str]] = {}
+        for name in names:
+            shapes.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), []).append(name)
+        found: dict[str, str] = {}
+        for pattern in styles:
+            expression = re.compile("".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
+            exact = shapes.get(pattern)
+            hits = exact if exact is not None else [name for name in names if expression.fullmatch(name)]
+            if not hits and pattern not in self.optional:
+                raise ValueError(
+                    f"rule {pattern!r} of {self.source} matches no module or parameter of {type(model).__name__}; "
+                    f"{_nearest(pattern, shapes)}correct the name or remove the rule"
+                )
+            found.update(dict.fromkeys(hits, pattern))
+        order = {name: index for index, name in enumerate(names)}
+        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+
+    def _check_ties(self, decisions: list[Decision]) -> None:
+        layouts: dict[int, tuple[Decision, ParamSpec]] = {}
+        for decision in decisions:
+            for name, spec in decision.specs.items():
+                param = decision.site.module.get_parameter(name)
+                other, known = layouts.setdefault(id(param), (decision, spec))
+                if (known.dim, known.pieces, known.partial) != (spec.dim, spec.pieces, spec.partial):
+                    raise ValueError(
+                        f"{known.name} and {spec.name} are one parameter (tied), but rules {other.rule!r} and {decision.rule!r} of "
+                        f"{self.source} lay it out differently; give both the same layout"
+                    )
+
+    def _check_undecided(self, model: nn.Module, decisions: list[Decision]) -> None:
+        if undecided := undecided_parameters(model, decisions):
+            shown = ", ".join(undecided[:5]) + (" ..." if len(undecided) > 5 else "")
+            raise ValueError(
+                f"{self.source} shards modules next to {shown} of {type(model).__name__} "
+                "without deciding on these parameters; add a rule for each: 'replicated' if it is applied to whole activations, "
+                "'partial_gradient' if it is applied to sharded ones, or a style that shards it"
+            )
+
+
+_SHARDING = (Column, Row, PartialSum, ShardedParameter, HiddenEmbedding)
+
+
+def undecided_parameters(model: nn.Module, decisions: list[Decision]) -> list[str]:
+    """Parameters inside sharded regions that no rule decided on.
+
+    A region is the parent of a sharded module: its attention, its MLP. The vocabulary is no region, what surrounds it is replicated.
+    """
+    decided = {id(decision.site.module.get_parameter(name)) for decision in decisions for name in decision.specs}
+    regions: dict[int, tuple[str, nn.Module]] = {}
+    for decision in decisions:
+        gathered = isinstance(decision.style, Column) and decision.style.gather_output
+        if isinstance(decision.style, _SHARDING) and not isinstance(decision.style, VocabEmbedding | VocabHead) and not gathered:
+            name = decision.site.name.rpartition(".")[0]
+            region = model.get_submodule(name)
+            if region is not model and not isinstance(region, nn.ModuleList):
+                regions[id(region)] = (name, region)
+    found: dict[str, None] = {}
+    for name, region in regions.values():
+        for local, param in region.named_parameters():
+            if id(param) not in decided:
+                found[f"{name}.{local}"] = None
+    return list(found)
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def _site(model: nn.Module, name: str, parallel: ParallelGroup) -> Site:
+    parent, _, local = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    if local in owner._parameters:
+        return Site(name, owner, local, owner, parallel)
+    return Site(name, model.get_submodule(name), None, owner, parallel)
+
+
+def _nearest(pattern: str, shapes: Mapping[str, list[str]]) -> str:
+    """A hint: names that end like the pattern."""
+    tail = pattern.rpartition(".")[2]
+    close = [shape for shape in shapes if shape.rpartition(".")[2] == tail and shape]
+    return f"there is {', '.join(repr(name) for name in close[:3])}; " if close else ""

@@ -1,0 +1,23 @@
+"""Falcon: q, k and v fused in three ways, alibi or rotary positions."""
+
+from __future__ import annotations
+
+from shardwright.shardformer.attention import Rules, attention, by_head, mlp
+from shardwright.shardformer.heads import HeadGeometry
+from shardwright.shardformer.policies.base import Policy
+
+
+class FalconPolicy(Policy):
+    """Old multi-head and new grouped layouts hold [queries of the group, k, v] for every key/value head; multi-query has one group."""
+
+    def rules(self) -> Rules:
+        config = self.config
+        grouped = config.new_decoder_architecture or not config.multi_query
+        geometry = HeadGeometry(config.num_attention_heads, config.num_kv_heads if grouped else 1)
+        arguments = {"alibi": by_head, "attention_mask": by_head} if config.alibi else {}
+        return {
+            **attention(
+                "h.*.self_attention", o="dense", fused="query_key_value", layout="interleaved", geometry=geometry, arguments=arguments
+            ),
+            **mlp("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
+        }

@@ -1,0 +1,145 @@
+"""The policy for models without one of their own: transformers' plan where there is one, conventions of naming where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.nn as nn
+
+from shardwright.shardformer.attention import LocalHeads, Rules
+from shardwright.shardformer.conventions import conventional_regions
+from shardwright.shardformer.hf_plan import Region, plan_regions, shape_of_name
+from shardwright.shardformer.layer.linear import is_linear
+from shardwright.shardformer.plan import Plan, undecided_parameters
+from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.self_check import SelfCheck
+from shardwright.shardformer.small_copy import small_copy
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass
+class Findings:
+    """What was found out about a class of models.
+
+    rules       the rules that passed
+    dropped     regions that stay whole, because no way to shard them was found
+    checked     whether the rules were tried on a small copy
+    """
+
+    rules: Rules = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    checked: bool = False
+
+
+class GenericPolicy(Policy):
+    """Collects regions, tries them together, then one by one, and keeps what gives the gradients of the whole model."""
+
+    findings: Findings
+
+    def plan(self) -> Plan:
+        model = self.model
+        regions = plan_regions(model)
+        planned = {region.name for region in regions}
+        regions += conventional_regions(model, planned)
+        vocabulary = self.vocabulary_rules()
+        if not regions:
+            raise ValueError(
+                f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are "
+                "recognised; pass policy="
+            )
+        regions.append(Region("vocabulary", [vocabulary]))
+        self.findings = self._find(regions)
+        return Plan(self.findings.rules, type(self).__name__)
+
+    def _find(self, regions: list[Region]) -> Findings:
+        parallel = self.shard_config.parallel
+        for region in regions:
+            region.alternatives = [rules for rules in region.alternatives if self._is_possible(rules)]
+        best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
+        copied = small_copy(self.model, parallel.size)
+        if copied is None:
+            _LOGGER.warning(
+                f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan is used untested"
+            )
+            return Findings(best)
+        check = SelfCheck(copied, parallel)
+        if (rules := self._passing(check, best)) is not None:
+            return Findings(rules, [region.name for region in regions if not region.alternatives], checked=True)
+        kept: list[Rules] = []
+        dropped = []
+        for region in regions:
+            found = next((rules for rules in region.alternatives if self._passing(check, self._completed(rules)) is not None), None)
+            if found is None:
+                dropped.append(region.name)
+            else:
+                kept.append(found)
+        rules = self._passing(check, self._completed(_joined(kept))) if kept else None
+        if rules is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give its gradients; "
+                "pass policy="
+            )
+        _LOGGER.warning(
+            f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed the check"
+        )
+        return Findings(rules, dropped, checked=True)
+
+    def _is_possible(self, rules: Rules) -> bool:
+        """Whether the numbers fit; what does not is no rule of the user's, so it is passed over."""
+        try:
+            Plan(rules, type(self).__name__).decide(self.model, self.shard_config.parallel, complete=False)
+        except ValueError:
+            return False
+        return True
+
+    def _passing(self, check: SelfCheck, rules: Rules) -> Rules | None:
+        """The rules if they pass, with norms and the like that were guessed wrong corrected once."""
+        for _ in range(2):
+            failures = check.failures(lambda copied, rules=rules: self._apply(copied, rules))  # type: ignore[misc]
+            if failures == []:
+                return rules
+            if failures is None:
+                return None
+            guesses = {shape_of_name(name) for name in failures} & self._guessed
+            if not guesses:
+                return None
+            flipped = {"replicated": "partial_gradient", "partial_gradient": "replicated"}
+            rules = {
+                pattern: flipped.get(style, style) if pattern in guesses and isinstance(style, str) else style
+                for pattern, style in rules.items()
+            }
+        return None
+
+    def _apply(self, copied: nn.Module, rules: Rules) -> None:
+        from shardwright.shardformer.sharder import apply_plan
+
+        apply_plan(copied, Plan(rules, type(self).__name__), self.shard_config.parallel)
+
+    def _completed(self, rules: Rules) -> Rules:
+        """The rules and a guess for every parameter next to sharded ones that they leave undecided."""
+        plan = Plan(rules, type(self).__name__)
+        undecided = undecided_parameters(self.model, plan.decide(self.model, self.shard_config.parallel, complete=False))
+        guessed = {shape_of_name(name): _guess(self.model, name, rules) for name in undecided}
+        self._guessed = getattr(self, "_guessed", set()) | set(guessed)
+        return {**rules, **guessed}
+
+
+def _joined(rules: Iterable[Rules]) -> Rules:
+    joined: Rules = {}
+    for some in rules:
+        joined |= some
+    return joined
+
+
+def _guess(model: nn.Module, name: str, rules: Rules) -> str:
+    """Norms and scales inside attention or MLP meet sharded activations, linears that no rule names meet whole ones."""
+    owner_name = name.rpartition(".")[0]
+    owner = model.get_submodule(owner_name)
+    if is_linear(owner) or model.get_parameter(name).ndim > 1 or "_a_" in owner_name.rpartition(".")[2]:
+        return "replicated"
+    parent = shape_of_name(owner_name.rpartition(".")[0])
+    in_attention = isinstance(rules.get(parent), LocalHeads) or isinstance(rules.get(shape_of_name(owner_name)), LocalHeads)
+    return "partial_gradient" if in_attention or "act" in owner_name.rpartition(".")[2] else "replicated"

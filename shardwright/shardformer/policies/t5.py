@@ -1,0 +1,30 @@
+"""T5: encoder and decoder stacks, relative position bias in their first blocks."""
+
+from __future__ import annotations
+
+from shardwright.shardformer.attention import Rules, attention, mlp
+from shardwright.shardformer.heads import HeadGeometry
+from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.splits import Heads
+from shardwright.shardformer.styles import HiddenEmbedding
+
+
+class T5Policy(Policy):
+    """The bias is one column per head, so it is sharded with the heads; blocks hand their heads' bias on to the next."""
+
+    def rules(self) -> Rules:
+        config = self.config
+        geometry = HeadGeometry(config.num_heads, config.num_heads)
+        rules: Rules = {}
+        base = self.model.get_submodule(self.base_prefix().rstrip("."))
+        ups = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
+        for stack, cross in (("encoder", False), ("decoder", True)):
+            if not hasattr(base, stack):
+                continue
+            layers = f"{stack}.block.*.layer"
+            names = ("0.SelfAttention", "1.EncDecAttention") if cross else ("0.SelfAttention",)
+            for name in names:
+                rules |= attention(f"{layers}.{name}", "q", "k", "v", "o", geometry=geometry, sizes=("inner_dim",))
+            rules[f"{layers}.0.SelfAttention.relative_attention_bias"] = HiddenEmbedding(Heads("q", geometry))
+            rules |= mlp(f"{layers}.{len(names)}.DenseReluDense", ups, "wo")
+        return rules

@@ -1,0 +1,171 @@
+"""Apply a policy to a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from shardwright.shardformer.config import ShardConfig
+from shardwright.shardformer.layer.embedding import LogitsParallel
+from shardwright.shardformer.layer.norm import fuse_norms
+from shardwright.shardformer.layer.parallel_module import ParallelGroup, native_class
+from shardwright.shardformer.model import GeneratingModel, ShardedModel
+from shardwright.shardformer.plan import Decision, Plan
+from shardwright.shardformer.policies.auto import get_autopolicy
+from shardwright.shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwright.shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
+from shardwright.shardformer.styles import Column, PartialSum, Row
+from shardwright.spec import ParamSpec, get_spec, set_spec
+
+
+class ModelSharder:
+    """Shards one model in place, as its policy says.
+
+    Everything that can be wrong with plan and settings is found before the model is touched and before any communication,
+    on every rank alike.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
+        self.model = model
+        self.shard_config = shard_config
+        self.policy = policy if policy is not None else get_autopolicy(model)
+
+    def shard(self) -> list[dict[int, torch.Tensor]]:
+        """Returns the parameters that pipeline stages share (see `Policy.get_shared_params`)."""
+        policy, config = self.policy, self.shard_config
+        _check_supported(config)
+        policy.set_model(self.model)
+        policy.set_shard_config(config)
+        policy.config_sanity_check()
+        self.model = policy.preprocess()
+        policy.set_model(self.model)
+        shared = policy.get_shared_params()
+        if config.enable_tensor_parallelism and config.parallel.size > 1:
+            apply_plan(self.model, policy.plan(), config.parallel)
+        self._replace_modules(policy.module_policy())
+        _use_optimizations(self.model, config)
+        self.model = policy.postprocess()
+        _describe_parameters(self.model)
+        return shared
+
+    def _replace_modules(self, descriptions: Mapping[type[nn.Module] | str, ModulePolicyDescription]) -> None:
+        matches: dict[type[nn.Module] | str, list[tuple[str, nn.Module]]] = {key: [] for key in descriptions}
+        for name, module in list(self.model.named_modules()):
+            for key, found in matches.items():
+                if native_class(module) is key or native_class(module).__name__ == key:
+                    found.append((name, module))
+        source = type(self.policy).__name__
+        for key, found in matches.items():
+            if not found:
+                shown = key if isinstance(key, str) else key.__name__
+                raise ValueError(f"{source}.module_policy describes {shown}, but {type(self.model).__name__} has no such module; remove it")
+        for key, description in descriptions.items():
+            for name, module in matches[key]:
+                self._replace(name, module, description, source)
+
+    def _replace(self, name: str, module: nn.Module, description: ModulePolicyDescription, source: str) -> None:
+        for attribute, value in description.attribute_replacement.items():
+            owner, _, last = attribute.rpartition(".")
+            holder: Any = module
+            for part in owner.split(".") if owner else ():
+                holder = getattr(holder, part)
+            setattr(holder, last, value)
+        for replace in description.param_replacement:
+            replace(module)
+        for child in description.sub_module_replacement:
+            self._replace_child(name, module, child, source)
+        if description.method_replacement:
+            # On a subclass rather than on the instance: activation checkpointing and `super()` go through the class.
+            native = type(module)
+            methods = {**description.method_replacement, "__module__": native.__module__, "native_class": native_class(module)}
+            module.__class__ = type(native.__name__, (native,), methods)
+
+    def _replace_child(self, name: str, module: nn.Module, child: SubModuleReplacementDescription, source: str) -> None:
+        suffix = re.sub(r"\[(\d+)\]", r".\1", child.suffix)
+        try:
+            native = module.get_submodule(suffix)
+        except AttributeError:
+            if child.ignore_if_not_exist:
+                return
+            raise ValueError(
+                f"{source}: {name or type(module).__name__} has no sub-module {child.suffix!r}; "
+                "correct the suffix or set ignore_if_not_exist=True"
+            ) from None
+        if not hasattr(child.target_module, "from_native_module"):
+            raise ValueError(
+                f"{source}: target_module {child.target_module!r} of {child.suffix!r} has no from_native_module; "
+                "use a layer of shardformer.layer"
+            )
+        group = self.shard_config.parallel.group
+        parent, _, last = suffix.rpartition(".")
+        try:
+            target = child.target_module.from_native_module(native, group, **child.kwargs)
+        except ValueError as error:
+            raise ValueError(f"{source}: {name}.{child.suffix} ({type(native).__name__}): {error}") from None
+        setattr(module.get_submodule(parent), last, target)
+
+
+def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
+    """Shard `model` in place; raises ValueError, with the model untouched, when the plan does not fit it."""
+    decisions = plan.decide(model, parallel)
+    for decision in decisions:
+        decision.style.convert(decision.site, decision.specs)
+    _divide_dropout(decisions, parallel)
+    if any(isinstance(module, LogitsParallel) for module in model.modules()):
+        (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
+
+
+def _divide_dropout(decisions: Sequence[Decision], parallel: ParallelGroup) -> None:
+    """Dropout between a column and a row linear draws per rank, all other draws the same on every rank."""
+    opens: dict[nn.Module, list[nn.Module]] = {}
+    closes: dict[nn.Module, list[nn.Module]] = {}
+    for decision in decisions:
+        site, style = decision.site, decision.style
+        if isinstance(style, Column) and not style.gather_output:
+            opens.setdefault(site.parent, []).append(site.module)
+        elif isinstance(style, Row):
+            closes.setdefault(site.parent, []).append(site.module)
+        elif isinstance(style, PartialSum) and uses_dropout(site.module):
+            make_sharded_region(site.module, parallel.group)
+    for parent, columns in opens.items():
+        if uses_dropout(parent):
+            make_sharded_region(parent, parallel.group, columns, closes.get(parent, ()))
+    synchronize_rng(parallel.group)
+
+
+def _describe_parameters(model: nn.Module) -> None:
+    """Every parameter gets a spec under its full name, those that nothing touched too."""
+    for name, param in model.named_parameters():
+        spec = get_spec(param)
+        if spec is None:
+            set_spec(param, ParamSpec(name, tuple(param.shape)))
+        elif spec.name != name:
+            set_spec(param, spec.renamed(name))
+
+
+def _check_supported(config: ShardConfig) -> None:
+    if config.enable_sequence_parallelism:
+        raise ValueError(
+            "enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; use the plugin or False"
+        )
+    if config.enable_jit_fused:
+        raise ValueError("enable_jit_fused=True: no operation of this version has a just-in-time fused form; use torch.compile or False")
+    if config.fp8_communication:
+        raise ValueError("fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False")
+
+
+def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
+    if config.enable_flash_attention or config.enable_all_optimization:
+        supported = getattr(model, "_supports_sdpa", False) and hasattr(model, "set_attn_implementation")
+        if supported:
+            model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        elif config.enable_flash_attention:
+            raise ValueError(f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False")
+    if config.enable_fused_normalization or config.enable_all_optimization:
+        count = fuse_norms(model)
+        if config.enable_fused_normalization and not count:
+            raise ValueError(f"enable_fused_normalization=True: {type(model).__name__} has no norm that torch fuses; use False")

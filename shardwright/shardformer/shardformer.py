@@ -1,0 +1,66 @@
+"""The face of shardformer: shard a model, set up processes and data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from shardwright.cluster.coordinator import DistCoordinator
+from shardwright.shardformer.config import ShardConfig
+from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.sharder import ModelSharder
+
+
+class ShardFormer:
+    """Shard HuggingFace models, or your own.
+
+    shardwright.launch_from_torch()
+    model, shared_params = ShardFormer(ShardConfig()).optimize(BertForMaskedLM(config))
+    loss = model(**batch).loss
+    loss.backward()
+    sync_shared_gradients(model.parameters(), group)
+    """
+
+    def __init__(self, shard_config: ShardConfig) -> None:
+        self.shard_config = shard_config
+        self.coordinator = DistCoordinator()
+
+    def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, torch.Tensor]]]:
+        """Shard `model` in place over the ranks of the config's group.
+
+        policy  None finds one (see `policies.auto`)
+
+        Returns the model and the parameters that pipeline stages share.
+        """
+        sharder = ModelSharder(model, policy, self.shard_config)
+        shared = sharder.shard()
+        return sharder.model, shared
+
+    def shard_model(self, model: nn.Module, policy: Policy | None = None) -> nn.Module:
+        """`optimize` without the shared parameters."""
+        return self.optimize(model, policy)[0]
+
+    @staticmethod
+    def init_distributed(seed: int = 1024, backend: str | None = None) -> DistCoordinator:
+        """Start the processes that torchrun launched, if that was not done yet."""
+        from shardwright.cluster.launch import launch_from_torch
+
+        launch_from_torch(seed=seed, backend=backend)
+        return DistCoordinator()
+
+    def shard_dataset(
+        self, dataset: Dataset[Any], batch_size: int = 1, shuffle: bool = False, seed: int = 1024, **kwargs: Any
+    ) -> DataLoader[Any]:
+        """A loader that gives the ranks of one tensor-parallel group the same batches, and every group its own part of the data."""
+        size, rank = self.shard_config.tensor_parallel_size, dist.get_rank()
+        ranks = dist.get_process_group_ranks(self.shard_config.parallel.group)
+        replicas = dist.get_world_size() // size
+        # Groups are runs of neighbouring ranks or strided ones; either way the position within the data is that of the first rank.
+        replica = min(ranks) // size if ranks == list(range(min(ranks), min(ranks) + size)) else min(ranks) % replicas
+        assert rank in ranks
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=replicas, rank=replica, shuffle=shuffle, seed=seed)
+        return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **kwargs)

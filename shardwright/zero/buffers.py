@@ -1,0 +1,165 @@
+"""The tensors of one bucket.
+
+    flat     [numel]        working parameters, in the working dtype; the model's parameters are views of it
+    grads    [numel]        accumulated gradients in the master's dtype (full_grads only); the parameters' .grad are views of it
+    shard_grad [shard]      this rank's part of the gradients: a view of `grads`, or a buffer of its own
+    master   [shard]        what the optimizer steps on: a view of `flat` where the dtypes agree, else a copy in fp32
+
+[Note: who holds gradients] With `full_grads` (stages 0 and 1) autograd accumulates straight into `grads`: the parameter's .grad is
+preset to a view, and `grad_dtype` lets a bf16 parameter have an fp32 gradient. Without (stage 2) autograd makes a gradient per
+parameter, and the reducer collects those of a bucket when the last one has arrived.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..precision.policy import _HALF
+from .layout import BucketPlan, Slot
+
+
+def master_dtype(working: torch.dtype, master_weights: bool) -> torch.dtype:
+    return torch.float32 if master_weights and working in _HALF else working
+
+
+class Bucket:
+    """Storage of `plan` on the rank that owns `shard`."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        index: int,
+        shard: int,
+        *,
+        device: torch.device,
+        master_weights: bool,
+        full_grads: bool,
+        offload: bool,
+    ) -> None:
+        self.plan = plan
+        self.index = index
+        self.shard = shard
+        self.device = device
+        self.low, self.high = plan.shard_range(shard)
+        self.dtype = plan.family.dtype
+        self.master_dtype = master_dtype(self.dtype, master_weights)
+        self.offload = offload
+        self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=device)
+        self.master = self._new_master()
+        if full_grads:
+            self.grads: torch.Tensor | None = torch.zeros(plan.numel, dtype=self.master_dtype, device=device)
+            self.shard_grad = self.grads[self.low : self.high]
+        else:
+            self.grads = None
+            self.shard_grad = torch.zeros(plan.shard_numel, dtype=self.master_dtype, device=device)
+        # Gradients as the optimizer steps on them: in host memory when the master lies there.
+        self.step_grad = self._host_buffer() if offload else self.shard_grad
+        self.grad_views = {slot: self.view(self.grads, slot) for slot in plan.slots} if self.grads is not None else {}
+
+    def _new_master(self) -> torch.Tensor:
+        if self.offload:
+            return self._host_buffer()
+        if self.master_dtype == self.dtype:
+            return self.flat[self.low : self.high]
+        return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
+
+    def _host_buffer(self) -> torch.Tensor:
+        pinned = self.device.type == "cuda"
+        return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device="cpu", pin_memory=pinned)
+
+    def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        return flat[slot.start : slot.stop].view(slot.entry.param.shape)
+
+    @property
+    def own_flat(self) -> torch.Tensor:
+        """This rank's part of the working parameters."""
+        return self.flat[self.low : self.high]
+
+    @torch.no_grad()
+    def adopt(self, group: dist.ProcessGroup | None) -> None:
+        """Move the parameters' values in, take the first rank's where `group` is given, and turn the parameters into views.
+
+        Values pass through a buffer in the master's dtype, so that a model loaded in fp32 keeps its fp32 values as masters.
+        """
+        values = self.flat if self.master_dtype == self.dtype else torch.zeros(self.plan.numel, dtype=self.master_dtype, device=self.device)
+        for slot in self.plan.slots:
+            self.view(values, slot).copy_(slot.entry.param)
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.broadcast(values, group=group, group_src=0)
+        if values is not self.flat:
+            self.flat.copy_(values)
+        if self.master.data_ptr() != self.own_flat.data_ptr():
+            self.master.copy_(values[self.low : self.high])
+        for slot in self.plan.slots:
+            param = slot.entry.param
+            param.grad = None
+            param.data = self.view(self.flat, slot)
+        self.attach_gradients()
+
+    def attach_gradients(self) -> None:
+        """Point every parameter's .grad at its view of `grads` (see [Note: who holds gradients])."""
+        for slot, view in self.grad_views.items():
+            param = slot.entry.param
+            if param.grad is view:
+                continue
+            if param.dtype != view.dtype:
+                if not hasattr(param, "grad_dtype"):  # torch < 2.13: the reducer's hook adds the gradient to the view
+                    continue
+                param.grad_dtype = view.dtype
+            param.grad = view
+
+    def collect(self, slot: Slot) -> None:
+        """Make sure the gradient that backward just produced for `slot` is in `grads`."""
+        view, param = self.grad_views[slot], slot.entry.param
+        if param.grad is view or param.grad is None:
+            return
+        # Someone dropped the preset view (model.zero_grad()), or this torch cannot hold an fp32 gradient of a bf16 parameter.
+        view.add_(param.grad)
+        param.grad = None
+        if param.dtype == view.dtype or hasattr(param, "grad_dtype"):
+            param.grad = view
+
+    def release(self) -> None:
+        """Give the parameters storage of their own again."""
+        for slot in self.plan.slots:
+            slot.entry.param.grad = None
+            slot.entry.param.data = slot.entry.param.data.clone()
+
+    def bytes(self) -> int:
+        """Bytes this bucket keeps on its device between steps, without optimizer states."""
+        tensors = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
+        return sum(storage.nbytes() for storage in tensors.values())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        own = [self.flat, self.master, self.shard_grad, self.step_grad]
+        return own + ([self.grads] if self.grads is not None else [])
+
+
+class ScratchPool:
+    """Buffers lent for the time of one collective and kept for the next: nothing is allocated in the steady state.
+
+    All have `capacity` bytes, enough for the largest bucket, so that there are as many as are in use at once and no more.
+    """
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self._device = device
+        self._capacity = capacity
+        self._free: list[torch.Tensor] = []
+        self.allocated = 0
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        needed = numel * dtype.itemsize
+        assert needed <= self._capacity, f"{needed} bytes asked of buffers of {self._capacity}"
+        if not self._free:
+            self.allocated += 1
+            self._free.append(torch.empty(self._capacity, dtype=torch.uint8, device=self._device))
+        return self._free.pop()[:needed].view(dtype)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        storage = buffer.untyped_storage()
+        self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (storage.nbytes(),), (1,)))
+
+    @property
+    def bytes(self) -> int:
+        return self.allocated * self._capacity

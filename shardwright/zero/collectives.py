@@ -1,0 +1,63 @@
+"""Reduce-scatter and all-gather of a flat buffer in place: rank r of the group owns the r-th of its equal parts.
+
+gloo's own reduce-scatter and all-gather take two to four times as long as the bytes need, so CPU buffers are exchanged pairwise:
+every rank sends each part straight to its owner. The bytes sent are the same, (k-1)/k of the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ..comm.compat import all_gather_single, reduce_scatter_single
+from ..comm.handle import Handle
+
+Scratch = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def reduce_scatter_in_place(flat: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch, tag: int = 0) -> Handle[torch.Tensor]:
+    """Start summing `flat` [k * n] over the group; `wait()` returns this rank's part [n], a view of `flat`.
+
+    The other parts of `flat` are left as they were or worse. `scratch(numel, dtype)` lends a buffer for what arrives on CPU.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = flat.chunk(ranks)
+    mine = parts[rank]
+    if ranks == 1:
+        return Handle("reduce_scatter", [], lambda: mine)
+    if flat.device.type != "cpu":
+        work = reduce_scatter_single(mine, flat, group=group, async_op=True)
+        return Handle("reduce_scatter", [work], lambda: mine, keep=flat)
+    arrived = list(scratch(flat.numel() - mine.numel(), flat.dtype).chunk(ranks - 1))
+    others = [peer for peer in range(ranks) if peer != rank]
+    works = [dist.irecv(buffer, group=group, group_src=peer, tag=tag) for buffer, peer in zip(arrived, others, strict=True)]
+    works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in _from(rank, ranks)]
+
+    def add() -> torch.Tensor:
+        for buffer in arrived:  # in rank order, so that a run repeats bit by bit
+            mine.add_(buffer)
+        return mine
+
+    return Handle("reduce_scatter", works, add, keep=(flat, arrived))
+
+
+def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Handle[torch.Tensor]:
+    """Start filling `flat` [k * n] with every rank's own part; `wait()` returns `flat`."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = flat.chunk(ranks)
+    if ranks == 1:
+        return Handle("all_gather", [], lambda: flat)
+    if flat.device.type != "cpu":
+        work = all_gather_single(flat, parts[rank], group=group, async_op=True)
+        return Handle("all_gather", [work], lambda: flat, keep=flat)
+    others = _from(rank, ranks)
+    works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
+    works += [dist.isend(parts[rank], group=group, group_dst=peer, tag=tag) for peer in others]
+    return Handle("all_gather", works, lambda: flat, keep=flat)
+
+
+def _from(rank: int, ranks: int) -> list[int]:
+    """The other ranks, starting after this one, so that not all ranks talk to rank 0 first."""
+    return [(rank + step) % ranks for step in range(1, ranks)]

@@ -1,0 +1,225 @@
+"""How parameters map into flat buckets and buckets into shards. Pure arithmetic: no tensor is touched here.
+
+    parameters  ->  slots        a parameter's place in its bucket
+    slots       ->  buckets      about `zero_bucket_size_in_m` million elements, one collective each
+    bucket      ->  shards       `shards` equal parts, one per rank of the ZeRO sub-group
+    shard       ->  segments     runs of one param group: what the inner optimizer steps on
+
+A bucket holds parameters of one *family*: those whose gradients take the same way. Buckets are in the order in which backward
+completes them (reverse model order); those that need more than data-parallel reduction come last, because every rank of the
+other axes must reach them in the same order.
+
+Two partitions: *flat*, where a shard may cut a parameter anywhere (element-wise optimizers), and *whole*, where every parameter
+lies in one shard (optimizers that look at matrices).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..spec import ParamSpec
+
+ALIGN = 16  # elements: keeps every parameter on a 32-byte border in bf16, as vectorised kernels and TMA want
+
+
+class Family(NamedTuple):
+    """What parameters must agree on to share a bucket.
+
+    section  index of the model part (pipeline chunk) they belong to: parts are reduced at different times
+    dtype    working dtype
+    partial  axes over which the gradient must be summed beyond data parallelism
+    tied     name of the group of copies on other pipeline stages
+    shared   axis over which several ranks hold the same rows, or None
+    """
+
+    section: int
+    dtype: torch.dtype
+    partial: tuple[str, ...] = ()
+    tied: str | None = None
+    shared: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.partial or self.tied or self.shared)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One trainable parameter: its number in model order, its full name, and the optimizer's param group that holds it."""
+
+    index: int
+    name: str
+    param: nn.Parameter
+    spec: ParamSpec
+    group: int
+    family: Family
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The place of `entry` in its bucket: elements [start, stop) of the flat buffer."""
+
+    entry: Entry
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.entry.numel
+
+    def part_in(self, start: int, stop: int) -> tuple[int, int] | None:
+        """The part of the parameter (flat range, row-major) inside [start, stop) of the bucket, or None."""
+        low, high = max(self.start, start), min(self.stop, stop)
+        return (low - self.start, high - self.start) if low < high else None
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """One bucket: `numel` elements in `shards` equal parts; `slots` ascending by start."""
+
+    family: Family
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    shards: int
+    whole: bool
+
+    @property
+    def numel(self) -> int:
+        return self.shard_numel * self.shards
+
+    @property
+    def has_gaps(self) -> bool:
+        return sum(slot.entry.numel for slot in self.slots) < self.numel
+
+    def shard_range(self, shard: int) -> tuple[int, int]:
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
+
+    def slots_in(self, shard: int) -> list[Slot]:
+        low, high = self.shard_range(shard)
+        return [slot for slot in self.slots if slot.part_in(low, high)]
+
+
+class Run(NamedTuple):
+    """Elements [start, stop) of a shard that belong to one param group, and the slots they touch."""
+
+    start: int
+    stop: int
+    group: int
+    slots: tuple[Slot, ...]
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
+def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole: bool) -> list[BucketPlan]:
+    """Buckets of at least `bucket_numel` elements (the last of a family may be smaller), in launch order.
+
+    In the whole partition a bucket also grows to `shards` times its largest parameter, so that dealing whole parameters to the
+    shards wastes little.
+    """
+    filling: dict[Family, list[Entry]] = {}
+    closed: list[BucketPlan] = []
+
+    def close(family: Family) -> None:
+        members = filling.pop(family)
+        closed.append((_plan_whole if whole else _plan_flat)(family, members, shards))
+
+    for entry in reversed(entries):
+        members = filling.setdefault(entry.family, [])
+        members.append(entry)
+        wanted = bucket_numel
+        if whole:
+            wanted = max(wanted, shards * max(member.numel for member in members))
+        if sum(aligned(member.numel) for member in members) >= wanted:
+            close(entry.family)
+    for family in list(filling):
+        close(family)
+    # Sorting is stable: within a section, plain buckets keep the order in which backward fills them.
+    return sorted(closed, key=lambda bucket: (bucket.family.section, not bucket.family.is_plain))
+
+
+def _plan_flat(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:
+    """Parameters side by side, those of one param group together, so that a shard has few segments."""
+    slots, offset = [], 0
+    for entry in sorted(members, key=lambda entry: entry.group):
+        slots.append(Slot(entry, offset))
+        offset += aligned(entry.numel)
+    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards)), shards, whole=False)
+
+
+def _plan_whole(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:
+    """Each parameter to the shard with the least so far, largest first; shards are as long as the fullest."""
+    parts: list[list[Entry]] = [[] for _ in range(shards)]
+    loads = [0] * shards
+    for entry in sorted(members, key=lambda entry: (-entry.numel, entry.index)):
+        lightest = loads.index(min(loads))
+        parts[lightest].append(entry)
+        loads[lightest] += aligned(entry.numel)
+    slots = []
+    for shard, part in enumerate(parts):
+        offset = shard * max(loads)
+        for entry in part:
+            slots.append(Slot(entry, offset))
+            offset += aligned(entry.numel)
+    return BucketPlan(family, tuple(slots), max(loads), shards, whole=True)
+
+
+def plan_runs(plan: BucketPlan, shard: int, cut: Iterable[Slot] = ()) -> list[Run]:
+    """The segments of one shard.
+
+    Flat: maximal runs of one param group, padding included (its gradient is zero and stays so); a slot in `cut` gets a run of its
+    own. Whole: one run per parameter.
+    """
+    alone = set(cut)
+    low, _ = plan.shard_range(shard)
+    runs: list[Run] = []
+    for slot in plan.slots_in(shard):
+        start = max(slot.start, low) - low
+        if plan.whole:
+            runs.append(Run(start, start + slot.entry.numel, slot.entry.group, (slot,)))
+            continue
+        joins = runs and runs[-1].group == slot.entry.group and slot not in alone and runs[-1].slots[-1] not in alone
+        if joins:
+            runs[-1] = runs[-1]._replace(slots=(*runs[-1].slots, slot))
+        else:
+            runs.append(Run(start, start, slot.entry.group, (slot,)))
+    if plan.whole or not runs:
+        return runs
+    # Every run reaches up to the next one; the last takes the padding at the end.
+    stops = [run.start for run in runs[1:]] + [plan.shard_numel]
+    return [run._replace(stop=stop) for run, stop in zip(runs, stops, strict=True)]
+
+
+def family_of(spec: ParamSpec, dtype: torch.dtype, section: int) -> Family:
+    """The family of a parameter laid out by `spec`."""
+    return Family(section, dtype, spec.partial, spec.tied, spec.axis if spec.shared_runs else None)
+
+
+def bucket_bytes(plans: Iterable[BucketPlan]) -> int:
+    """Bytes of the working parameters of all buckets, padding included."""
+    return sum(plan.numel * plan.family.dtype.itemsize for plan in plans)
+
+
+def closed_form_bytes(plans: Iterable[BucketPlan], replicas: int, gradient_itemsize: int) -> dict[str, float]:
+    """Bytes that one rank sends per step in each collective, by the ring formulas.
+
+    reduce_scatter  (k-1)/k of the gradients, inside the sub-group of k
+    all_gather      (k-1)/k of the parameters, inside the sub-group
+    all_reduce      2 (r-1)/r of the shard's gradients, across the r sub-groups
+    """
+    result = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
+    for plan in plans:
+        others = plan.numel - plan.shard_numel
+        result["reduce_scatter"] += others * gradient_itemsize
+        result["all_gather"] += others * plan.family.dtype.itemsize
+        result["all_reduce"] += 2 * (replicas - 1) / replicas * plan.shard_numel * gradient_itemsize
+    return result

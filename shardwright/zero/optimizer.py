@@ -1,0 +1,440 @@
+"""The optimizer of ZeRO stages 0, 1 and 2: mixed precision, gradient reduction and sharded steps behind one wrapper.
+
+    stage 0   every rank holds all masters and states; gradients are all-reduced
+    stage 1   masters and states are sharded over the sub-group, gradients are reduced once per step
+    stage 2   as 1, and between microbatches only the shards of gradients are kept
+
+What to reduce over which axis is read from each parameter's `ParamSpec` and the mesh. Bytes per parameter and rank in bf16 with
+AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2: 2 + (4 + 12)/k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..cluster.mesh import ParallelMesh
+from ..optim.kind import check_supported, is_elementwise
+from ..precision.grad_norm import owned_ranges
+from ..precision.optimizer import MixedPrecisionOptimizer
+from ..precision.policy import PrecisionPolicy
+from ..precision.scaler import DynamicScaler, ScalerConfig
+from .bucket import GradReducer, Groups
+from .buffers import Bucket
+from .entries import collect_entries
+from .exchange import SharedRows
+from .gather import ParamGatherer
+from .layout import ALIGN, BucketPlan, Slot, plan_buckets
+from .segments import Segment, Segments, is_elementwise_state
+from .shards import LoadedShard, ParamShard, check_complete
+
+
+class ZeroOptimizer(MixedPrecisionOptimizer):
+    """Wraps `optim`, whose parameters become views of flat buffers; param groups and lr schedulers keep working on `optim`.
+
+    optim                 any optimizer over parameters of `model`, not stepped yet
+    model                 the module, or the parts of it that are reduced at different times (pipeline chunks)
+    mesh                  which ranks share parameters
+    stage                 0, 1 or 2
+    precision             working dtypes; default: leave the model's
+    scaler                settings of the loss scaler, for fp16
+    max_norm              clip the global norm at each step, 0 for no clipping
+    bucket_size_in_m      elements per bucket in millions
+    communication_dtype   dtype of gradients on the wire, None for that in which they accumulate
+    overlap_communication reduce while backward runs
+    overlap_allgather     gather updated parameters while the next forward runs
+    cpu_offload           keep masters and optimizer states in host memory and step there
+    master_weights        keep fp32 masters of half-precision parameters; without, the optimizer steps in half precision
+    launch_in_backward    reduce from hooks; False for runtimes that call `reduce_grad` themselves
+    tied_groups           group of the ranks with a copy, per tied name
+    gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the number of
+                          data-parallel ranks (their mean, summed over sequence-parallel ranks)
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        mesh: ParallelMesh,
+        *,
+        stage: int = 1,
+        precision: PrecisionPolicy | None = None,
+        scaler: ScalerConfig | None = None,
+        max_norm: float = 0.0,
+        bucket_size_in_m: float = 12,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        cpu_offload: bool = False,
+        master_weights: bool = True,
+        launch_in_backward: bool = True,
+        tied_groups: Mapping[str, dist.ProcessGroup] | None = None,
+        gradient_divisor: float | None = None,
+    ) -> None:
+        if stage not in (0, 1, 2):
+            raise ValueError(f"stage={stage} of ZeroOptimizer must be 0, 1 or 2; stage 3 is FsdpOptimizer")
+        if bucket_size_in_m <= 0:
+            raise ValueError(f"bucket_size_in_m={bucket_size_in_m} must be positive (12 is usual)")
+        if communication_dtype is not None and not communication_dtype.is_floating_point:
+            raise ValueError(f"communication_dtype={communication_dtype} must be a floating-point dtype such as torch.bfloat16")
+        check_supported(optim)
+        models = list(model) if isinstance(model, Sequence) else [model]
+        elementwise = is_elementwise(optim)
+        entries = collect_entries(optim, models, precision, whole=not elementwise)
+        device = entries[0].param.device
+        divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
+        predivides = communication_dtype is not None and communication_dtype.itemsize < 4
+        super().__init__(
+            optim,
+            device=device,
+            max_norm=max_norm,
+            scaler=DynamicScaler(scaler or ScalerConfig(), device) if precision is not None and precision.needs_scaler else None,
+            norm_group=dist.group.WORLD,
+            divisor=1.0 if predivides else divisor,
+        )
+        self.stage = stage
+        self.mesh = mesh
+        self.models = models
+        self.cpu_offload = cpu_offload
+        self.groups = _groups(mesh, stage, tied_groups or {})
+        self._frozen = [param for part in models for param in part.parameters() if not param.requires_grad]
+        plans = plan_buckets(entries, self.groups.shards, int(bucket_size_in_m * 1_000_000), whole=not elementwise)
+        self.buckets = [self._new_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
+        for bucket in self.buckets:
+            bucket.adopt(self.groups.everyone)
+        _cast_frozen(models, precision)
+        self.segments = Segments(self.buckets, optim)
+        self.reducer = GradReducer(
+            self.buckets,
+            self.groups,
+            keep_full=stage < 2,
+            overlap=overlap_communication,
+            wire_dtype=communication_dtype,
+            predivide=divisor if predivides else 1.0,
+            launch_in_backward=launch_in_backward,
+            shared_rows=self._shared_rows(plans),
+        )
+        self.gatherer = ParamGatherer(self.buckets, self.groups.shard, models, overlap_allgather)
+        self._entries = entries
+        self._owned: list[torch.Tensor] | None = None
+        self._finished = False
+        self._all_touched = torch.ones(len(entries), dtype=torch.uint8, device=device)
+
+    def _new_bucket(self, plan: BucketPlan, index: int, master_weights: bool) -> Bucket:
+        return Bucket(
+            plan,
+            index,
+            self.groups.shard_rank,
+            device=self.device,
+            master_weights=master_weights,
+            full_grads=self.stage < 2,
+            offload=self.cpu_offload,
+        )
+
+    def _shared_rows(self, plans: Sequence[BucketPlan]) -> dict[int, SharedRows]:
+        result = {}
+        for index, plan in enumerate(plans):
+            axis = plan.family.shared
+            if axis is not None:
+                members = [(slot.entry.index, slot.entry.spec, self.mesh.coordinate(axis)) for slot in plan.slots]
+                result[index] = SharedRows(members, self.groups.axes[axis])
+        return result
+
+    # Backward.
+
+    @property
+    def require_sync(self) -> bool:
+        """Whether backward reduces gradients; False while microbatches before the last accumulate."""
+        return self.reducer.require_sync
+
+    @require_sync.setter
+    def require_sync(self, value: bool) -> None:
+        self.reducer.require_sync = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing over data-parallel ranks. Stage 2 still reduces within the sub-group: it keeps only shards."""
+        before, self.require_sync = self.require_sync, False
+        try:
+            yield
+        finally:
+            self.require_sync = before
+
+    def _before_backward(self) -> None:
+        super()._before_backward()
+        self._finished = False
+        self.reducer.reopen()
+
+    def _after_backward(self) -> None:
+        self.reducer.after_backward()
+
+    def reduce_grad(self, params: Sequence[nn.Parameter] | None = None) -> None:
+        """Start reducing the gradients of the model parts that hold `params` (default: all); see `GradReducer.reduce`."""
+        self._finished = False
+        self.reducer.reduce(params)
+
+    def gradient_ready(self, param: nn.Parameter) -> None:
+        """For gradients that were made without autograd's hooks (deferred weight gradients)."""
+        self.reducer.gradient_ready(param)
+
+    # What the step template asks for.
+
+    def _finish_gradients(self) -> None:
+        if self._finished:
+            return
+        for param in self._frozen:
+            if param.requires_grad:
+                raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
+        agreed = self._start_agreement()
+        self.reducer.finish()
+        self._set_touched(agreed)
+        if self.cpu_offload:
+            for bucket in self.buckets:
+                bucket.step_grad.copy_(bucket.shard_grad, non_blocking=True)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        self._finished = True
+
+    def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start agreeing on which parameters got a gradient on any rank."""
+        touched, count = self.reducer.touched, len(self._entries)
+        if len(touched) == count:
+            flags = self._all_touched.fill_(1)
+        else:
+            flags = torch.zeros(count, dtype=torch.uint8)
+            flags[sorted(touched)] = 1
+            flags = flags.to(self.device)
+        group = self.groups.everyone
+        return flags, None if group is None else dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def _set_touched(self, agreed: tuple[torch.Tensor, dist.Work | None]) -> None:
+        """Withhold gradients from parameters that got none anywhere.
+
+        A rank on which all got one knows the outcome without reading it, so that the usual step never waits for the device.
+        """
+        flags, work = agreed
+        if work is not None:
+            work.wait()
+        before = len(self.segments.items)
+        if len(self.reducer.touched) == len(self._entries):
+            self.segments.set_touched(None)
+        else:
+            # Tied copies and parameters with partial gradients take part whenever one of their ranks does, which all ranks of the
+            # other axes do in the same steps.
+            self.segments.set_touched(set(flags.nonzero().flatten().tolist()))
+        if len(self.segments.items) != before:
+            self._owned = None
+
+    def _stepped_gradients(self) -> list[torch.Tensor]:
+        return self.segments.grads()
+
+    def _owned_gradients(self) -> list[torch.Tensor]:
+        if self._owned is None:
+            self._owned = [view for bucket in self.buckets for view in self._owned_views(bucket)]
+        return self._owned
+
+    def _owned_views(self, bucket: Bucket) -> Iterator[torch.Tensor]:
+        """The parts of the bucket's gradient shard that this rank counts in the norm."""
+        if not self._counts_replica(bucket):
+            return
+        ranges: list[tuple[int, int]] = []
+        for slot in bucket.plan.slots_in(bucket.shard):
+            spec = slot.entry.spec
+            for start, stop in owned_ranges(spec, self.mesh.coordinate(spec.axis)):
+                low, high = max(slot.start + start, bucket.low) - bucket.low, min(slot.start + stop, bucket.high) - bucket.low
+                if low >= high:
+                    continue
+                if ranges and low - ranges[-1][1] < ALIGN and start == 0:  # only zeros of alignment in between
+                    ranges[-1] = (ranges[-1][0], high)
+                else:
+                    ranges.append((low, high))
+        for low, high in ranges:
+            yield bucket.shard_grad[low:high]
+
+    def _counts_replica(self, bucket: Bucket) -> bool:
+        """Whether this rank is the one that counts for all ranks with the same shard."""
+        if self.groups.replica is not None and dist.get_rank(self.groups.replica) != 0:
+            return False
+        tied = self.groups.tied.get(bucket.plan.family.tied or "")
+        return tied is None or dist.get_rank(tied) == 0
+
+    def _publish(self) -> None:
+        self.gatherer.learn(self.reducer.touched)
+        self.gatherer.publish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.reducer.clear()
+        self._finished = False
+
+    # State.
+
+    def shards(self) -> list[ParamShard]:
+        """What this rank owns of every parameter (see `zero.shards`)."""
+        self.gatherer.wait()
+        result = []
+        for segment in self.segments.items:
+            state = self.segments.state_of(segment)
+            for slot, where, (start, stop) in segment.parts():
+                flat = {key: value.flatten()[where] for key, value in state.items() if is_elementwise_state(value, segment)}
+                extra = {key: torch.as_tensor(value) for key, value in state.items() if key not in flat}
+                result.append(self._shard(segment, slot, where, start, stop, flat, extra))
+        return result
+
+    def _shard(
+        self,
+        segment: Segment,
+        slot: Slot,
+        where: slice,
+        start: int,
+        stop: int,
+        state: dict[str, torch.Tensor],
+        extra: dict[str, torch.Tensor],
+    ) -> ParamShard:
+        entry = slot.entry
+        spec = entry.spec
+        is_writer = self._counts_replica(segment.bucket) and (spec.is_sharded or self.mesh.coordinate(spec.axis) == 0)
+        return ParamShard(
+            name=spec.name,
+            spec=spec,
+            local_shape=tuple(entry.param.shape),
+            start=start,
+            stop=stop,
+            group=entry.group,
+            master=segment.tensor.flatten()[where],
+            state=state,
+            extra=extra,
+            is_writer=is_writer,
+        )
+
+    @torch.no_grad()
+    def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None:
+        """Take masters and states, by parameter name, for exactly the ranges that `shards` lists; then publish the weights."""
+        self.gatherer.wait()
+        check_complete({slot.entry.spec.name for segment in self.segments.items for slot in segment.run.slots}, set(loaded))
+        # Step counts may differ within a segment: cut at every parameter that does not continue the one before it.
+        cut: set[Slot] = set()
+        for segment in self.segments.items:
+            extras = [loaded[slot.entry.spec.name].extra for slot in segment.run.slots]
+            keys = [set(loaded[slot.entry.spec.name].state) for slot in segment.run.slots]
+            if any(not _same(extras[0], other) for other in extras[1:]) or any(keys[0] != other for other in keys[1:]):
+                cut.update(segment.run.slots)
+        self.optim.state.clear()
+        self.segments.cut(cut)
+        for segment in self.segments.items:
+            self._load_segment(segment, loaded)
+        self._owned = None
+        self.publish_masters()
+
+    def _load_segment(self, segment: Segment, loaded: Mapping[str, LoadedShard]) -> None:
+        first = loaded[segment.run.slots[0].entry.spec.name]
+        state: dict[str, Any] = {key: _like_state(value, segment, self._fused) for key, value in first.extra.items()}
+        state |= {key: torch.zeros_like(segment.tensor, dtype=value.dtype) for key, value in first.state.items()}
+        for slot, where, (start, stop) in segment.parts():
+            shard = loaded[slot.entry.spec.name]
+            for name, value in (("master", shard.master), *shard.state.items()):
+                if value is not None and value.numel() != stop - start:
+                    raise ValueError(f"{slot.entry.spec.name}: {name} has {value.numel()} elements, this rank owns {stop - start}")
+            if shard.master is not None:
+                segment.tensor.view(-1)[where].copy_(shard.master.flatten())
+            for key, value in shard.state.items():
+                state[key].view(-1)[where].copy_(value.flatten())
+        if state:
+            self.optim.state[segment.tensor] = state
+
+    def publish_masters(self) -> None:
+        """Bring masters that were written to into the working parameters of all ranks. Collective over the sub-group."""
+        self.gatherer.publish()
+        self.gatherer.wait()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take masters from the working parameters, after new weights were loaded into the model."""
+        self.gatherer.wait()
+        for bucket in self.buckets:
+            if bucket.master.data_ptr() != bucket.own_flat.data_ptr():
+                bucket.master.copy_(bucket.own_flat)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's masters, states, hyperparameters and loss scale, by parameter name; for the same layout only."""
+        shards = {shard.name: {"master": shard.master, "state": shard.state, "extra": shard.extra} for shard in self.shards()}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"shards": shards, "param_groups": groups, "scaler": self.scaler.state_dict() if self.scaler is not None else None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError(f"{len(state_dict['param_groups'])} param groups saved, this optimizer has {len(self.param_groups)}")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        if self.scaler is not None and state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        self.load_shards({name: LoadedShard(**parts) for name, parts in state_dict["shards"].items()})
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full gradients of all parameters as the next step will use them (without clipping), for inspection. Collective, slow."""
+        self._finish_gradients()
+        factor = self._factor()
+        result = {}
+        for bucket in self.buckets:
+            whole = [torch.empty_like(bucket.shard_grad) for _ in range(self.groups.shards)]
+            if self.groups.shard is not None:
+                dist.all_gather(whole, bucket.shard_grad, group=self.groups.shard)
+            else:
+                whole = [bucket.shard_grad]
+            flat = torch.cat(whole) * factor
+            result.update({slot.entry.name: bucket.view(flat, slot).clone() for slot in bucket.plan.slots})
+        return result
+
+    def bytes(self) -> int:
+        """Bytes kept between steps for parameters, gradients, masters and optimizer states on this rank."""
+        states = [value for state in self.optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(bucket.bytes() for bucket in self.buckets) + sum(value.numel() * value.itemsize for value in states)
+
+    def release(self) -> None:
+        """Take hooks off the model and give its parameters storage of their own; the optimizer is of no use afterwards."""
+        self.gatherer.wait()
+        self.gatherer.remove_hooks()
+        self.reducer.remove_hooks()
+        for bucket in self.buckets:
+            bucket.release()
+
+
+def _groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup]) -> Groups:
+    def group(axis: str) -> dist.ProcessGroup | None:
+        return mesh.group(axis) if mesh.size(axis) > 1 else None
+
+    return Groups(
+        shard=group("zero") if stage > 0 else None,
+        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
+        everyone=group("dp_sp"),
+        axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
+        tied=dict(tied),
+    )
+
+
+def _cast_frozen(models: Sequence[nn.Module], precision: PrecisionPolicy | None) -> None:
+    """Bring what is not trained to the working dtypes as well."""
+    if precision is None:
+        return
+    for model in models:
+        dtypes = precision.dtypes(model)
+        for name, param in model.named_parameters():
+            if param.dtype != dtypes[name]:
+                param.data = param.data.to(dtypes[name])
+        precision.cast_buffers(model)
+
+
+def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def _like_state(value: torch.Tensor, segment: Segment, on_device: bool) -> torch.Tensor:
+    """A state entry that is not per element, where torch's kernels expect it: only fused kernels count steps on the device."""
+    device = segment.tensor.device if value.ndim or on_device else torch.device("cpu")
+    return value.detach().clone().to(device)

@@ -1,0 +1,49 @@
+"""Collectives whose sizes differ over the ranks, against what one process computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.comm.collectives import all_gather, all_gather_async, all_reduce_async, even_sizes, gather_sizes, reduce_scatter
+from shardwright.testing import run_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
+
+
+def whole(sizes: list[int], dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    shape = [3, 4, 5]
+    shape[dim] = sum(sizes)
+    return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exchange(rank: int, world_size: int, sizes: list[int]) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for dtype in DTYPES:
+        for dim in (0, 1, -1):
+            full = whole(sizes, dim, dtype, seed=1)
+            mine = full.split(sizes, dim)[rank]
+            torch.testing.assert_close(all_gather(mine, group, dim, sizes), full)
+            assert all_gather(mine, group, dim, sizes).is_contiguous()
+            addends = [whole(sizes, dim, dtype, seed=10 + r) for r in range(world_size)]
+            torch.testing.assert_close(reduce_scatter(addends[rank], group, dim, sizes), sum(addends).split(sizes, dim)[rank])
+    assert gather_sizes(sizes[rank], group, torch.device("cpu")) == sizes
+    first, second = (all_gather_async(torch.full((2,), float(rank + k)), group) for k in (0, 10))
+    handle = all_reduce_async(torch.full((2,), float(rank)), group)
+    assert handle.pending
+    assert second.wait().view(world_size, 2)[:, 0].tolist() == [10.0 + r for r in range(world_size)]
+    assert first.wait() is first.wait()
+    assert handle.wait().tolist() == [sum(range(world_size))] * 2
+    assert not handle.pending
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [0, 2], [1, 0, 4, 2], [2, 2, 2, 2]], ids=str)
+def test_uneven_collectives(sizes: list[int]) -> None:
+    run_ranks(exchange, len(sizes), sizes)
+
+
+def test_even_sizes() -> None:
+    assert even_sizes(10, 4) == [3, 3, 2, 2]
+    assert even_sizes(2, 4) == [1, 1, 0, 0]

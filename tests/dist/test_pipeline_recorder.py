@@ -1,0 +1,55 @@
+"""A measured step: spans of every action of every rank, gathered without pickle."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+from pipeline_toy import ToyModel, ToyStage, make_batch
+
+from shardwright.comm.p2p import PipeComm
+from shardwright.pipeline import schedules
+from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.runtime import PipelineRuntime
+from shardwright.pipeline.timeline import Recorder
+from shardwright.testing import run_ranks
+
+
+class _Slow(ToyStage):
+    def forward(self, received: Any, microbatch: int) -> Any:
+        time.sleep(0.02)
+        return super().forward(received, microbatch)
+
+
+def _measured(rank: int, world_size: int) -> dict[str, Any]:
+    assert dist.group.WORLD is not None
+    placement = schedules.get_placement("zbv", world_size, 2)
+    microbatches = make_batch(5)
+    model = ToyModel()
+    stages = [_Slow(model, s, placement.num_stages, microbatches) for s in placement.stages_of(rank)]
+    runtime = PipelineRuntime(PipeComm(dist.group.WORLD), placement, stages)
+    schedule = lower(schedules.get("zbv", world_size, 5, 2))
+    runtime.recorder = Recorder()
+    for _ in range(2):  # the second step has no headers
+        dist.barrier()
+        runtime.run(schedule, [tuple(tokens.shape) for tokens in microbatches])
+    timeline = runtime.recorder.gather(dist.group.WORLD, placement)
+    for actions, spans in zip(schedule.actions, timeline.ranks, strict=True):
+        assert [span.action for span in spans] == actions
+        ends = [0.0]
+        for _, start, ready, end in spans:
+            assert ends[-1] <= start <= ready <= end
+            ends.append(end)
+    costs = timeline.mean_costs()
+    assert min(costs.forward) >= 0.02  # type: ignore[type-var, arg-type]
+    ideal = timeline.ideal()
+    assert ideal.makespan <= timeline.makespan
+    return {"bubble": timeline.bubble, "ideal": ideal.bubble, "summary": timeline.summary()}
+
+
+def test_measured_steps_are_gathered_on_every_rank() -> None:
+    results = run_ranks(_measured, 2, timeout=60)
+    assert results[0] == results[1]
+    assert 0 <= results[0]["ideal"] <= results[0]["bubble"] + 0.02 < 1
+    assert "bubble" in results[0]["summary"]

@@ -1,0 +1,85 @@
+"""README and docs say what is true: their code runs, their commands and links exist.
+
+A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks. ```python after=demo needs the results of a
+demo run and is run by tests/dist/test_demo.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shardwright.cli.main import VERBS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+class Block(NamedTuple):
+    where: str
+    language: str
+    options: dict[str, str]
+    code: str
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for match in re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 1
+            options = dict(option.split("=", 1) for option in match[2].split())
+            found.append(Block(f"{path.relative_to(ROOT)}:{line}", match[1], options, match[3]))
+    return [block for block in found if block.language == language]
+
+
+PYTHON = [block for block in blocks("python") if "after" not in block.options]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=[block.where for block in PYTHON])
+def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block.code)
+    command = [sys.executable, str(script)]
+    if "torchrun" in block.options:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", block.options["torchrun"]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
+
+
+def environment() -> dict[str, str]:
+    """One thread per rank, no GPU, this tree's package."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def test_options_of_blocks_are_known() -> None:
+    assert {option for block in blocks("python") for option in block.options} <= {"torchrun", "after"}
+
+
+def test_commands_exist() -> None:
+    for block in blocks("bash"):
+        for word in block.code.split():
+            if word.startswith(("scripts/", "tests/", "examples/", "benchmarks/")):
+                assert (ROOT / word).exists(), f"{block.where}: {word} does not exist"
+    for path in DOCUMENTS:
+        for verb in re.findall(r"`(?:[\w./]*/)?shardwright (\w+)", path.read_text()):
+            assert verb in VERBS, f"{path.relative_to(ROOT)}: there is no `shardwright {verb}`"
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+            if not re.match(r"\w+:", target):
+                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target} does not exist"
+
+
+def test_named_scripts_and_folders_exist() -> None:
+    for path in DOCUMENTS:
+        for name in re.findall(r"`((?:scripts|docs|shardwright)/[\w./]+)`", path.read_text()):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)}: {name} does not exist"

@@ -1,0 +1,229 @@
+"""Guards over who imports whom. The table of levels is the one in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "shardwright"
+
+LEVELS = {
+    "utils": 0,
+    "spec": 0,
+    "_version": 0,
+    "cluster": 1,
+    "comm": 1,
+    "ops": 2,
+    "interface": 2,
+    "optim": 2,
+    "precision": 3,
+    "shardformer": 4,
+    "pipeline": 4,
+    "zero": 4,
+    "checkpoint": 4,
+    "plugins": 5,
+    "lazy": 5,
+    "booster": 6,
+    "cli": 7,
+}
+STRANGERS = ("shardformer", "pipeline", "zero", "checkpoint")  # of one level, and none may import another
+
+TRANSFORMERS_ALLOWED = (
+    "shardformer/hf_plan",
+    "shardformer/attention",
+    "shardformer/policies/",
+    "shardformer/modeling/",
+    "checkpoint/hf",
+    "testing/",
+    "cli/",
+)
+# File and why it may use private names of torch; each use states the version it was checked on.
+PRIVATE_TORCH_ALLOWED = {
+    "comm/compat": "names that changed between versions",
+    "zero/fsdp": "hooks of fully_shard",
+    "checkpoint/describe": "describing shards to the checkpoint format",
+    "cluster/launch": "the store of the fake backend, which has no public name",
+    "precision/policy": "the common base class of batch norms",
+    "utils/tensors": "pytree functions, which have no public name in torch 2.11",
+}
+HEAVY = ("transformers", "datasets", "deepspeed", "xformers", "flash_attn", "triton")
+
+
+class Import(NamedTuple):
+    """`module` is absolute and includes the imported name ("torch.nn.Linear"), since that may be a module too."""
+
+    file: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"shardwright/{self.file}:{self.line} imports {self.module}"
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def read_imports(path: Path) -> Iterator[Import]:
+    """All imports of a file, also those inside functions and those for types only, which are dependencies of the reader."""
+    file = path.relative_to(PACKAGE).as_posix()
+    package = ["shardwright", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (Import(file, node.lineno, f"{start}.{alias.name}") for alias in node.names)
+
+
+def room(file: str) -> str:
+    """Sub-package or top-level module that a file belongs to; "" for shardwright/__init__.py, which resolves names lazily."""
+    first = Path(file).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def starts_with(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+ALL = [found for path in sources() for found in read_imports(path)]
+
+
+def test_every_room_has_a_level() -> None:
+    rooms = {room(path.relative_to(PACKAGE).as_posix()) for path in sources()} - {"", "testing"}
+    assert rooms <= set(LEVELS), f"give a level to {sorted(rooms - set(LEVELS))} here and in docs/architecture.md"
+
+
+def test_imports_go_down_the_levels() -> None:
+    wrong = []
+    for found in ALL:
+        here = room(found.file)
+        if here in ("", "testing") or not starts_with(found.module, "shardwright"):
+            continue
+        there = found.module.removeprefix("shardwright").removeprefix(".").split(".")[0]
+        if there == here or there not in LEVELS:  # "testing" has its own test; a bare `import shardwright` is resolved lazily
+            continue
+        if LEVELS[there] > LEVELS[here] or (here in STRANGERS and there in STRANGERS):
+            wrong.append(f"{found} (level {LEVELS[here]} -> {LEVELS[there]})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_bare_import_of_the_package_is_only_in_the_command_line() -> None:
+    """Its names lead to every level, so importing it from below would hide an upward import."""
+    names = ("shardwright", "shardwright.launch", "shardwright.launch_from_torch", "shardwright.Booster")
+    wrong = [str(found) for found in ALL if found.module in names and room(found.file) not in ("", "cli", "testing")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_testing() -> None:
+    wrong = [str(found) for found in ALL if starts_with(found.module, "shardwright.testing") and room(found.file) != "testing"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_transformers_is_imported_only_where_models_are_handled() -> None:
+    wrong = [str(found) for found in ALL if starts_with(found.module, "transformers") and not found.file.startswith(TRANSFORMERS_ALLOWED)]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(dotted: str) -> bool:
+    """Whether a name of torch has a private part.
+
+    Names below torch.ops are operators, whose underscores say nothing about stability; torch._foreach_* is in torch's reference.
+    """
+    parts = dotted.split(".")
+    if parts[:2] == ["torch", "ops"] or dotted.startswith("torch._foreach_"):
+        return False
+    return any(part.startswith("_") and not part.endswith("__") for part in parts)
+
+
+def torch_names(path: Path) -> Iterator[Import]:
+    """Every name of torch that a file uses, by import or as an attribute of an import: `dist._x` is torch.distributed._x."""
+    file = path.relative_to(PACKAGE).as_posix()
+    tree = ast.parse(path.read_text())
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                aliases[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    yield from (found for found in read_imports(path) if starts_with(found.module, "torch"))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        parts, value = [node.attr], node.value
+        while isinstance(value, ast.Attribute):
+            parts.append(value.attr)
+            value = value.value
+        if isinstance(value, ast.Name) and starts_with(aliases.get(value.id, ""), "torch"):
+            yield Import(file, node.lineno, ".".join([aliases[value.id], *reversed(parts)]))
+
+
+def test_private_names_of_torch_are_kept_in_few_files() -> None:
+    wrong = {
+        str(found)
+        for path in sources()
+        for found in torch_names(path)
+        if is_private(found.module) and not found.file.startswith(tuple(PRIVATE_TORCH_ALLOWED))
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_nothing_unpickles() -> None:
+    """Only the rank processes of tests do, what their own parent wrote for them."""
+    modules = ("pickle", "cloudpickle", "dill", "shelve")
+    wrong = [str(found) for found in ALL if found.module.split(".")[0] in modules and room(found.file) != "testing"]
+    wrong += [str(found) for path in sources() for found in torch_names(path) if found.module == "torch.load"]
+    assert not wrong, "\n".join(wrong)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = f"""
+import json, sys
+import torch
+before = set(sys.modules)
+import shardwright
+print(json.dumps([name for name in {HEAVY!r} if name in sys.modules and name not in before]))
+"""
+    assert json.loads(run_python(code)) == []
+
+
+def test_names_are_resolved_when_first_used() -> None:
+    code = """
+import shardwright
+names = ("launch_from_torch", "Booster", "plugins")
+assert set(names) <= set(dir(shardwright)) and not set(names) & set(vars(shardwright))
+for name in names:
+    assert getattr(shardwright, name) is vars(shardwright)[name]
+"""
+    run_python(code)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import shardwright
+
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        shardwright.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_is_fast() -> None:
+    """What it adds to `import torch`; the best of three runs, because machines are busy with other things."""
+    code = "import torch, time; start = time.perf_counter(); import shardwright; print(time.perf_counter() - start)"
+    added = min(float(run_python(code)) for _ in range(3))
+    assert added < 1.5, f"import shardwright adds {added:.2f} s to import torch"

@@ -1,0 +1,150 @@
+"""Who this process is, and how it joins the job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cluster import environment
+from shardwright.cluster.config import load_config
+from shardwright.cluster.launch import get_default_parser, resolve_backend
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+import shardwright
+from shardwright.cluster import DistCoordinator
+shardwright.launch_from_torch(seed=3)
+shardwright.launch_from_torch(seed=5)  # idempotent: only seeds again
+drawn = torch.rand(1)
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+coordinator = DistCoordinator()
+with coordinator.priority_execution():
+    pass
+coordinator.block_all()
+if sys.argv[1:] == ["fail"] and coordinator.is_last_process():
+    raise KeyError("this rank failed first")
+if sys.argv[1:] == ["fail"]:
+    dist.all_reduce(total)
+print(f"RANK {dist.get_rank()} OF {dist.get_world_size()} {dist.get_backend()} {int(total)} {drawn.item():.6f}", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "OMPI_", "TORCHELASTIC_")
+    return {**{k: v for k, v in os.environ.items() if not k.startswith(launchers)}, **extra}
+
+
+def lines(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith("RANK"))
+
+
+def test_the_same_script_under_python_torchrun_and_slurm(script: str) -> None:
+    plain = subprocess.run([sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=100, check=True)
+    [alone] = lines(plain.stdout)
+    assert alone.startswith("RANK 0 OF 1 gloo 1")
+    drawn = alone.split()[-1]
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    torchrun = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100, check=True)
+    assert lines(torchrun.stdout) == [f"RANK {rank} OF 2 gloo 3 {drawn}" for rank in range(2)]
+
+    srun = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=clean_environment(
+                SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS="2", SLURM_JOB_ID=str(os.getpid()), SLURM_NODELIST="localhost"
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = "".join(process.communicate(timeout=100)[0] for process in srun)
+    assert [process.returncode for process in srun] == [0, 0]
+    assert lines(printed) == [f"RANK {rank} OF 2 gloo 3 {drawn}" for rank in range(2)]
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback_last(script: str) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, "fail"],
+            env=clean_environment(SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_JOB_ID=str(os.getpid() + 7), SLURM_NODELIST="localhost"),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert all(process.returncode != 0 for process in processes)
+    assert errors[1].strip().splitlines()[-1].removeprefix("[rank1]: ") == "KeyError: 'this rank failed first'"
+
+
+def test_identity_from_each_launcher() -> None:
+    torchrun = environment.detect({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert (torchrun.rank, torchrun.world_size, torchrun.local_rank, torchrun.host, torchrun.port) == (3, 8, 1, "a", 1)
+    srun = environment.detect({"SLURM_PROCID": "5", "SLURM_NPROCS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-09],x"})
+    assert (srun.rank, srun.world_size, srun.local_rank, srun.host, srun.port) == (5, 8, 1, "gpu07", 15000)
+    mpirun = environment.detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    assert (mpirun.rank, mpirun.world_size, mpirun.local_rank, mpirun.host) == (1, 2, 1, "127.0.0.1")
+    assert environment.detect({}).world_size == 1
+    with pytest.raises(ValueError, match="SLURM_PROCID"):
+        environment.from_slurm({})
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK"):
+        environment.from_openmpi({})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("gpu[003-006,9],cpu1", "gpu003"), ("a,b", "a"), ("n[1-2].example", "n1.example"), ("localhost", "localhost")]
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert environment.first_host(nodes) == host
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "fake"])
+def test_an_explicit_backend_is_honoured(backend: str) -> None:
+    assert resolve_backend(backend) == backend
+
+
+@pytest.mark.parametrize(("backend", "words"), [("glooo", "did you mean 'gloo'"), ("mpi", "'nccl', 'gloo'"), ("cuda:hccl", "'hccl'")])
+def test_an_unknown_backend_is_refused(backend: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        resolve_backend(backend)
+
+
+def test_config_forms(tmp_path: Path) -> None:
+    parallel = {"data": 1, "pipeline": 1, "tensor": {"size": 2, "mode": "1d"}}
+    assert load_config({"parallel": parallel}) == {"parallel": parallel}
+    path = tmp_path / "config.py"
+    path.write_text("import math\nparallel = dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d'))\n_private = 3\nclip = math.pi\n")
+    assert load_config(path) == {"parallel": parallel, "clip": 3.141592653589793}
+    assert load_config(None) == {}
+    bad: list[tuple[Any, str]] = [("missing.py", "existing Python file"), (3, "dict or the path"), ({"parallel": 4}, "must be a dict")]
+    for config, words in bad:
+        with pytest.raises(ValueError, match=words):
+            load_config(config)
+
+
+def test_the_default_parser_knows_what_launch_needs() -> None:
+    args = get_default_parser().parse_args(["--host", "h", "--port", "1", "--world_size", "2", "--rank", "1", "--config", "c.py"])
+    assert (args.host, args.port, args.world_size, args.rank, args.config, args.backend, args.local_rank) == (
+        "h",
+        1,
+        2,
+        1,
+        "c.py",
+        None,
+        None,
+    )
