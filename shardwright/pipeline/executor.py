@@ -174,6 +174,8 @@ class PipelineExecutor:
     grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch when they are
                   *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
     device        where batches are moved; None: where the model's parameters are
+    postpone_weights  see `PipelineRuntime`
+    after_step    called when all actions of a step are done
     loss_context  context in which a criterion computes the loss (sharded logits need one)
     """
 
@@ -188,6 +190,8 @@ class PipelineExecutor:
         reduce_grad: Callable[[int], None] | None = None,
         grad_factor: float = 1.0,
         device: torch.device | None = None,
+        postpone_weights: bool = True,
+        after_step: Callable[[], None] | None = None,
         loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.cut = cut
@@ -198,6 +202,7 @@ class PipelineExecutor:
         self._reduce_grad = reduce_grad
         self._device = device
         self._loss_context = loss_context
+        self._after_step = after_step
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step: _Step | None = None
         self.comm: PipeComm | None = None
@@ -213,6 +218,7 @@ class PipelineExecutor:
                 backward=self._backward,
                 backward_by_grad=self._backward_by_grad,
                 reduce_grad=reduce_grad,
+                postpone_weights=postpone_weights,
             )
 
     def execute(
@@ -242,6 +248,8 @@ class PipelineExecutor:
                 self._run_alone(step)
             else:
                 self._run_pipeline(self.runtime, step)
+            if self._after_step is not None:
+                self._after_step()
         finally:
             self._step = None
         if not self.cut.holds_last_stage:

@@ -86,6 +86,8 @@ class PipelineRuntime:
     backward          of the loss of a microbatch (a loss scaler goes here); default `loss.backward()`
     backward_by_grad  of the other stages; default `torch.autograd.backward`
     reduce_grad       called with the chunk when all its weight gradients of the step are complete
+    postpone_weights  whether W actions compute weight gradients. False computes them in I, for parameters that only autograd's own
+                      hooks can follow (FSDP2 frees and reduces what it gathered when backward has passed it)
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class PipelineRuntime:
         backward: Callable[[Tensor], None] | None = None,
         backward_by_grad: BackwardByGrad | None = None,
         reduce_grad: Callable[[int], None] | None = None,
+        postpone_weights: bool = True,
     ) -> None:
         if comm.size != placement.num_ranks:
             raise ValueError(f"the placement has {placement.num_ranks} ranks, the pipeline group {comm.size}")
@@ -111,6 +114,7 @@ class PipelineRuntime:
         self._backward = backward if backward is not None else torch.autograd.backward
         self._backward_by_grad = backward_by_grad if backward_by_grad is not None else torch.autograd.backward
         self._reduce_grad = reduce_grad
+        self._postpone_weights = postpone_weights
         self._weight_grads: WeightGradStore | None = None
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._run_forward,
@@ -141,7 +145,7 @@ class PipelineRuntime:
         if len(shape_keys) != count:
             raise ValueError(f"{len(shape_keys)} shape keys for a schedule of {count} microbatches; give one per microbatch")
         training = Kind.B in kinds or Kind.I in kinds
-        if Kind.I in kinds and self._weight_grads is None:
+        if Kind.I in kinds and self._postpone_weights and self._weight_grads is None:
             self._weight_grads = WeightGradStore()  # linears postpone only what runs forward while a store exists
         self._start_step(shape_keys, training, overlap)
         step = 0
@@ -237,8 +241,8 @@ class PipelineRuntime:
         self._backward_of(stage, microbatch, defer=True)
 
     def _run_weight_grad(self, stage: int, microbatch: int) -> None:
-        assert self._weight_grads is not None
-        self._weight_grads.run((stage, microbatch))
+        if self._weight_grads is not None:
+            self._weight_grads.run((stage, microbatch))
         self._num_live -= 1
 
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -19,19 +19,27 @@ class HybridModel(ModelWrapper):
     """This rank's part of the model.
 
     Without a pipeline it is called like the model itself; with one, `booster.execute_pipeline` runs it.
+
+    settle  completes what still changes the parameters (a gather under way); called before anybody but forward sees the module
     """
 
-    def __init__(self, module: nn.Module, executor: PipelineExecutor, policy: PrecisionPolicy, cast_inputs: bool) -> None:
+    def __init__(
+        self, module: nn.Module, executor: PipelineExecutor, policy: PrecisionPolicy, settle: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(module)
         self.executor = executor
         self._policy = policy
-        self._cast_inputs = cast_inputs
+        self._settle = settle
+
+    def unwrap(self) -> nn.Module:
+        if self._settle is not None:
+            self._settle()
+        return super().unwrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)
-        if self._cast_inputs:
-            args, kwargs = self._policy.cast_inputs((args, kwargs))
+        args, kwargs = self._policy.cast_inputs((args, kwargs))
         return self.module(*args, **kwargs)
 
     @property

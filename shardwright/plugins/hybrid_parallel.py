@@ -29,7 +29,7 @@ from ..shardformer.init import LazyWeights
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
-from ..zero.fsdp import FsdpOptimizer, shard_model
+from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
 from .config_form import flat_arguments
@@ -210,7 +210,7 @@ class HybridParallelPlugin(Plugin):
         tied = self._describe_tied(model, plan)
         wrapped = self._optimizer(model, optimizer, tied)
         executor = self._executor(cut, wrapped)
-        boosted = HybridModel(model, executor, self.policy, cast_inputs=True)
+        boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None))
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
     def _shard(self, model: nn.Module) -> nn.Module:
@@ -255,8 +255,10 @@ class HybridParallelPlugin(Plugin):
                 self.policy,
                 communication_dtype=options.communication_dtype,
                 cpu_offload=options.cpu_offload,
-                reshard_after_forward=self.pp_size == 1,  # microbatches of a pipeline follow each other too closely
+                reshard_after_forward=self.pp_size == 1,
             )
+            if self.pp_size > 1:
+                keep_gathered(model)
             if optimizer is None:
                 return None
             return FsdpOptimizer(
@@ -305,6 +307,8 @@ class HybridParallelPlugin(Plugin):
             loss_group=self.dp_group if self.dp_size > 1 else None,
             reduce_grad=_Reduction(optimizer, cut) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
+            postpone_weights=self.zero_stage < 3,
+            after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
             loss_context=partial(vocab_parallel_loss, marked=True),
         )
 

@@ -361,6 +361,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         if state:
             self.optim.state[segment.tensor] = state
 
+    def settle(self) -> None:
+        """Wait until the weights of the last step have reached this rank's parameters."""
+        self.gatherer.wait()
+
     def publish_masters(self) -> None:
         """Bring masters that were written to into the working parameters of all ranks. Collective over the sub-group."""
         self.gatherer.publish()

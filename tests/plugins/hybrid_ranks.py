@@ -66,9 +66,13 @@ def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
     return loss_of(outputs)
 
 
-@keep_float64()
 def run_layout(rank: int, world: int, layout: Layout) -> dict[str, Any]:
     """Train both sides in this process; raises where they differ. Returns what was compared."""
+    with keep_float64() if layout.dtype == "fp64" else nullcontext():
+        return _run(world, layout)
+
+
+def _run(world: int, layout: Layout) -> dict[str, Any]:
     settings = {"precision": "fp32", "max_norm": layout.max_norm, **layout.plugin}
     booster = Booster(plugin=HybridParallelPlugin(**settings))
     plugin = booster.plugin
@@ -80,7 +84,7 @@ def run_layout(rank: int, world: int, layout: Layout) -> dict[str, Any]:
     optimizer = adamw(model)
     model, optimizer, *_ = booster.boost(model, optimizer, criterion)
     assert optimizer is not None
-    replica = plugin.mesh.coordinate("dp")
+    replica, dtype = plugin.mesh.coordinate("dp"), DTYPES[layout.dtype]
     losses: list[float] = []
     expected: list[float] = []
     held: set[str] = set()
@@ -103,7 +107,7 @@ def run_layout(rank: int, world: int, layout: Layout) -> dict[str, Any]:
             reference,
             model,
             coordinate=plugin.mesh.coordinate,
-            losses=(expected, losses) if losses else None,
+            losses=(torch.tensor(expected, dtype=dtype), torch.tensor(losses, dtype=dtype)) if losses else None,
             gradients=gradients,
             weights=False,
         )
