@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     for example in examples:
         copied = meta_copy(model)
         try:
-            return _Surveyor(copied, units).run(lambda copied=copied, example=example: run_dry(copied, example))
+            return _Surveyor(copied, units).run(partial(run_dry, copied, example))
         except CutError:
             raise
         except Exception as error:  # the model's own code: anything can happen on a guessed batch
@@ -163,6 +164,7 @@ def _survey_in_place(model: nn.Module, units: list[Unit], example: Any) -> Surve
     training = {module: module.training for module in model.modules()}
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point() and not parameter.requires_grad]
+    weights = [(parameter, parameter.data) for parameter in model.parameters()]
     defaults = forward_defaults(model)
     try:
         for module in checkpointed:
@@ -171,12 +173,16 @@ def _survey_in_place(model: nn.Module, units: list[Unit], example: Any) -> Surve
             parameter.requires_grad_(True)
         model.eval()  # no dropout, no running statistics: the graph is the same
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _Surveyor(model, units).run(lambda: model(**{**defaults, **example}) if isinstance(example, dict) else model(*example))
+            call = partial(model, **{**defaults, **example}) if isinstance(example, dict) else partial(model, *example, **defaults)
+            return _Surveyor(model, units).run(call)
     finally:
         for module in checkpointed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
         for parameter in frozen:
             parameter.requires_grad_(False)
+        for parameter, weight in weights:  # some forwards cast their router's weights for good
+            if parameter.dtype != weight.dtype:
+                parameter.data = weight
         for module, mode in training.items():
             module.training = mode
 
