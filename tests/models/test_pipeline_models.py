@@ -8,11 +8,12 @@ from pipeline_cases import Case, run_cases
 from shardwright.pipeline.executor import PipelineSettings, cut_model
 from shardwright.testing import run_ranks, zoo
 
+pytestmark = pytest.mark.timeout(300)  # twenty seconds on two free cores
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
 
 
 def run(cases: list[Case], ranks: int = 2, dp: int = 1) -> None:
-    held = run_ranks(run_cases, ranks, cases, dp, timeout=100)
+    held = run_ranks(run_cases, ranks, cases, dp, timeout=240)
     for index, case in enumerate(cases):
         names = {name for name, _ in zoo.build(case.name).named_parameters()}
         assert set().union(*(rank[index] for rank in held)) == names, f"{case}: parameters that no rank holds"
