@@ -35,7 +35,7 @@ def gradients_match(name: str, criterion: Callable[..., torch.Tensor] | None, ba
         loss = outputs.loss if criterion is None else criterion(outputs, batch)
         loss.backward()
         found = executor.execute(iter([batch]), criterion, torch.optim.SGD(model.parameters(), lr=0.1), return_outputs=True)
-    assert abs(float(found["loss"]) - loss.item()) < 1e-12 * max(1.0, abs(float(loss)))
+    assert abs(float(found["loss"]) - loss.item()) < 1e-12 * max(1.0, abs(loss.item()))
     for (parameter_name, there), here in zip(reference.named_parameters(), model.parameters(), strict=True):
         assert (there.grad is None) == (here.grad is None), parameter_name
         if there.grad is not None:
