@@ -320,3 +320,18 @@ def test_settings_that_cannot_be_honoured_are_refused():
 def test_bad_configs(setting, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         ShardConfig(**setting)
+
+
+def seen_samples(rank: int, world_size: int) -> list[int]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    former = ShardFormer(ShardConfig(tensor_parallel_process_group=groups[rank % 2]))
+    assert ShardFormer.init_distributed().rank == rank
+    loader = former.shard_dataset(torch.arange(8), batch_size=2, shuffle=True, seed=3)
+    return [int(sample) for batch in loader for sample in batch]
+
+
+def test_ranks_of_a_group_see_the_same_samples():
+    first, second, third, fourth = run_ranks(seen_samples, 4)
+    assert first == third
+    assert second == fourth
+    assert sorted(first + second) == list(range(8))

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,19 @@ TOLERANCE = 1e-8  # some models cast to single precision in ways that keep_float
 FULLY = 0.75  # share of the parameters
 
 
-def verify(rank: int, world_size: int, model_type: str) -> dict[str, Any]:
+def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What one rank has to say about a model type."""
     logging.disable(logging.WARNING)
     try:
         with keep_float64():
-            reference = tiny.build(model_type)
+            reference = tiny.build(model_type, settings)
             batch = tiny.inputs(reference)
             torch.manual_seed(7)
             expected = reference(**batch).loss
             expected.backward()
     except Exception as error:
         return {"status": "not built", "why": _line(error)}
-    model = tiny.build(model_type)
+    model = tiny.build(model_type, settings)
     try:
         sharder = ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8))
         with keep_float64():
