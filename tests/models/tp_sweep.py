@@ -83,8 +83,9 @@ def run(model_type: str, timeout: float = 100) -> dict[str, Any]:
         results = run_ranks(verify, 2, model_type, timeout=timeout)
         result = next((one for one in results if one["status"] != "verified"), results[0])
     except RankError as error:
-        why = next((line for line in str(error).splitlines() if "did not end" in line or "Error" in line), str(error)[-160:])
-        result = {"status": "failed", "why": " ".join(why.split())[:160]}
+        late = time.monotonic() - started > timeout
+        why = next((line for line in str(error).splitlines() if "Error" in line), str(error)[:160])
+        result = {"status": "failed", "why": f"no result within {timeout:.0f} s" if late else " ".join(why.split())[:160]}
     return {"model_type": model_type, "seconds": round(time.monotonic() - started, 1), **result}
 
 
