@@ -48,6 +48,6 @@ def world_group_for_ddp() -> dist.ProcessGroup | None:
 def outputs_are_recorded() -> bool:
     """Whether a dispatch mode (selective checkpointing) may be keeping the outputs of ops, so that they must not be changed in place.
 
-    Checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`.
+    Checked on torch 2.13: `torch._C._len_torch_dispatch_stack`.
     """
     return torch._C._len_torch_dispatch_stack() > 0

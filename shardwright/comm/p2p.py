@@ -9,8 +9,9 @@ process, NCCL hangs.
 
 [Note: order]
 Messages carry no tags, which NCCL does not have: on every directed edge (source, destination) they are received in the order in which
-they are sent, and the caller posts both in the same order. A receive whose header is still to come cannot be posted,
-nor can those behind it; they queue up and are posted when the first of them is waited for.
+they are sent. NCCL may even run all transfers between two ranks, or all of a rank, one after the other. So the caller's
+order must be safe where every transfer blocks, which `pipeline.lowering` guarantees; then waiting for a header where
+the receive is posted, and for old sends before new ones, is safe too.
 
 [Note: who waits for sends]
 The communicator owns sends in flight: it keeps the data alive until the backend has read it. Finished sends are dropped as later
@@ -51,23 +52,22 @@ class _Headers:
 
 
 class Sent:
-    """A message on its way: its operations, the tensors they read, and whether its receiver may be late posting it.
+    """A message on its way: its operations and the tensors they read.
 
     The communicator owns it and waits for it in the end. Who learns in another way that the message has arrived, such as by the
     answer to it, calls `wait` to let go of the data at once.
     """
 
-    __slots__ = ("_tensors", "_works", "may_be_late")
+    __slots__ = ("_tensors", "_works")
 
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor], may_be_late: bool) -> None:
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
         self._works = works
         self._tensors = tensors
-        self.may_be_late = may_be_late
 
     @property
     def pending(self) -> bool:
         """Whether nobody has waited for it yet."""
-        return bool(self._tensors)
+        return bool(self._works)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -79,22 +79,17 @@ class Sent:
 
 
 class Receive:
-    """A message to come. Its owner calls `wait` once, where the data is needed."""
+    """A message to come. Its owner takes it once, where the data is needed, by `wait` or `wait_tensors`."""
 
-    __slots__ = ("_buffers", "_comm", "_works", "header", "key", "source")
+    __slots__ = ("_buffers", "_works", "header")
 
-    def __init__(self, comm: PipeComm, source: int, key: Hashable, header: Header | None) -> None:
-        self._comm = comm
-        self.source = source
-        self.key = key
+    def __init__(self, header: Header, buffers: list[Tensor], works: list[dist.Work]) -> None:
         self.header = header
-        self._buffers: list[Tensor] | None = None
-        self._works: list[dist.Work] = []
+        self._buffers = buffers
+        self._works = works
 
     def complete(self) -> None:
         """Wait until the data is here, and leave it where it is. On CUDA only the current stream waits."""
-        if self._buffers is None:
-            self._comm._post_until(self)
         for work in self._works:
             work.wait()
         self._works = []
@@ -102,14 +97,12 @@ class Receive:
     def wait_tensors(self) -> list[Tensor]:
         """The tensors of the message, none of which requires grad yet."""
         self.complete()
-        assert self._buffers is not None
         buffers, self._buffers = self._buffers, []
         return buffers
 
     def wait(self) -> Any:
         """The payload; tensors that require grad on the sending side do so here, as leaves."""
         tensors = self.wait_tensors()
-        assert self.header is not None
         for tensor, meta in zip(tensors, self.header.tensors, strict=True):
             if meta.requires_grad:
                 tensor.requires_grad_()
@@ -133,7 +126,6 @@ class PipeComm:
         self._sent_headers: dict[int, _Headers] = {}
         self._known_headers: dict[int, _Headers] = {}
         self._in_flight: dict[int, deque[Sent]] = {}
-        self._unposted: dict[int, deque[Receive]] = {}
 
     def isend(self, payload: Any, destination: int, key: Hashable) -> Sent:
         """Send `payload` to rank `destination`, which calls `irecv` with the same key.
@@ -152,7 +144,7 @@ class PipeComm:
         wire = [self._wire(tensor) for tensor in tensors]
         if known is None:
             headers.put(key, header)
-            return self._send(self._encode(header, key) + wire, destination, may_be_late=True)
+            return self._send(self._encode(header, key) + wire, destination)
         if known != header:
             raise ValueError(
                 f"the message {key!r} from pipeline rank {self.rank} to {destination} is not like the earlier ones of this key, so the "
@@ -160,36 +152,26 @@ class PipeComm:
                 "Microbatches of different shapes need different keys; after freezing or unfreezing parameters, or changing what stages "
                 "send, call forget_headers() on all ranks."
             )
-        return self._send(wire, destination, may_be_late=False)
+        return self._send(wire, destination)
 
     def irecv(self, source: int, key: Hashable) -> Receive:
-        """Receive the next message from rank `source`, which sends it with the same key."""
-        receive = Receive(self, source, key, None)
-        queue = self._unposted.get(source)
-        if queue is None:
-            queue = self._unposted[source] = deque()
-            self._known_headers[source] = _Headers()
-        if not queue:
-            receive.header = self._known_headers[source].get(key)
-        if receive.header is None:
-            queue.append(receive)
-        else:
-            self._post(receive)
-        return receive
+        """Receive the next message from rank `source`, which sends it with the same key. Only the first of a key blocks."""
+        headers = self._known_headers.get(source)
+        if headers is None:
+            headers = self._known_headers[source] = _Headers()
+        header = headers.get(key)
+        if header is None:
+            header = self._receive_header(source, key)
+            headers.put(key, header)
+        return self._post(header, source)
 
     def isend_tensors(self, tensors: Sequence[Tensor], destination: int) -> Sent:
         """Send bare tensors, whose shapes and dtypes the receiver knows."""
-        return self._send([self._wire(tensor) for tensor in tensors], destination, may_be_late=False)
+        return self._send([self._wire(tensor) for tensor in tensors], destination)
 
     def irecv_tensors(self, metas: Sequence[TensorMeta], source: int) -> Receive:
         """Receive bare tensors; take them with `wait_tensors`."""
-        receive = Receive(self, source, None, Header(("list", (("tensor",),) * len(metas)), tuple(metas)))
-        queue = self._unposted.get(source)
-        if queue:
-            queue.append(receive)
-        else:
-            self._post(receive)
-        return receive
+        return self._post(Header(("list", (("tensor",),) * len(metas)), tuple(metas)), source)
 
     def flush(self) -> None:
         """Wait for everything that has been sent. On CUDA only the current stream waits."""
@@ -200,51 +182,31 @@ class PipeComm:
     def discard(self) -> None:
         """Drop what is in flight after a failed step, without waiting. The communicator cannot be used afterwards."""
         self._in_flight.clear()
-        self._unposted.clear()
 
     def forget_headers(self) -> None:
         """Exchange headers anew. All ranks of the group must call it between the same messages."""
         self._sent_headers.clear()
-        self._known_headers = {source: _Headers() for source in self._unposted}
+        self._known_headers.clear()
 
     # Posting ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, tensors: list[Tensor], destination: int, may_be_late: bool) -> Sent:
+    def _send(self, tensors: list[Tensor], destination: int) -> Sent:
         in_flight = self._in_flight.get(destination)
         if in_flight is None:
             in_flight = self._in_flight[destination] = deque()
-        self._drop_finished(in_flight)
+        while in_flight and (in_flight[0].is_completed() if self._completion_is_known else not in_flight[0].pending):
+            in_flight.popleft()
+        while not self._completion_is_known and len(in_flight) >= self._max_in_flight:
+            in_flight.popleft().wait()
         works = [dist.isend(tensor, group=self.group, group_dst=destination) for tensor in tensors if tensor.numel() > 0]
-        sent = Sent([work for work in works if work is not None], tensors, may_be_late)
+        sent = Sent([work for work in works if work is not None], tensors)
         in_flight.append(sent)
         return sent
 
-    def _drop_finished(self, in_flight: deque[Sent]) -> None:
-        while in_flight and (in_flight[0].is_completed() if self._completion_is_known else not in_flight[0].pending):
-            in_flight.popleft()
-        if not self._completion_is_known:
-            # A receiver that awaits a header posts late, possibly after something that this rank has yet to send.
-            while len(in_flight) >= self._max_in_flight and not in_flight[0].may_be_late:
-                in_flight.popleft().wait()
-
-    def _post(self, receive: Receive) -> None:
-        assert receive.header is not None
-        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in receive.header.tensors]
-        works = [dist.irecv(self._wire(buffer), group=self.group, group_src=receive.source) for buffer in buffers if buffer.numel() > 0]
-        receive._buffers = buffers
-        receive._works = [work for work in works if work is not None]
-
-    def _post_until(self, receive: Receive) -> None:
-        """Post what is queued from this source, up to `receive`, waiting for headers on the way."""
-        queue, headers = self._unposted[receive.source], self._known_headers[receive.source]
-        while receive._buffers is None:
-            first = queue.popleft()
-            if first.header is None:
-                first.header = headers.get(first.key)
-            if first.header is None:
-                first.header = self._receive_header(first)
-                headers.put(first.key, first.header)
-            self._post(first)
+    def _post(self, header: Header, source: int) -> Receive:
+        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in header.tensors]
+        works = [dist.irecv(self._wire(buffer), group=self.group, group_src=source) for buffer in buffers if buffer.numel() > 0]
+        return Receive(header, buffers, [work for work in works if work is not None])
 
     # Headers ---------------------------------------------------------------------------------------------------------
 
@@ -254,17 +216,17 @@ class PipeComm:
         lengths = torch.tensor([len(head), len(name)], dtype=torch.int64, device=self.device)
         return [lengths, torch.frombuffer(bytearray(head + name), dtype=torch.uint8).to(self.device)]
 
-    def _receive_header(self, receive: Receive) -> Header:
+    def _receive_header(self, source: int, key: Hashable) -> Header:
         lengths = torch.empty(2, dtype=torch.int64, device=self.device)
-        dist.recv(lengths, group=self.group, group_src=receive.source)
+        dist.recv(lengths, group=self.group, group_src=source)
         head, name = lengths.tolist()
         data = torch.empty(head + name, dtype=torch.uint8, device=self.device)
-        dist.recv(data, group=self.group, group_src=receive.source)
+        dist.recv(data, group=self.group, group_src=source)
         raw = bytes(data.tolist())
-        if raw[head:] != repr(receive.key).encode():
+        if raw[head:] != repr(key).encode():
             raise RuntimeError(
-                f"pipeline rank {self.rank} expects the message {receive.key!r} from rank {receive.source}, which sends "
-                f"{raw[head:].decode()}: the ranks do not run the same schedule, or have different microbatch shapes"
+                f"pipeline rank {self.rank} expects the message {key!r} from rank {source}, which sends {raw[head:].decode()}: "
+                "the ranks do not run the same schedule, or do not agree on the shapes of microbatches"
             )
         return Header.from_bytes(raw[:head])
 

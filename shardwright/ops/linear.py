@@ -13,16 +13,16 @@ Shapes, with T tokens in any number of leading dims, n the size of the group:
 dx of a column linear is a partial sum, to be all-reduced. q, k and v read the same x; gate and up do. Reducing each dx would send three
 times what one reduction of the sum sends, so all column linears called on the *same tensor object* take it through one shared node:
 
-    x -> Open(x, W_first) -> x1 -> Launch -> x2 -> linear(x2, w1)     first caller, w1 is W_first passed through Open
-                    |                       |---> linear(x2, W)       every later caller
-                    `-> w1
+    (x1, w1) = Open(x, W_first)
+    y_first  = linear(x1, w1)           the first caller
+    y_other  = linear(x1, W_other)      every later caller
 
-Autograd itself counts the users of x2: Launch runs when dx of all of them has been summed, however many they are and whichever of them the
-loss depends on, and starts the all-reduce. Open depends on Launch and on the gradient of w1; the first caller's backward has left
-(x, dy) for it instead of computing dW, so Open computes dW = dy^T x while the collective is in flight, waits and returns both. Everything
-reaches autograd as ordinary gradients: accumulation hooks fire, `torch.autograd.grad` works, nothing depends on the engine's order of
-execution. x knows x2 by a weak reference that the first caller's node keeps alive, so nothing outlives the graph, and x2 is not used again
-once x was modified in place.
+Autograd itself counts the users of x1: the backward of Open runs when dx of all of them has been summed, however many they are and
+whichever of them the loss depends on. It starts the all-reduce of the sum. The first caller's backward has left (x, dy) for it instead of
+computing dW, so Open computes that dW = dy^T x while the collective is in flight, waits, and returns both. Everything reaches autograd as
+ordinary gradients: accumulation hooks fire, `torch.autograd.grad` works, nothing depends on the engine's order of execution. x knows
+x1 by a weak reference that the first caller's node keeps alive, so nothing outlives the graph, and x1 is not used again once x was
+modified in place.
 
 Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes projections that a
 cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not depend on one of them; a
@@ -40,9 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwright.comm.collectives import all_reduce_async
 from shardwright.comm.compat import outputs_are_recorded
-from shardwright.comm.handle import Handle
 
 from .collective import reduce_from_group, reduce_scatter_to_group
 from .weight_grad import active_store, deferral_possible
@@ -66,10 +64,9 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.Pr
         return _linear(shared, weight, bias, weight, transposed)
     link = _Link(group)
     opened, first_weight = _Open.apply(x, weight, link, transposed)
-    launched = _Launch.apply(opened, link)
-    y = _linear(launched, first_weight, bias, weight, transposed, link)
-    cast(Any, y.grad_fn).launched = launched  # kept for as long as the graph
-    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(weakref.ref(launched), x._version)})
+    y = _linear(opened, first_weight, bias, weight, transposed, link)
+    cast(Any, y.grad_fn).opened = opened  # kept for as long as the graph
+    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(weakref.ref(opened), x._version)})
     return y
 
 
@@ -116,22 +113,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed:
 
 
 class _Link:
-    """What the nodes of one shared input tell each other during a backward."""
+    """What the first caller's backward leaves for that of `_Open`: x [T, I] and dy [T, O]."""
+
+    __slots__ = ("group", "operands")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.reduction: Handle[Tensor] | None = None
-        self.operands: tuple[Tensor, Tensor] | None = None  # x [T, I] and dy [T, O] of the first caller
+        self.operands: tuple[Tensor, Tensor] | None = None
 
 
 class _Shared(NamedTuple):
-    launched: weakref.ref[Tensor]  # x2 of the note
+    opened: weakref.ref[Tensor]  # x1 of the note
     version: int  # of x when it was shared
 
 
 def _shared_input(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
     shared: _Shared | None = getattr(x, _SHARED, {}).get(group)
-    return shared.launched() if shared is not None and shared.version == x._version else None
+    return shared.opened() if shared is not None and shared.version == x._version else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None = None) -> Tensor:
@@ -143,15 +141,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, trans
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _Linear.apply(x, weight, bias, _Owner(param, bias), transposed, link)
-
-
-class _Owner:
-    """Carries the parameter objects past autograd, which would hand tensors back as aliases."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight if isinstance(weight, Parameter) else None
-        self.bias = bias if isinstance(bias, Parameter) else None
+    # The parameters travel in a tuple, past autograd, which would hand them back as aliases.
+    return _Linear.apply(x, weight, bias, (param, bias), transposed, link)
 
 
 def _weight_grad(x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
@@ -160,40 +151,43 @@ def _weight_grad(x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: _Owner, transposed: bool, link: _Link | None) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.x_shape = x.shape
-        ctx.owner, ctx.transposed, ctx.link = owner, transposed, link
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, params: tuple[Tensor, Tensor | None], transposed: bool, link: _Link | None
+    ) -> Tensor:
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.x_shape, ctx.params, ctx.transposed, ctx.link = x.shape, params, transposed, link
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        transposed, owner, store = ctx.transposed, ctx.owner, active_store()
+        transposed, (param, bias), store = ctx.transposed, ctx.params, active_store()
         dx = dw = db = None
         flat_dy = dy.reshape(-1, dy.shape[-1])
         if need_x:
             dx = flat_dy.mm(weight.t() if transposed else weight).view(ctx.x_shape)
         if need_weight:
             flat_x = x.reshape(-1, x.shape[-1])
-            if store is not None and owner.weight is not None:
-                store.put(owner.weight, lambda: _weight_grad(flat_x, flat_dy, transposed))
+            if store is not None and isinstance(param, Parameter):
+                store.put(param, lambda: _weight_grad(flat_x, flat_dy, transposed))
             elif ctx.link is not None:
                 ctx.link.operands = (flat_x, flat_dy)
-                dw = weight.new_empty(()).expand(weight.shape)  # stands in for dW, which _Open computes
+                # Stands in for dW, which _Open computes.
+                dw = x.new_empty(()).expand((x.shape[-1], dy.shape[-1]) if transposed else (dy.shape[-1], x.shape[-1]))
             else:
                 dw = _weight_grad(flat_x, flat_dy, transposed)
         if need_bias:
-            if store is not None and owner.bias is not None:
-                store.put(owner.bias, lambda: flat_dy.sum(0))
+            if store is not None and isinstance(bias, Parameter):
+                store.put(bias, lambda: flat_dy.sum(0))
             else:
                 db = flat_dy.sum(0)
         return dx, dw, db, None, None, None
 
 
 class _Open(torch.autograd.Function):
-    """forward (x, W) -> (x, W);  backward: dW while dx is on its way, then dx."""
+    """forward (x, W) -> (x, W);  backward: sum dx over the ranks, computing dW meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, link: _Link, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -206,31 +200,18 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
-        link = ctx.link
+        link, reduction = ctx.link, None
+        if dx is not None:
+            # Only linears use x1, and the gradients of linears are fresh matrices or fresh sums of them: reducing in place is safe.
+            dx = dx.contiguous()
+            reduction = dist.all_reduce(dx, group=link.group, async_op=True)
         if dw is not None and link.operands is not None:
             x, dy = link.operands
             dw = _weight_grad(x, dy, ctx.transposed)
         link.operands = None
-        if link.reduction is not None:
-            dx = link.reduction.wait()
-            link.reduction = None
+        if reduction is not None:
+            reduction.wait()
         return dx, dw, None, None
-
-
-class _Launch(torch.autograd.Function):
-    """forward x -> x;  backward: start summing dx over the ranks. The gradient that it returns is complete once `_Open` has waited."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
-        ctx.link = link
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        # Only linears use x2, and the gradients of linears are fresh matrices or fresh sums of them: reducing in place is safe.
-        dx = dx.contiguous()
-        ctx.link.reduction = all_reduce_async(dx, ctx.link.group)
-        return dx, None
 
 
 class _ReduceFresh(torch.autograd.Function):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from .cross_entropy import vocab_cross_entropy
 from .vocab_shard import VocabShard
@@ -78,11 +78,16 @@ def vocab_shard_of(tensor: Tensor) -> VocabShard | None:
 
 
 @contextmanager
-def vocab_parallel_loss() -> Iterator[None]:
-    """Around a model's forward: losses on marked logits are computed over the whole vocabulary."""
+def vocab_parallel_loss(*, marked: bool = False) -> Iterator[None]:
+    """Around a model's forward: losses on marked logits are computed over the whole vocabulary.
+
+    marked  the logits were marked before (a criterion on a model's outputs): the mode is entered at once
+    """
     scope = _Scope()
     _scopes.append(scope)
     try:
+        if marked:
+            scope.enter()
         yield
     finally:
         scope.leave()
@@ -116,7 +121,7 @@ class _VocabMode(TorchFunctionMode):
             return func(*args, **kwargs)
         mark: _Mark = getattr(logits, _MARK)
         if func is F.cross_entropy:
-            return _cross_entropy(*args, **kwargs)
+            return sharded_cross_entropy(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "float" and logits.dtype in (torch.float16, torch.bfloat16):
             return _hand_on(logits.view_as(logits), mark._replace(promote=True))
@@ -202,7 +207,7 @@ def _runs_over(mark: _Mark, ndim: int, args: Sequence[Any], kwargs: dict[str, An
     return any(one % ndim == mark.dim for one in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
-def _cross_entropy(
+def sharded_cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -212,7 +217,14 @@ def _cross_entropy(
     reduction: Any = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy` with the signature of torch on marked logits [C], [N, C] or [N, C, d1, ...]."""
+    """`F.cross_entropy` with the signature of torch on marked logits [C], [N, C] or [N, C, d1, ...].
+
+    Torch function modes outside of this one see it as a function of its own, as they would see `F.cross_entropy`.
+    """
+    if has_torch_function_variadic(input, target):
+        arguments = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        result: Tensor = handle_torch_function(sharded_cross_entropy, (input, target), input, target, *arguments)
+        return result
     mark: _Mark = getattr(input, _MARK)
     if weight is not None:
         raise _unsupported("cross_entropy(weight=...)", mark)

@@ -34,7 +34,9 @@ class _MadeUpValues(TorchDispatchMode):
             if func is _aten.nonzero.default:
                 return _nonzero(first)
             if func is _aten.index.Tensor and any(mask is not None and mask.dtype == torch.bool for mask in args[1]):
-                indices = [i for mask in args[1] for i in (_nonzero(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))]
+                indices = [
+                    i for mask in args[1] for i in (_nonzero(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))
+                ]
                 return func(first, indices)
             if func is _aten.unique_consecutive.default:
                 return first.new_empty(1), first.new_empty(0, dtype=torch.long), first.new_empty(0, dtype=torch.long)

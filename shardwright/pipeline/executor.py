@@ -1,14 +1,14 @@
 """`execute_pipeline`: one batch in, the loss of the global batch out, through whatever stages this rank holds.
 
-    pipeline = cut_model(model, settings, rank, num_ranks)       every rank, no communication: stages, tied groups
-    executor = PipelineExecutor(pipeline, settings, ...groups)   messages and runtime
-    result = executor.execute(data_iter, criterion, optimizer, return_loss=True, return_outputs=False)
+pipeline = cut_model(model, settings, rank, num_ranks)       every rank, no communication: stages, tied groups
+executor = PipelineExecutor(pipeline, settings, ...groups)   messages and runtime
+result = executor.execute(data_iter, criterion, optimizer, return_loss=True, return_outputs=False)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..comm.p2p import PipeComm
 from ..utils.tensors import map_tensors, to_device
 from . import schedules
 from .checkpointing import PipelineGradientCheckpointConfig
-from .layer_chain import find_units
+from .layer_chain import Unit, find_units
 from .loss_weight import GlobalLoss
 from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
@@ -29,7 +29,7 @@ from .placement import Placement
 from .runtime import PipelineRuntime
 from .schedules import Schedule
 from .stage import Payload, StagedModel
-from .survey import survey_model
+from .survey import Survey, survey_model
 from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
 
 
@@ -174,6 +174,9 @@ class PipelineExecutor:
     grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch when they are
                   *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
     device        where batches are moved; None: where the model's parameters are
+    postpone_weights  see `PipelineRuntime`
+    after_step    called when all actions of a step are done
+    loss_context  context in which a criterion computes the loss (sharded logits need one)
     """
 
     def __init__(
@@ -187,6 +190,9 @@ class PipelineExecutor:
         reduce_grad: Callable[[int], None] | None = None,
         grad_factor: float = 1.0,
         device: torch.device | None = None,
+        postpone_weights: bool = True,
+        after_step: Callable[[], None] | None = None,
+        loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.cut = cut
         self.settings = settings
@@ -195,6 +201,8 @@ class PipelineExecutor:
         self._tied_process_groups = dict(tied_process_groups or {})
         self._reduce_grad = reduce_grad
         self._device = device
+        self._loss_context = loss_context
+        self._after_step = after_step
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step: _Step | None = None
         self.comm: PipeComm | None = None
@@ -210,6 +218,7 @@ class PipelineExecutor:
                 backward=self._backward,
                 backward_by_grad=self._backward_by_grad,
                 reduce_grad=reduce_grad,
+                postpone_weights=postpone_weights,
             )
 
     def execute(
@@ -239,6 +248,8 @@ class PipelineExecutor:
                 self._run_alone(step)
             else:
                 self._run_pipeline(self.runtime, step)
+            if self._after_step is not None:
+                self._after_step()
         finally:
             self._step = None
         if not self.cut.holds_last_stage:
@@ -255,10 +266,17 @@ class PipelineExecutor:
             for index in range(len(step.microbatches)):
                 loss = self.forward(0, None, index)
                 if step.training:
-                    self._backward(loss)
+                    with self._accumulating(step.optimizer, last=index == len(step.microbatches) - 1):
+                        self._backward(loss)
                 del loss
         if step.training and self._reduce_grad is not None:
             self._reduce_grad(0)
+
+    @staticmethod
+    def _accumulating(optimizer: Any, last: bool) -> AbstractContextManager[Any]:
+        """Where an optimizer reduces gradients during backward, only the last microbatch's backward does."""
+        no_sync = None if last else getattr(optimizer, "no_sync", None)
+        return nullcontext() if no_sync is None else no_sync()
 
     def _run_pipeline(self, runtime: PipelineRuntime, step: _Step) -> None:
         if not self.settings.enable_metadata_cache:
@@ -287,7 +305,8 @@ class PipelineExecutor:
             return payload
         part = None
         if step.training or step.want_loss:
-            part = step.loss.contribution(index, output)
+            with self._loss_context():
+                part = step.loss.contribution(index, output)
             part = part if self.grad_factor == 1.0 else part * self.grad_factor
         if step.want_outputs:
             step.outputs[index] = map_tensors(torch.Tensor.detach, output)
@@ -342,7 +361,9 @@ class _Step:
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
         return [
-            tuple((str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor))
+            tuple(
+                (str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor)
+            )
             for microbatch in self.microbatches
         ]
 

@@ -105,5 +105,7 @@ def _encoder_name(model: nn.Module, list_name: str) -> str:
             return name
     owner = list_name.rpartition(".")[0]
     if not owner:
-        raise ValueError(f"the encoder's layers {list_name!r} of {type(model).__name__} belong to no encoder module, so no cut behind it exists")
+        raise ValueError(
+            f"the encoder's layers {list_name!r} of {type(model).__name__} belong to no encoder module, so no cut behind it exists"
+        )
     return owner

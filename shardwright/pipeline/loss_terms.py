@@ -26,12 +26,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..ops.vocab_mode import sharded_cross_entropy
 from .microbatch import items_of
 
 _SIGNATURES = {
     function: inspect.signature(function)
     for function in (
         F.cross_entropy,
+        sharded_cross_entropy,
         F.nll_loss,
         F.mse_loss,
         F.l1_loss,
@@ -41,10 +43,12 @@ _SIGNATURES = {
         F.binary_cross_entropy_with_logits,
     )
 }
-_BY_CLASS = (F.cross_entropy, F.nll_loss)  # their targets are class indices, with an ignore index
+_BY_CLASS = (F.cross_entropy, sharded_cross_entropy, F.nll_loss)  # their targets are class indices, with an ignore index
 # What keeps a linear function of the terms linear, by the name of the torch function.
 _SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__", "__rsub__", "stack", "cat"})
-_PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "true_divide", "__truediv__", "__itruediv__", "__div__"})
+_PRODUCTS = frozenset(
+    {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "true_divide", "__truediv__", "__itruediv__", "__div__"}
+)
 _SAME = frozenset(
     "to float double half bfloat16 type type_as sum mean squeeze unsqueeze view reshape clone contiguous neg __neg__ detach flatten cpu cuda".split()
 )
@@ -132,7 +136,9 @@ class TermWatcher(TorchFunctionMode):
         if not tensors:
             return
         name = getattr(func, "__name__", "")
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+        in_place = (
+            name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+        )
         known = all(id(tensor) in self._recipes for tensor in tensors)
         if in_place and isinstance(args[0], torch.Tensor):
             self._change(func, args, kwargs, known)

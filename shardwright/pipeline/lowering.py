@@ -1,16 +1,17 @@
 """From compute-only schedules to what the runtime executes: SEND, RECV and REDUCE are derived, never written by hand.
 
 [Note: why lowered schedules cannot deadlock]
-Simulate all ranks. Every transfer has a time: the end of the action that produced the data. Sort all transfers by this
-time, and place their SEND and RECV so that on every rank the transfers stand in this one global order.
+Simulate all ranks. Every transfer has a time: the end of the action that produced the data. SEND stands right after this action, and RECV
 
-  * Blocking transfers (`overlap=False`): RECV stands after the actions that start before the time of the transfer and before
-    all others. Compute actions (by start) and transfers (by time) then form one global order, of which every rank's list is
-    a part. So even if SEND blocks until the receiver has arrived at RECV, as rendezvous protocols do, the first entry of
-    the global order that has not run can always run.
-  * Asynchronous transfers (`overlap=True`): RECV moves before the action that the receiver is busy with at the time of the
-    transfer, so that the data arrives while it computes; it is waited for only by the action that needs it. The
-    order of transfers is unchanged, so it stays safe where all transfers of a rank share one queue, as on an NCCL communicator.
+    overlap=False  after the actions of the receiver that start before this time, so before its next one
+    overlap=True   after the actions of the receiver that end by this time, so before the one it is then busy with: the data arrives
+                   while it computes, and is waited for only by the action that needs it
+
+In both cases there is one global order of which every rank's list is a part: transfers by their time, and compute actions by
+their start (without overlap) or their end (with it). The action that produced the data comes before the transfer in this order, and the one
+that needs it after. So whatever blocks, the first entry of the global order that has not run can always run: even where
+SEND blocks until the receiver stands at RECV, as rendezvous protocols do, or where all transfers of a rank share one
+queue, as on an NCCL communicator.
 
 Results are the same either way: the order of the compute actions is.
 """

@@ -16,7 +16,16 @@ from typing import Any
 import torch
 
 # Names that hold one row per sample in every model, in the order in which they are asked for B.
-_SAMPLE_NAMES = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values", "labels", "attention_mask")
+_SAMPLE_NAMES = (
+    "input_ids",
+    "inputs_embeds",
+    "decoder_input_ids",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "labels",
+    "attention_mask",
+)
 # Per-batch bookkeeping of transformers that is never one row per sample.
 _WHOLE_NAMES = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 
@@ -96,7 +105,11 @@ def microbatch_sizes(samples: int, num_microbatches: int | None = None, microbat
 
 
 def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Batch]:
-    """The microbatches of `batch`, of the batch's own type, as views of its tensors."""
+    """The microbatches of `batch`, of the batch's own type.
+
+    Sliced tensors are copies: some models write to their inputs, and writing to one of several views of a tensor would make autograd
+    reject what it has saved of the others.
+    """
     samples = batch_size(batch)
     dims = {key: batch_dim(key, value, samples) for key, value in items_of(batch)}
     microbatches, start = [], 0
@@ -104,7 +117,7 @@ def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_si
         entries = {}
         for key, value in items_of(batch):
             dim = dims[key]
-            entries[key] = value if dim is None else value.narrow(dim, start, size)
+            entries[key] = value if dim is None else value.narrow(dim, start, size).clone()
         microbatches.append(_like(batch, entries))
         start += size
     return microbatches
@@ -135,7 +148,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collecti
         return _merge_tensors(outputs, sizes)
     if isinstance(first, Mapping):
         merged = {
-            key: torch.stack([output[key] for output in outputs]).sum() if key in summed else merge_outputs([o[key] for o in outputs], sizes)
+            key: torch.stack([output[key] for output in outputs]).sum()
+            if key in summed
+            else merge_outputs([o[key] for o in outputs], sizes)
             for key in first
         }
         return type(first)(**merged) if type(first) is not dict else merged
@@ -149,7 +164,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collecti
 def _merge_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
     if tensors[0].dim() == 0:
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        return sum((tensor * weight.item() for tensor, weight in zip(tensors[1:], weights[1:], strict=True)), tensors[0] * weights[0].item())
+        return sum(
+            (tensor * weight.item() for tensor, weight in zip(tensors[1:], weights[1:], strict=True)), tensors[0] * weights[0].item()
+        )
     dims = [dim for dim in range(tensors[0].dim()) if all(t.dim() > dim and t.shape[dim] == s for t, s in zip(tensors, sizes, strict=True))]
     for dim in dims:
         shapes = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}

@@ -86,6 +86,8 @@ class PipelineRuntime:
     backward          of the loss of a microbatch (a loss scaler goes here); default `loss.backward()`
     backward_by_grad  of the other stages; default `torch.autograd.backward`
     reduce_grad       called with the chunk when all its weight gradients of the step are complete
+    postpone_weights  whether W actions compute weight gradients. False computes them in I, for parameters that only autograd's own
+                      hooks can follow (FSDP2 frees and reduces what it gathered when backward has passed it)
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class PipelineRuntime:
         backward: Callable[[Tensor], None] | None = None,
         backward_by_grad: BackwardByGrad | None = None,
         reduce_grad: Callable[[int], None] | None = None,
+        postpone_weights: bool = True,
     ) -> None:
         if comm.size != placement.num_ranks:
             raise ValueError(f"the placement has {placement.num_ranks} ranks, the pipeline group {comm.size}")
@@ -111,6 +114,7 @@ class PipelineRuntime:
         self._backward = backward if backward is not None else torch.autograd.backward
         self._backward_by_grad = backward_by_grad if backward_by_grad is not None else torch.autograd.backward
         self._reduce_grad = reduce_grad
+        self._postpone_weights = postpone_weights
         self._weight_grads: WeightGradStore | None = None
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._run_forward,
@@ -141,7 +145,7 @@ class PipelineRuntime:
         if len(shape_keys) != count:
             raise ValueError(f"{len(shape_keys)} shape keys for a schedule of {count} microbatches; give one per microbatch")
         training = Kind.B in kinds or Kind.I in kinds
-        if Kind.I in kinds and self._weight_grads is None:
+        if Kind.I in kinds and self._postpone_weights and self._weight_grads is None:
             self._weight_grads = WeightGradStore()  # linears postpone only what runs forward while a store exists
         self._start_step(shape_keys, training, overlap)
         step = 0
@@ -167,6 +171,21 @@ class PipelineRuntime:
         self._start_step((), False, False)
         return result
 
+    def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
+        self._shape_keys = shape_keys
+        self._training = training
+        self._overlap = overlap
+        self._losses: list[Tensor] = []
+        self._num_live = self._peak_live = 0
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._receives: dict[tuple[Kind, int, int], Receive] = {}
+        self._sent: dict[tuple[int, int], Sent] = {}
+        self._outgoing: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
+        self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
+        # Between two chunks of this rank nothing is sent: the turn of a V.
+        self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
+        self._handed_back: dict[tuple[int, int], list[Tensor]] = {}
+
     # Compute ---------------------------------------------------------------------------------------------------------
 
     def _run_forward(self, stage: int, microbatch: int) -> None:
@@ -177,9 +196,7 @@ class PipelineRuntime:
                 header, tensors = self._handed_over.pop((stage, microbatch))
             else:
                 receive = self._receives.pop((Kind.F, stage, microbatch))
-                tensors = receive.wait_tensors()
-                assert receive.header is not None
-                header = receive.header
+                header, tensors = receive.header, receive.wait_tensors()
             leaves = [t.requires_grad_() for t, meta in zip(tensors, header.tensors, strict=True) if meta.requires_grad]
             received = put_together(header, tensors)
             del tensors
@@ -224,8 +241,8 @@ class PipelineRuntime:
         self._backward_of(stage, microbatch, defer=True)
 
     def _run_weight_grad(self, stage: int, microbatch: int) -> None:
-        assert self._weight_grads is not None
-        self._weight_grads.run((stage, microbatch))
+        if self._weight_grads is not None:
+            self._weight_grads.run((stage, microbatch))
         self._num_live -= 1
 
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
@@ -288,23 +305,7 @@ class PipelineRuntime:
             receive.complete()
         self._receives[key] = receive
 
-    # Life of a step --------------------------------------------------------------------------------------------------
-
-    def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
-        self._shape_keys = shape_keys
-        self._training = training
-        self._overlap = overlap
-        self._losses: list[Tensor] = []
-        self._num_live: int = 0
-        self._peak_live: int = 0
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._receives: dict[tuple[Kind, int, int], Receive] = {}
-        self._sent: dict[tuple[int, int], Sent] = {}
-        self._outgoing: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
-        self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
-        # Between two chunks of this rank nothing is sent: the turn of a V.
-        self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
-        self._handed_back: dict[tuple[int, int], list[Tensor]] = {}
+    # Failure ---------------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
         """Let go of everything, so that the error does not keep activations alive."""

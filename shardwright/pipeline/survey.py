@@ -31,6 +31,7 @@ class Template:
 
     spec: pytree.TreeSpec
     others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
+    written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
 
     def tensors(self, output: Any, name: str) -> list[torch.Tensor]:
         """The tensors of `output`, which must have this structure."""
@@ -46,7 +47,8 @@ class Template:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        remaining = iter(tensors)
+        """The output again. Received tensors are leaves, which autograd lets nobody write to: those that the model writes to are copied."""
+        remaining = iter(tensor.clone() if written else tensor for tensor, written in zip(tensors, self.written, strict=True))
         return pytree.tree_unflatten([next(remaining) if other is TENSOR else other for other in self.others], self.spec)
 
     @property
@@ -187,7 +189,8 @@ class _Surveyor:
     units: list[Unit]
     order: list[int] = field(default_factory=list)
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    templates: dict[int, Template] = field(default_factory=dict)
+    passed_on: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    others: dict[int, tuple[pytree.TreeSpec, tuple[Any, ...]]] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # id of a fresh leaf -> unit
     keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
     produced: dict[Any, set[str]] = field(default_factory=dict)  # autograd node -> modules outside that returned its tensor
@@ -229,9 +232,11 @@ class _Surveyor:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             self.order.append(index)
             leaves, spec = pytree.tree_flatten(output)
-            self.templates[index] = Template(spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
+            self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
             self.outputs[index] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return pytree.tree_map_only(torch.Tensor, lambda tensor: self._fresh(tensor, index), output)
+            self.passed_on[index] = [self._fresh(tensor, index) for tensor in self.outputs[index]]
+            remaining = iter(self.passed_on[index])
+            return pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), output)
 
         return hook
 
@@ -241,18 +246,29 @@ class _Surveyor:
             leaf.requires_grad_(True)
             self.leaves[id(leaf)] = index
             self.keep.append(leaf)
-        return leaf
+        return leaf.clone()  # which the model may write to
 
-    def _outside_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def _outside_hook(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
             self.ran.add(name)
             if not self.order:
                 self.early.add(name)
-            nodes = [leaf.grad_fn for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)]
-            for node in filter(None, nodes):
-                self.produced.setdefault(node, set()).add(name)
-            if not any(nodes):
+            tracked = False
+
+            def mark(tensor: torch.Tensor) -> torch.Tensor:
+                # A clone's node stays in the graph when the model writes to the tensor; the node of a view would be replaced.
+                nonlocal tracked
+                if tensor.grad_fn is None:
+                    return tensor
+                tracked = True
+                marked = tensor.clone()
+                self.produced.setdefault(marked.grad_fn, set()).add(name)
+                return marked
+
+            output = pytree.tree_map_only(torch.Tensor, mark, output)
+            if not tracked:
                 self.untracked.add(name)
+            return output
 
         return hook
 
@@ -262,9 +278,7 @@ class _Surveyor:
             names.setdefault(id(parameter), []).append(name)
         own = [set(self._layer_parameters(unit, names)) for unit in self.units]
         outer = {group[0] for group in names.values() if not all(self._in_layer(name) for name in group)}
-        always = {
-            names[id(parameter)][0] for module in self.untracked for parameter in self.model.get_submodule(module).parameters()
-        }
+        always = {names[id(parameter)][0] for module in self.untracked for parameter in self.model.get_submodule(module).parameters()}
         parts, joined = [], set()
         for index in range(len(self.units) + 1):
             outputs = self.outputs[index] if index < len(self.units) else result
@@ -286,7 +300,10 @@ class _Surveyor:
                 unread[group[0]] = owner in self.early or (owner not in self.ran and position_of[owner] < first_layer)
         return Survey(
             units=tuple(self.units),
-            templates=tuple(self.templates[index] for index in range(len(self.units))),
+            templates=tuple(
+                Template(*self.others[index], tuple(tensor._version > 0 for tensor in self.passed_on[index]))
+                for index in range(len(self.units))
+            ),
             parts=tuple(parts),
             names={group[0]: tuple(group) for group in names.values()},
             outside=tuple(outside),

@@ -19,8 +19,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from ..comm.p2p import PipeComm
+from ..comm.payload import TensorMeta
 from .actions import COMPUTE, Action, Kind
 from .placement import Placement
 from .schedules import Schedule
@@ -72,13 +73,13 @@ class Recorder:
             torch.cuda.synchronize()
         return [MeasuredSpan(action, *(self._seconds(mark) for mark in (start, ready, end))) for action, start, ready, end in self._marks]
 
-    def gather(self, group: dist.ProcessGroup, placement: Placement) -> Timeline:
-        """The timeline of all ranks; collective over `group`, the pipeline's.
+    def gather(self, comm: PipeComm, placement: Placement) -> Timeline:
+        """The timeline of all ranks; all ranks of the pipeline must call it.
 
         Clocks of ranks are aligned at the start of the step, so a rank that started late seems to be early by as much.
         """
-        own = [(str(action), start, ready, end) for action, start, ready, end in self.spans()]
-        texts = _gather_text(json.dumps(own), group)
+        own = json.dumps([(str(action), start, ready, end) for action, start, ready, end in self.spans()])
+        texts = [own if rank == comm.rank else _exchange_text(own, comm, rank) for rank in range(comm.size)]
         ranks = [[MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(text)] for text in texts]
         return Timeline(placement, ranks)
 
@@ -93,19 +94,25 @@ class Recorder:
         return self._origin.elapsed_time(mark) / 1000 if self._cuda else mark - self._origin
 
 
-def _gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Everyone's text, by rank in the group, as bytes: no pickle."""
-    device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    gathered = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [bytes(part[: int(length)].tolist()).decode() for part, length in zip(gathered, lengths, strict=True)]
+def _exchange_text(text: str, comm: PipeComm, other: int) -> str:
+    """The text of rank `other`, which gets ours. The lower rank sends first, so that it works where transfers block."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(comm.device)
+    length = torch.tensor([data.numel()], device=comm.device)
+
+    def send() -> None:
+        comm.isend_tensors([length, data], other).wait()
+
+    def receive() -> str:
+        (count,) = comm.irecv_tensors([TensorMeta((1,), torch.int64, False)], other).wait_tensors()
+        (raw,) = comm.irecv_tensors([TensorMeta((int(count),), torch.uint8, False)], other).wait_tensors()
+        return bytes(raw.tolist()).decode()
+
+    if comm.rank < other:
+        send()
+        return receive()
+    theirs = receive()
+    send()
+    return theirs
 
 
 @dataclass(frozen=True)

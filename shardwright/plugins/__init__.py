@@ -1,7 +1,9 @@
 """Plugins: how a model, its optimizer and its data are laid out over the processes."""
 
 from .base import Boosted, Plugin
+from .hybrid_parallel import HybridParallelPlugin
+from .low_level_zero import LowLevelZeroPlugin
 from .torch_ddp import TorchDDPPlugin
 from .torch_fsdp import TorchFSDPPlugin
 
-__all__ = ["Boosted", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = ["Boosted", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

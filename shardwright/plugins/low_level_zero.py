@@ -24,12 +24,18 @@ from .lora import add_lora
 
 
 class LowLevelZeroModel(ModelWrapper):
-    """Runs the forward on inputs cast to the working dtype."""
+    """Runs the forward on inputs cast to the working dtype; whoever looks at the module finds its parameters up to date."""
 
-    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool) -> None:
+    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, settle: Callable[[], None] | None = None) -> None:
         super().__init__(module)
+        self._settle = settle
         self._policy = policy
         self._cast_inputs = cast_inputs
+
+    def unwrap(self) -> nn.Module:
+        if self._settle is not None:
+            self._settle()
+        return super().unwrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cast_inputs:
@@ -143,7 +149,13 @@ class LowLevelZeroPlugin(Plugin):
         else:
             wrapped = self._configure_flat(model, optimizer)
         self._share_buffers(model)
-        return Boosted(LowLevelZeroModel(model, self.policy, self.cast_inputs), wrapped, criterion, dataloader, lr_scheduler)
+        return Boosted(
+            LowLevelZeroModel(model, self.policy, self.cast_inputs, getattr(wrapped, "settle", None)),
+            wrapped,
+            criterion,
+            dataloader,
+            lr_scheduler,
+        )
 
     def _configure_flat(self, model: nn.Module, optimizer: Optimizer) -> ZeroOptimizer:
         zero = ZeroOptimizer(

@@ -18,7 +18,7 @@ from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
-from ..utils.modules import find_blocks
+from ..utils.modules import separable_blocks
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,7 +98,7 @@ class TorchFSDPPlugin(Plugin):
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if self.auto_wrap_policy is None:
-            return [block for _, block in find_blocks(model)]
+            return separable_blocks(model)
         if callable(self.auto_wrap_policy):
             return list(self.auto_wrap_policy(model))
         wanted = set(self.auto_wrap_policy)

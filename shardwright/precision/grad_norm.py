@@ -16,30 +16,49 @@ import torch.distributed as dist
 
 from ..spec import ParamSpec
 
+BLOCK = 256  # elements summed in fp32 on the CPU, whose kernel keeps one running sum: 12 M elements in one go lose 5e-4
 
-def total_norm(
-    grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device, norm_type: float = 2.0
-) -> torch.Tensor:
-    """p-norm of the elements in `grads` of all ranks of `group`, a 0-d tensor on `device`, not read back.
 
-    `grads` are the tensors this rank owns, maybe none; all ranks of `group` must call.
+def power_sum(grads: Sequence[torch.Tensor], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
+    """Sum of |g|^p over all elements (their maximum for p = inf), an fp64 0-d tensor on `device`, not read back.
+
+    Blocks are counted from the start of each tensor: tensors cut at multiples of `BLOCK` give the same sum bit by bit, nearly always,
+    as the whole, because only fp64 additions change their order.
     """
-    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    if grads:
-        norms = torch.stack([norm.to(device, wide) for norm in torch._foreach_norm(list(grads), norm_type)])
-    else:
-        norms = torch.zeros(1, dtype=wide, device=device)
-    if math.isinf(norm_type):
-        result = norms.max()
-        op = dist.ReduceOp.MAX
-    else:
-        result = norms.pow(norm_type).sum()
-        op = dist.ReduceOp.SUM
-    # Always fp64: ranks that own nothing cannot know the dtype of the others.
-    result = result.double()
+    parts = [part.to(device) for part in _norms(grads, norm_type)]
+    norms = torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64, device=device)
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _norms(grads: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """1-d tensors of norms of parts of `grads` that together are all of it."""
+    on_device = [grad for grad in grads if grad.device.type != "cpu"]
+    result = []
+    for dtype in {grad.dtype for grad in on_device}:
+        same = [grad for grad in on_device if grad.dtype == dtype]
+        result.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=_wide(dtype))))
+    for grad in grads:
+        if grad.device.type == "cpu":
+            flat, dtype = grad.flatten(), _wide(grad.dtype)
+            rest = flat.numel() % BLOCK
+            if flat.numel() > rest:
+                result.append(torch.linalg.vector_norm(flat[: flat.numel() - rest].view(-1, BLOCK), norm_type, dim=1, dtype=dtype))
+            if rest:
+                result.append(torch.linalg.vector_norm(flat[-rest:], norm_type, dtype=dtype)[None])
+    return result
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def total_norm(local: torch.Tensor, group: dist.ProcessGroup | None, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all ranks' elements from each one's `power_sum`; all ranks of `group` must call. Stays on the device."""
+    result = local.clone()
+    infinite = math.isinf(norm_type)
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(result, op=op, group=group)
-    return result if math.isinf(norm_type) else result.pow(1.0 / norm_type)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    return result if infinite else result.pow(1.0 / norm_type)
 
 
 def owned_ranges(spec: ParamSpec, coordinate: int) -> list[tuple[int, int]]:

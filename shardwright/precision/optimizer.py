@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..interface import OptimizerWrapper
 from ..optim.kind import choose_fused
-from .grad_norm import clip_coefficient, total_norm
+from .grad_norm import clip_coefficient, power_sum, total_norm
 from .scaler import DynamicScaler
 
 
@@ -156,9 +156,13 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _measure(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the step's gradients with every factor but this one's clipping applied."""
         self._finish_gradients()
-        self._raw_norm = total_norm(self._owned_gradients(), self.norm_group, self.device, norm_type)
+        self._raw_norm = total_norm(self._power_sum(norm_type), self.norm_group, norm_type)
         self._grad_norm = self._raw_norm * self._factor()
         return self._grad_norm
+
+    def _power_sum(self, norm_type: float) -> torch.Tensor:
+        """`grad_norm.power_sum` of what this rank owns."""
+        return power_sum(self._owned_gradients(), self.device, norm_type)
 
     def _factor(self) -> float | torch.Tensor:
         """What the gradients in the buffers must still be multiplied by."""

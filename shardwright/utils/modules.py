@@ -31,6 +31,24 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(_outermost(model, lambda module: id(module) in repeated))
 
 
+def separable_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that share no parameter with the rest of the model: those that can be gathered on their own.
+
+    BERT's embeddings, for one, are a block by its own account but hold the weight that is tied to the head.
+    """
+    owners: dict[int, set[int]] = {}
+    blocks = [block for _, block in find_blocks(model)]
+    for block in blocks:
+        for param in block.parameters():
+            owners.setdefault(id(param), set()).add(id(block))
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for param in module.parameters(recurse=False):
+                owners.setdefault(id(param), set()).add(id(model))
+    return [block for block in blocks if all(len(owners[id(param)]) == 1 for param in block.parameters())]
+
+
 def _outermost(model: nn.Module, wanted: object, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in model.named_children():
         full = f"{prefix}{name}"

@@ -18,7 +18,7 @@ reduction must not count that sum once per rank: `reopen` clears it everywhere b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,6 +107,7 @@ class GradReducer:
     wire_dtype          dtype on the wire, None for that of the gradients
     predivide           with a `wire_dtype` of its own, gradients are divided by this before they are rounded to it
     launch_in_backward  whether hooks may start collectives; a pipeline runtime calls `reduce` itself instead
+    on_final            called with each bucket whose shard holds its final sum, on the stream that made it
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class GradReducer:
         predivide: float,
         launch_in_backward: bool,
         shared_rows: dict[int, SharedRows],
+        on_final: Callable[[Bucket], None],
     ) -> None:
         self.buckets = list(buckets)
         self.groups = groups
@@ -130,6 +132,7 @@ class GradReducer:
         self._wire_dtype = wire_dtype
         self._predivide = predivide
         self._shared_rows = shared_rows
+        self._on_final = on_final
         device = self.buckets[0].device
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.pool = ScratchPool(device, max(bucket.plan.numel * self._wire(bucket).itemsize for bucket in self.buckets))
@@ -244,8 +247,12 @@ class GradReducer:
                 self._filled.add(bucket.index)
             for group in self.groups.after_scatter(bucket):
                 dist.all_reduce(bucket.shard_grad, group=group)
-            self._reduced.add(bucket.index)
+            self._complete(bucket)
         self.wait_stream()
+
+    def _complete(self, bucket: Bucket) -> None:
+        self._reduced.add(bucket.index)
+        self._on_final(bucket)
 
     def _is_flying(self, bucket: Bucket) -> bool:
         return any(flight.bucket is bucket for flight in self._flying)
@@ -335,7 +342,7 @@ class GradReducer:
             flight.work = None
             self._advance(flight)
         if flight.final:
-            self._reduced.add(flight.bucket.index)
+            self._complete(flight.bucket)
         self._flying.remove(flight)
 
     def _settle_all(self) -> None:

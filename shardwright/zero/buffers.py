@@ -18,6 +18,9 @@ import torch.distributed as dist
 from ..precision.policy import _HALF
 from .layout import BucketPlan, Slot
 
+# Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the view.
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
 
 def master_dtype(working: torch.dtype, master_weights: bool) -> torch.dtype:
     return torch.float32 if master_weights and working in _HALF else working
@@ -104,7 +107,7 @@ class Bucket:
             if param.grad is view:
                 continue
             if param.dtype != view.dtype:
-                if not hasattr(param, "grad_dtype"):  # torch < 2.13: the reducer's hook adds the gradient to the view
+                if not HAS_GRAD_DTYPE:
                     continue
                 param.grad_dtype = view.dtype
             param.grad = view
@@ -117,7 +120,7 @@ class Bucket:
         # Someone dropped the preset view (model.zero_grad()), or this torch cannot hold an fp32 gradient of a bf16 parameter.
         view.add_(param.grad)
         param.grad = None
-        if param.dtype == view.dtype or hasattr(param, "grad_dtype"):
+        if param.dtype == view.dtype or HAS_GRAD_DTYPE:
             param.grad = view
 
     def release(self) -> None:

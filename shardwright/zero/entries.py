@@ -31,10 +31,11 @@ def collect_entries(optim: Optimizer, models: Sequence[nn.Module], precision: Pr
             if param not in groups or param in seen:
                 continue
             seen.add(param)
-            spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
+            full_name = name if len(models) == 1 else f"{section}.{name}"  # parts may use the same names
+            spec = get_spec(param) or ParamSpec(full_name, tuple(param.shape))
             dtype = dtypes.get(name, param.dtype)
             _check(name, param, spec, dtype, optim, whole)
-            entries.append(Entry(len(entries), name, param, spec, groups[param], family_of(spec, dtype, section)))
+            entries.append(Entry(len(entries), spec.name, param, spec, groups[param], family_of(spec, dtype, section)))
     strangers = [param for param in groups if param not in seen]
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])

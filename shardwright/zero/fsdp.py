@@ -27,7 +27,7 @@ from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
-from ..utils.modules import find_blocks
+from ..utils.modules import separable_blocks
 from .entries import collect_entries
 from .exchange import SharedRows
 from .layout import Entry
@@ -61,13 +61,30 @@ def shard_model(
             param.data = param.data.float()  # parameters are their own masters
     if precision.is_half:
         _shard_kept(model, precision, settings)
-    for _, block in find_blocks(model):
+    for block in separable_blocks(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     new = dict(model.named_parameters())
     for name, param in new.items():
         set_spec(param, specs[name])
     return {old[name]: new[name] for name in old}
+
+
+def keep_gathered(model: nn.Module) -> None:
+    """Keep parameters gathered from their first use in a step until `free_gathered`.
+
+    A pipeline needs them again within a few actions, and leaves forwards by an exception, so that FSDP2 would not gather the
+    parameters outside of blocks for the backward pass.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Go back to shards, after the last action of a step; the next forward gathers what the optimizer wrote."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _shard_kept(model: nn.Module, precision: PrecisionPolicy, settings: Mapping[str, Any]) -> None:

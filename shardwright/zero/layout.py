@@ -25,6 +25,7 @@ from torch import nn
 from ..spec import ParamSpec
 
 ALIGN = 16  # elements: keeps every parameter on a 32-byte border in bf16, as vectorised kernels and TMA want
+SHARD_ALIGN = 256  # elements: shards of every size are sums of the same blocks of the gradient norm
 
 
 class Family(NamedTuple):
@@ -116,35 +117,37 @@ class Run(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-def aligned(numel: int) -> int:
-    return -(-numel // ALIGN) * ALIGN
+def aligned(numel: int, to: int = ALIGN) -> int:
+    return -(-numel // to) * to
 
 
 def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole: bool) -> list[BucketPlan]:
     """Buckets of at least `bucket_numel` elements (the last of a family may be smaller), in launch order.
 
     In the whole partition a bucket also grows to `shards` times its largest parameter, so that dealing whole parameters to the
-    shards wastes little.
+    shards wastes little; where the last parameters do not suffice, the buckets before are joined to theirs.
     """
     filling: dict[Family, list[Entry]] = {}
-    closed: list[BucketPlan] = []
+    closed: list[list[Entry]] = []
 
-    def close(family: Family) -> None:
-        members = filling.pop(family)
-        closed.append((_plan_whole if whole else _plan_flat)(family, members, shards))
+    def is_full(members: list[Entry]) -> bool:
+        wanted = max(bucket_numel, shards * max(member.numel for member in members)) if whole else bucket_numel
+        return sum(aligned(member.numel) for member in members) >= wanted
 
     for entry in reversed(entries):
         members = filling.setdefault(entry.family, [])
         members.append(entry)
-        wanted = bucket_numel
-        if whole:
-            wanted = max(wanted, shards * max(member.numel for member in members))
-        if sum(aligned(member.numel) for member in members) >= wanted:
-            close(entry.family)
-    for family in list(filling):
-        close(family)
+        if is_full(members):
+            closed.append(filling.pop(entry.family))
+    for family, members in filling.items():
+        while whole and not is_full(members) and (before := [other for other in closed if other[0].family == family]):
+            closed = [other for other in closed if other is not before[-1]]
+            members = before[-1] + members
+        closed.append(members)
+    plan = _plan_whole if whole else _plan_flat
     # Sorting is stable: within a section, plain buckets keep the order in which backward fills them.
-    return sorted(closed, key=lambda bucket: (bucket.family.section, not bucket.family.is_plain))
+    closed.sort(key=lambda members: (members[0].family.section, not members[0].family.is_plain))
+    return [plan(members[0].family, members, shards) for members in closed]
 
 
 def _plan_flat(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:
@@ -153,7 +156,7 @@ def _plan_flat(family: Family, members: Iterable[Entry], shards: int) -> BucketP
     for entry in sorted(members, key=lambda entry: entry.group):
         slots.append(Slot(entry, offset))
         offset += aligned(entry.numel)
-    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards)), shards, whole=False)
+    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards), SHARD_ALIGN), shards, whole=False)
 
 
 def _plan_whole(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:

@@ -10,6 +10,7 @@ AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
-from ..precision.grad_norm import owned_ranges
+from ..precision.grad_norm import owned_ranges, power_sum
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
@@ -108,8 +109,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.buckets = [self._new_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
         for bucket in self.buckets:
             bucket.adopt(self.groups.everyone)
-        _cast_frozen(models, precision)
+        _settle_rest(models, precision, {entry.param for entry in entries}, self.groups.everyone)
         self.segments = Segments(self.buckets, optim)
+        self._owned_views = {bucket.index: self._views_to_count(bucket) for bucket in self.buckets}
         self.reducer = GradReducer(
             self.buckets,
             self.groups,
@@ -119,10 +121,11 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             predivide=divisor if predivides else 1.0,
             launch_in_backward=launch_in_backward,
             shared_rows=self._shared_rows(plans),
+            on_final=self._bucket_is_final,
         )
         self.gatherer = ParamGatherer(self.buckets, self.groups.shard, models, overlap_allgather)
         self._entries = entries
-        self._owned: list[torch.Tensor] | None = None
+        self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
         self._finished = False
         self._all_touched = torch.ones(len(entries), dtype=torch.uint8, device=device)
 
@@ -170,6 +173,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         super()._before_backward()
         self._finished = False
         self.reducer.reopen()
+        self._norm_parts.clear()
 
     def _after_backward(self) -> None:
         self.reducer.after_backward()
@@ -221,28 +225,38 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         flags, work = agreed
         if work is not None:
             work.wait()
-        before = len(self.segments.items)
         if len(self.reducer.touched) == len(self._entries):
             self.segments.set_touched(None)
         else:
             # Tied copies and parameters with partial gradients take part whenever one of their ranks does, which all ranks of the
             # other axes do in the same steps.
             self.segments.set_touched(set(flags.nonzero().flatten().tolist()))
-        if len(self.segments.items) != before:
-            self._owned = None
 
     def _stepped_gradients(self) -> list[torch.Tensor]:
         return self.segments.grads()
 
     def _owned_gradients(self) -> list[torch.Tensor]:
-        if self._owned is None:
-            self._owned = [view for bucket in self.buckets for view in self._owned_views(bucket)]
-        return self._owned
+        return [view for bucket in self.buckets for view in self._owned_views[bucket.index]]
 
-    def _owned_views(self, bucket: Bucket) -> Iterator[torch.Tensor]:
+    def _bucket_is_final(self, bucket: Bucket) -> None:
+        if self.max_norm > 0 or self.scaler is not None:
+            self._norm_parts[bucket.index] = power_sum(self._owned_views[bucket.index], self.device)
+
+    def _power_sum(self, norm_type: float) -> torch.Tensor:
+        if norm_type == 2.0 and not self._applied and len(self._norm_parts) == len(self.buckets):
+            return torch.stack([self._norm_parts[bucket.index] for bucket in self.buckets]).sum()
+        return super()._power_sum(norm_type)
+
+    def _views_to_count(self, bucket: Bucket) -> list[torch.Tensor]:
         """The parts of the bucket's gradient shard that this rank counts in the norm."""
         if not self._counts_replica(bucket):
-            return
+            return []
+        specs = [slot.entry.spec for slot in bucket.plan.slots]
+        if all(
+            owned_ranges(spec, self.mesh.coordinate(spec.axis)) == [(0, math.prod(spec.local_shape(self.mesh.coordinate(spec.axis))))]
+            for spec in specs
+        ):
+            return [bucket.shard_grad]  # with its padding, which is zero
         ranges: list[tuple[int, int]] = []
         for slot in bucket.plan.slots_in(bucket.shard):
             spec = slot.entry.spec
@@ -254,8 +268,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                     ranges[-1] = (ranges[-1][0], high)
                 else:
                     ranges.append((low, high))
-        for low, high in ranges:
-            yield bucket.shard_grad[low:high]
+        return [bucket.shard_grad[low:high] for low, high in ranges]
 
     def _counts_replica(self, bucket: Bucket) -> bool:
         """Whether this rank is the one that counts for all ranks with the same shard."""
@@ -271,6 +284,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.reducer.clear()
+        self._norm_parts.clear()
         self._finished = False
 
     # State.
@@ -329,7 +343,6 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.segments.cut(cut)
         for segment in self.segments.items:
             self._load_segment(segment, loaded)
-        self._owned = None
         self.publish_masters()
 
     def _load_segment(self, segment: Segment, loaded: Mapping[str, LoadedShard]) -> None:
@@ -347,6 +360,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 state[key].view(-1)[where].copy_(value.flatten())
         if state:
             self.optim.state[segment.tensor] = state
+
+    def settle(self) -> None:
+        """Wait until the weights of the last step have reached this rank's parameters."""
+        self.gatherer.wait()
 
     def publish_masters(self) -> None:
         """Bring masters that were written to into the working parameters of all ranks. Collective over the sub-group."""
@@ -418,16 +435,19 @@ def _groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup
     )
 
 
-def _cast_frozen(models: Sequence[nn.Module], precision: PrecisionPolicy | None) -> None:
-    """Bring what is not trained to the working dtypes as well."""
-    if precision is None:
-        return
+def _settle_rest(
+    models: Sequence[nn.Module], precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None
+) -> None:
+    """Parameters outside the optimizer: the first rank's values, in the working dtypes; buffers in theirs."""
     for model in models:
-        dtypes = precision.dtypes(model)
+        dtypes = precision.dtypes(model) if precision is not None else {}
         for name, param in model.named_parameters():
-            if param.dtype != dtypes[name]:
-                param.data = param.data.to(dtypes[name])
-        precision.cast_buffers(model)
+            if param not in trained:
+                param.data = param.data.to(dtypes.get(name, param.dtype))
+                if group is not None:
+                    dist.broadcast(param.data, group=group, group_src=0)
+        if precision is not None:
+            precision.cast_buffers(model)
 
 
 def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

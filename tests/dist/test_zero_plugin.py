@@ -7,11 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from test_zero import TINY_BUCKET, assert_same
+from torch import nn
 from zero_cases import SAMPLES, Model, Plan, Trace, batch, loss_of, reference, uses
 
 from shardwright.booster import Booster
+from shardwright.cluster.mesh import ParallelMesh
 from shardwright.plugins.low_level_zero import LowLevelZeroPlugin
 from shardwright.testing import run_ranks
+from shardwright.zero.optimizer import ZeroOptimizer
 
 
 def boosted_run(plan: Plan, rank: int, world_size: int, *, explicit: bool = True, **options: object) -> Trace:
@@ -59,3 +62,200 @@ def stage_3(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stage_3_matches_one_process(world_size: int) -> None:
     run_ranks(stage_3, world_size, timeout=100)
+
+
+def half_precision(rank: int, world_size: int) -> None:
+    """bf16 and fp16 runs stay as close to the fp32 run of one process as one process under autocast does, twice over."""
+    plan = Plan(max_norm=1.0, accumulation=2)
+    expected = reference(plan)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with torch.autocast("cpu", dtype):
+            noise = drift(reference(plan), expected)
+        for options in ({"stage": 1}, {"stage": 2, "communication_dtype": dtype}, {"stage": 2, "overlap_allgather": True}, {"stage": 3}):
+            trace = boosted_run(plan, rank, world_size, precision=precision, initial_scale=2.0**8, **options)
+            assert drift(trace, expected) <= 2 * noise, f"{precision} {options}: {drift(trace, expected)} > 2 x {noise}"
+    trace = boosted_run(plan, rank, world_size, precision="bf16", master_weights=False)
+    assert drift(trace, expected) < 10 * noise  # steps rounded to 8 bits of mantissa
+    wire = boosted_run(plan, rank, world_size, precision="fp32", communication_dtype=torch.bfloat16)
+    assert 0 < drift(wire, expected) <= 2 * noise + 2e-3
+
+
+def drift(trace: Trace, expected: Trace) -> float:
+    """Largest difference of the mean loss over the run and of weights after it, relative to the weights."""
+    last, wanted = trace.weights[-1], expected.weights[-1]
+    difference = torch.cat([(last[name].float() - value).flatten() for name, value in wanted.items()])
+    return float(difference.norm() / torch.cat([value.flatten() for value in wanted.values()]).norm())
+
+
+def test_half_precision_tracks_fp32() -> None:
+    run_ranks(half_precision, 2, timeout=60)
+
+
+def overflow(rank: int, world_size: int) -> None:
+    """An infinite gradient on one rank skips the step on all and, when patience is over, lowers the scale on all."""
+    for stage, size in ((1, None), (2, 2), (3, None)):
+        booster = Booster(
+            plugin=LowLevelZeroPlugin(stage, "fp16", initial_scale=1024, hysteresis=2, growth_interval=3, zero_group_size=size)
+        )
+        model = Model()
+        model, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        share = SAMPLES // world_size
+
+        def step(
+            number: int, bad: bool = False, model: Model = model, optim: object = optim, share: int = share, booster: Booster = booster
+        ) -> bool:
+            before = [weights(param) for param in model.parameters()]
+            loss = loss_of(model, batch(number, 0)[rank * share : (rank + 1) * share])
+            booster.backward(loss * float("inf") if bad and rank == 1 else loss, optim)
+            optim.step()
+            optim.zero_grad()
+            return any(not torch.equal(one, weights(two)) for one, two in zip(before, model.parameters(), strict=True))
+
+        assert step(0)
+        assert not step(1, bad=True)
+        assert float(optim.scaler.scale) == 1024  # forgiven
+        assert not step(2, bad=True)
+        assert float(optim.scaler.scale) == 512
+        assert [step(number) for number in (3, 4, 5)] == [True] * 3
+        assert float(optim.scaler.scale) == 1024  # grown after three clean steps
+        assert optim.scaler.skipped_steps == 2
+        assert all(bool(weights(param).isfinite().all()) for param in model.parameters())
+
+
+def weights(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor().clone() if hasattr(param, "full_tensor") else param.detach().clone()
+
+
+def test_overflow_on_one_rank_skips_on_all() -> None:
+    run_ranks(overflow, 4, timeout=60)
+
+
+def kept_in_fp32(rank: int, world_size: int) -> None:
+    class Mixed(nn.Module):
+        _keep_in_fp32_modules = ["precise"]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.precise = nn.Linear(8, 8)
+            self.bn = nn.BatchNorm1d(8)
+            self.register_buffer("table", torch.ones(8))
+            self.register_buffer("frequencies", torch.ones(8), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x) * self.table
+            return self.bn(self.precise(hidden.to(self.precise.weight.dtype)))
+
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="bf16"))
+    model = Mixed()
+    model, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    assert model.first.weight.dtype == torch.bfloat16
+    assert {model.precise.weight.dtype, model.bn.weight.dtype, model.bn.running_mean.dtype, model.frequencies.dtype} == {torch.float32}
+    assert model.table.dtype == torch.bfloat16
+    booster.backward(model(torch.randn(4, 8)).float().sum(), optim)
+    assert model.first.weight.grad.dtype == torch.float32
+    optim.step()
+
+
+def test_some_modules_stay_in_fp32() -> None:
+    run_ranks(kept_in_fp32, 2, timeout=60)
+
+
+def bad_input(rank: int, world_size: int) -> None:
+    def boost(model: nn.Module, optim: torch.optim.Optimizer, **options: object) -> None:
+        Booster(plugin=LowLevelZeroPlugin(**{"precision": "fp32", **options})).boost(model, optim)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    stepped = nn.Linear(2, 2)
+    used = torch.optim.AdamW(stepped.parameters())
+    stepped(torch.ones(1, 2)).sum().backward()
+    used.step()
+    split = nn.Linear(2, 2)
+    split.bias = nn.Parameter(torch.zeros(2, device="meta"))
+    sparse = nn.Embedding(4, 2, sparse=True)
+    whole = nn.Linear(4, 4, bias=False)
+    integers = nn.Linear(2, 2)
+    integers.bias = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    table = [
+        (lambda: LowLevelZeroPlugin(precision="fp8"), "precision='fp8' is not one of"),
+        (lambda: LowLevelZeroPlugin(stage=4), "stage=4"),
+        (lambda: LowLevelZeroPlugin(zero_group_size=3), "zero_group_size=3 does not divide dp_size=2.*1, 2"),
+        (lambda: LowLevelZeroPlugin(extra_dp_size=3), "extra_dp_size=3"),
+        (lambda: LowLevelZeroPlugin(extra_dp_size=2, zero_group_size=2), "say the same"),
+        (lambda: LowLevelZeroPlugin(communication_dtype=torch.int32), "communication_dtype"),
+        (lambda: LowLevelZeroPlugin(reduce_bucket_size_in_m=0), "reduce_bucket_size_in_m=0"),
+        (lambda: LowLevelZeroPlugin(max_norm=-1), "max_norm=-1"),
+        (lambda: LowLevelZeroPlugin(norm_type=1.0), "norm_type=1.0"),
+        (lambda: LowLevelZeroPlugin(fp8_communication=True), "fp8_communication"),
+        (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale=0.5"),
+        (lambda: LowLevelZeroPlugin(stage=3, master_weights=False), "master_weights=False"),
+        (lambda: boost(frozen, sgd(frozen)), "no trainable parameters"),
+        (lambda: boost(nn.Linear(2, 2), sgd(whole)), "not in"),
+        (lambda: boost(stepped, used), "stepped already"),
+        (lambda: ZeroOptimizer(sgd(split), split, mesh), "several devices"),
+        (lambda: boost(sparse, sgd(sparse)), "sparse=False"),
+        (lambda: boost(integers, sgd(integers)), "complex64"),
+        (lambda: boost(whole, torch.optim.LBFGS(whole.parameters())), "LBFGS"),
+        (lambda: boost(sparse, torch.optim.SparseAdam(sparse.parameters())), "SparseAdam"),
+    ]
+    mesh = ParallelMesh()
+    for call, message in table:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_bad_input_is_refused() -> None:
+    run_ranks(bad_input, 2, timeout=60)
+
+
+def misuse(rank: int, world_size: int) -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    model = Model()
+    model, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    booster.backward(loss_of(model, batch(0, 0)), optim)
+    with pytest.raises(ValueError, match="without it"):
+        optim.step(lambda: None)
+    optim.step()
+    with pytest.raises(ValueError, match="call zero_grad"):
+        booster.backward(loss_of(model, batch(0, 0)), optim)
+    model.zero_grad()  # drops the preset gradients, which come back
+    optim.zero_grad()
+    booster.backward(loss_of(model, batch(0, 0)), optim)
+    norm = optim.get_grad_norm()
+    assert float(optim.clip_grad_by_norm(norm / 2)) == pytest.approx(norm)
+    optim.clip_grad_by_value(1e-3)
+    assert max(float(grad.abs().max()) for grad in optim.gradients().values()) == pytest.approx(1e-3)
+    optim.step()
+    model.frozen.requires_grad_(True)
+    optim.zero_grad()
+    booster.backward(loss_of(model, batch(0, 0)), optim)
+    with pytest.raises(ValueError, match="unfreeze before boost"):
+        optim.step()
+
+
+def test_misuse_is_named() -> None:
+    run_ranks(misuse, 2, timeout=60)
+
+
+def lora(rank: int, world_size: int) -> None:
+    from peft import LoraConfig
+
+    for stage in (1, 2):
+        booster = Booster(plugin=LowLevelZeroPlugin(stage, "fp32"))
+        model = booster.plugin.enable_lora(
+            Model(), lora_config=LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
+        )
+        trained = [param for param in model.parameters() if param.requires_grad]
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        model, optim, *_ = booster.boost(model, torch.optim.AdamW(trained, lr=1e-2))
+        booster.backward(loss_of(model, batch(0, 0)), optim)
+        optim.step()
+        for name, param in model.named_parameters():
+            assert torch.equal(param, before[name]) != ("lora" in name), name
+
+
+def test_lora_adapters_train_alone() -> None:
+    run_ranks(lora, 2, timeout=60)

@@ -12,7 +12,7 @@ from shardwright.interface import OptimizerWrapper
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
 from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
 from shardwright.pipeline.tied import create_tied_process_groups
-from shardwright.testing import keep_float64, loss_of, zoo
+from shardwright.testing import adamw, keep_float64, loss_of, zoo
 
 TOLERANCE = 1e-10
 
@@ -81,8 +81,8 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
     loss_group = group_of(dp_ranks) if len(dp_ranks) > 1 else None
     executor = PipelineExecutor(cut, settings, pipe_group=pipe_group, loss_group=loss_group, tied_process_groups=tied)
     names = dict(model.named_parameters())
-    optimizer = OptimizerWrapper(torch.optim.AdamW(list(names.values()), lr=1e-3, weight_decay=0.1))
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = OptimizerWrapper(adamw(model))
+    reference_optimizer = adamw(reference)
     for step, (samples, length, training) in enumerate(case.batches):
         model.train(training)
         reference.train(training)

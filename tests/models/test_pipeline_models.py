@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.testing import run_ranks, zoo
-from tests.models.pipeline_cases import Case, run_cases
+from pipeline_cases import Case, run_cases
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
 

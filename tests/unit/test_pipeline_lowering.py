@@ -58,8 +58,6 @@ def test_compute_order_is_kept_and_every_boundary_is_crossed_once() -> None:
 def test_blocking_transfers_in_one_queue_never_deadlock() -> None:
     """The strictest machine there is: a SEND blocks until the receiver stands at the RECV."""
     for name, _, lowered in all_cases():
-        if "overlap=False" not in name:
-            continue
         position = [0] * len(lowered.actions)
         moved = True
         while moved:
@@ -83,8 +81,6 @@ def test_asynchronous_transfers_through_one_queue_per_rank_never_deadlock() -> N
     """As on an NCCL communicator: a rank's transfers run strictly one after the other, in the order in which they were posted;
     computing waits for the data that it needs, and nothing else does."""
     for name, compute, lowered in all_cases():
-        if "overlap=True" not in name:
-            continue
         placement = compute.placement
         position = [0] * len(lowered.actions)
         queues: list[deque[Action]] = [deque() for _ in lowered.actions]

@@ -162,7 +162,7 @@ class PretrainedWeights:
         view = self._open(key).get_slice(key)
         _check_shape(spec, tuple(view.get_shape()), self.directory)
         if spec.dim is None:
-            return self._open(key).get_tensor(key)
+            return cast(Tensor, self._open(key).get_tensor(key)).clone()
         before = (slice(None),) * spec.dim
         parts: list[Tensor] = []
         for piece in spec.pieces[coordinate]:
@@ -172,7 +172,8 @@ class PretrainedWeights:
                 parts.append(torch.zeros(shape, dtype=parts[0].dtype if parts else view[before + (slice(0, 0),)].dtype))
             else:
                 parts.append(view[before + (slice(piece.start, piece.start + piece.length),)])
-        return torch.cat(parts, spec.dim) if len(parts) > 1 else parts[0].contiguous()
+        # A slice may be a view of the whole tensor in the mapped file: copy, so that only what is used becomes resident.
+        return torch.cat(parts, spec.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         self._stack.close()

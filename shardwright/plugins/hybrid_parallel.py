@@ -1,0 +1,363 @@
+"""Tensor parallelism, pipelines, ZeRO and mixed precision in one plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..cluster.config import get_launch_config
+from ..cluster.mesh import ParallelMesh
+from ..interface import OptimizerWrapper
+from ..ops.vocab_mode import vocab_parallel_loss
+from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
+from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor, plan_cut
+from ..pipeline.schedules import get_placement
+from ..pipeline.tied import create_tied_process_groups
+from ..precision.policy import PRECISIONS, PrecisionPolicy
+from ..shardformer.config import ShardConfig
+from ..shardformer.init import LazyWeights
+from ..shardformer.sharder import ModelSharder
+from ..spec import ParamSpec, get_spec, set_spec
+from ..utils.device import get_current_device
+from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
+from ..zero.optimizer import ZeroOptimizer
+from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
+from .config_form import flat_arguments
+from .hybrid_model import HybridModel, OptimizerGroups, StageManager
+from .lora import add_lora
+from .settings import HybridSettings
+
+
+class HybridParallelPlugin(Plugin):
+    """Shards layers over `tp_size` ranks, cuts the model into `pp_size` stages, and spreads the data over what is left.
+
+    The arguments are documented where they live, by concern, in `shardwright.plugins.settings`. Bad ones raise a ValueError that names
+    field, value, rule and what would work, on every rank and before anything is communicated.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        sp_size: int | None = None,
+        precision: str = "bf16",
+        zero_stage: int = 0,
+        enable_all_optimization: bool = False,
+        enable_fused_normalization: bool = False,
+        enable_flash_attention: bool = False,
+        enable_jit_fused: bool = False,
+        enable_sequence_parallelism: bool = False,
+        sequence_parallelism_mode: str | None = None,
+        enable_sequence_overlap: bool = False,
+        parallel_output: bool = True,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0,
+        broadcast_buffers: bool = True,
+        ddp_bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        zero_bucket_size_in_m: float = 12,
+        cpu_offload: bool = False,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        zero_group_size: int | None = None,
+        custom_policy: Any = None,
+        pp_style: str = "1f1b",
+        num_model_chunks: int = 1,
+        num_layers_per_stage: list[int] | None = None,
+        overlap_p2p: bool = True,
+        enable_metadata_cache: bool = True,
+        gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
+        make_vocab_size_divisible_by: int = 64,
+        dp_outside: bool = True,
+        inner_ring_size: int | None = None,
+        fp8_communication: bool = False,
+        use_fp8: bool = False,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.settings = HybridSettings.deal(arguments)
+        require_process_group("HybridParallelPlugin")
+        self.mesh = ParallelMesh(pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size)
+        self.policy = PrecisionPolicy(precision)
+        self.stage_manager = StageManager(
+            get_placement(pp_style if pp_size > 1 else "1f1b", pp_size, num_model_chunks if pp_size > 1 else 1), self.mesh.coordinate("pp")
+        )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None = None, **overrides: Any) -> HybridParallelPlugin:
+        """The plugin that a configuration in dict form describes (see `plugins.config_form`); by default the one given to `launch`.
+
+        `overrides` are arguments of the plugin itself, for what the dict form cannot say.
+        """
+        flat = {**flat_arguments(get_launch_config() if config is None else config), **overrides}
+        dp_size = flat.pop("dp_size", None)
+        plugin = cls(**flat)
+        if dp_size not in (None, -1, "auto", plugin.dp_size):
+            raise ValueError(
+                f"parallel.data={dp_size} does not fit: {plugin.mesh.world_size} ranks / (tensor {plugin.tp_size} x pipeline "
+                f"{plugin.pp_size}) leave {plugin.dp_size} data-parallel ranks; use data={plugin.dp_size} or leave it out"
+            )
+        return plugin
+
+    # Where this rank is.
+
+    @property
+    def tp_size(self) -> int:
+        return self.mesh.size("tp")
+
+    @property
+    def pp_size(self) -> int:
+        return self.mesh.size("pp")
+
+    @property
+    def sp_size(self) -> int:
+        return self.mesh.size("sp")
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.size("dp")
+
+    @property
+    def pg_mesh(self) -> ParallelMesh:
+        return self.mesh
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("tp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("pp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("dp")
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("sp")
+
+    @property
+    def mixed_dp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters: data and sequence parallel."""
+        return self.mesh.group("dp_sp")
+
+    @property
+    def zero_stage(self) -> int:
+        return self.settings.reduction.zero_stage
+
+    @property
+    def precision(self) -> str:
+        return self.settings.precision.precision
+
+    @property
+    def enable_pipeline_parallelism(self) -> bool:
+        return self.pp_size > 1
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        return self.dp_size, self.mesh.coordinate("dp")
+
+    def supported_precisions(self) -> list[str]:
+        return list(PRECISIONS)
+
+    def control_precision(self) -> bool:
+        return True
+
+    # Boosting: the order in which things are applied.
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        require_parameters(model)
+        require_own_parameters(model, optimizer)
+        groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
+        weights = LazyWeights.of(model)
+        plan = plan_cut(model, self.settings.pipeline.settings, self.pp_size)  # sees the whole model
+        model = self._shard(model)  # every layer over tp
+        cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
+        if weights is not None:
+            weights.materialize(model, {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}, get_current_device())
+        model.to(get_current_device())
+        if groups is not None:
+            groups.rebind(model)
+        tied = self._describe_tied(model, plan)
+        wrapped = self._optimizer(model, optimizer, tied)
+        executor = self._executor(cut, wrapped)
+        boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None))
+        return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
+
+    def _shard(self, model: nn.Module) -> nn.Module:
+        options = self.settings.sharding
+        wanted = options.enable_all_optimization or options.enable_flash_attention or options.enable_fused_normalization
+        if self.tp_size == 1 and not wanted and options.custom_policy is None:
+            return model  # any model, also one that no policy knows
+        config = ShardConfig(
+            tensor_parallel_process_group=self.tp_group,
+            enable_tensor_parallelism=self.tp_size > 1,
+            enable_all_optimization=options.enable_all_optimization,
+            enable_fused_normalization=options.enable_fused_normalization,
+            enable_flash_attention=options.enable_flash_attention,
+            parallel_output=options.parallel_output,
+            make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+        )
+        sharder = ModelSharder(model, options.custom_policy, config)
+        sharder.shard()
+        return sharder.model
+
+    def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
+        """Note on every parameter that other stages hold too which group that is; returns the process group of each."""
+        rank = self.mesh.coordinate("pp")
+        groups = create_tied_process_groups(plan.tied_groups, rank, self.mesh.tied_group)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        tied = {}
+        for group in plan.tied_groups:
+            if rank in group.ranks:
+                name = group.names[0]
+                param = params[name]
+                spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
+                set_spec(param, replace(spec, tied=name))
+                tied[name] = groups[group.ranks]
+        return tied
+
+    def _optimizer(self, model: nn.Module, optimizer: Optimizer | None, tied: dict[str, dist.ProcessGroup]) -> OptimizerWrapper | None:
+        options = self.settings.reduction
+        if self.zero_stage == 3:
+            replaced = shard_model(
+                model,
+                self.mesh,
+                self.policy,
+                communication_dtype=options.communication_dtype,
+                cpu_offload=options.cpu_offload,
+                reshard_after_forward=self.pp_size == 1,
+            )
+            if self.pp_size > 1:
+                keep_gathered(model)
+            if optimizer is None:
+                return None
+            return FsdpOptimizer(
+                optimizer,
+                model,
+                self.mesh,
+                replaced,
+                precision=self.policy,
+                scaler=self.settings.precision.scaler,
+                max_norm=options.max_norm,
+                tied_groups=tied,
+            )
+        if optimizer is None:
+            self._only_cast(model)
+            return None
+        return ZeroOptimizer(
+            optimizer,
+            model,
+            self.mesh,
+            stage=self.zero_stage,
+            precision=self.policy,
+            scaler=self.settings.precision.scaler,
+            max_norm=options.max_norm,
+            bucket_size_in_m=options.bucket_size_in_m,
+            communication_dtype=options.communication_dtype,
+            overlap_communication=options.overlap_communication,
+            overlap_allgather=options.overlap_allgather,
+            cpu_offload=options.cpu_offload,
+            launch_in_backward=self.pp_size == 1,
+            tied_groups=tied,
+        )
+
+    def _only_cast(self, model: nn.Module) -> None:
+        """A model without an optimizer: the working dtypes, and rank 0's weights on all data-parallel ranks."""
+        dtypes = self.policy.dtypes(model)
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtypes[name])
+            dist.broadcast(param.data, group=self.mesh.group("dp_sp"), group_src=0)
+        self.policy.cast_buffers(model)
+
+    def _executor(self, cut: CutModel, optimizer: OptimizerWrapper | None) -> PipelineExecutor:
+        return PipelineExecutor(
+            cut,
+            self.settings.pipeline.settings,
+            pipe_group=self.pp_group if self.pp_size > 1 else None,
+            loss_group=self.dp_group if self.dp_size > 1 else None,
+            reduce_grad=_Reduction(optimizer, cut) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
+            grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
+            postpone_weights=self.zero_stage < 3,
+            after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
+            loss_context=partial(vocab_parallel_loss, marked=True),
+        )
+
+    # Training.
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """As `Booster.execute_pipeline`; without a criterion the loss is the model's own."""
+        if not isinstance(model, HybridModel):
+            raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
+        if self.settings.reduction.broadcast_buffers and optimizer is not None:
+            self._share_statistics(model)
+        return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+
+    def _share_statistics(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                for buffer in module.buffers(recurse=False):
+                    dist.broadcast(buffer, group=self.mesh.group("dp_sp"), group_src=0)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
+        if not isinstance(optimizer, ZeroOptimizer | FsdpOptimizer):
+            raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
+        with optimizer.no_sync():
+            yield
+
+    def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
+        """See `plugins.lora.add_lora`."""
+        return add_lora(model, pretrained_dir, lora_config)
+
+
+class _Reduction:
+    """Starts the data-parallel reduction when the last chunk of this rank has all its gradients of the step."""
+
+    def __init__(self, optimizer: ZeroOptimizer, cut: CutModel) -> None:
+        self._optimizer = optimizer
+        self._waiting_for = self._chunks = set(range(cut.placement.num_chunks))
+
+    def __call__(self, chunk: int) -> None:
+        self._waiting_for = self._waiting_for - {chunk}
+        if not self._waiting_for:
+            self._waiting_for = self._chunks
+            if self._optimizer.require_sync:
+                self._optimizer.reduce_grad()

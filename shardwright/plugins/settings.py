@@ -1,0 +1,242 @@
+"""The settings of `HybridParallelPlugin`, grouped by concern and checked once.
+
+The plugin's flat keyword arguments are dealt to these dataclasses by field name, so every argument has exactly one home and none can
+be forgotten: `HybridSettings.deal` fails on an argument without a home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
+from ..pipeline.executor import PipelineSettings
+from ..pipeline.schedules import get_placement
+from ..precision.policy import PRECISIONS
+from ..precision.scaler import ScalerConfig
+from ..utils.errors import one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSettings:
+    """How many ranks each axis has.
+
+    tp_size, pp_size   ranks that share every layer; ranks that hold successive layers
+    sp_size            ranks that share every sequence
+    dp_outside         data-parallel ranks are the outermost axis of the mesh, so that a pipeline stays within few nodes
+    zero_group_size    ZeRO-1.5: optimizer shards live inside groups of this many data-parallel ranks; None: all of them
+    inner_ring_size    of the two-level ring of ring attention
+    """
+
+    tp_size: int
+    pp_size: int
+    sp_size: int | None
+    dp_outside: bool
+    zero_group_size: int | None
+    inner_ring_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.inner_ring_size is not None:
+            raise ValueError(
+                f"inner_ring_size={self.inner_ring_size} belongs to sequence_parallelism_mode='ring_attn', which is off; leave it None"
+            )
+        if self.sp_size not in (None, 1):
+            raise ValueError(
+                f"sp_size={self.sp_size}: this version does not cut sequences yet; use sp_size=1 and tp_size, pp_size or more data"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSettings:
+    """Number formats: the dtype parameters work in, and fp16's loss scale (see `precision.scaler.ScalerConfig`)."""
+
+    precision: str
+    initial_scale: float
+    min_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    max_scale: float
+    use_fp8: bool
+    fp8_communication: bool
+
+    def __post_init__(self) -> None:
+        for name in ("use_fp8", "fp8_communication"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}=True: this version neither computes nor communicates in fp8; leave it False and use precision='bf16'"
+                )
+        if self.precision == "fp8":
+            raise ValueError("precision='fp8': this version does not compute in fp8; 'bf16' is the smallest format that it trains in")
+        if self.precision not in PRECISIONS:
+            raise one_of("precision", self.precision, list(PRECISIONS))
+        _ = self.scaler
+
+    @property
+    def scaler(self) -> ScalerConfig:
+        return ScalerConfig(
+            self.initial_scale,
+            self.min_scale,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            self.hysteresis,
+            self.max_scale,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingSettings:
+    """How layers are sharded and which of torch's fused kernels they use (see `shardformer.config.ShardConfig`)."""
+
+    enable_all_optimization: bool
+    enable_fused_normalization: bool
+    enable_flash_attention: bool
+    enable_jit_fused: bool
+    enable_sequence_parallelism: bool
+    sequence_parallelism_mode: str | None
+    enable_sequence_overlap: bool
+    parallel_output: bool
+    custom_policy: Any
+    make_vocab_size_divisible_by: int
+
+    def __post_init__(self) -> None:
+        if self.enable_sequence_parallelism or self.sequence_parallelism_mode is not None or self.enable_sequence_overlap:
+            raise ValueError(
+                f"enable_sequence_parallelism={self.enable_sequence_parallelism}, sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
+                f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; leave all three out"
+            )
+        if self.enable_jit_fused:
+            raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False and use torch.compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`)."""
+
+    pp_style: str
+    num_model_chunks: int
+    num_layers_per_stage: list[int] | None
+    num_microbatches: int | None
+    microbatch_size: int | None
+    gradient_checkpoint_config: PipelineGradientCheckpointConfig | None
+    overlap_p2p: bool
+    enable_metadata_cache: bool
+
+    def check(self, pp_size: int) -> None:
+        """Refuse what does not fit a pipeline of `pp_size` ranks."""
+        for name in ("num_microbatches", "microbatch_size", "num_model_chunks"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        config = self.gradient_checkpoint_config
+        if config is not None and not isinstance(config, PipelineGradientCheckpointConfig):
+            raise ValueError(f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None")
+        get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
+        if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
+            raise ValueError(
+                f"pp_size={pp_size} needs num_microbatches or microbatch_size: a pipeline works on parts of a batch; "
+                f"num_microbatches={2 * pp_size} is a good start"
+            )
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a batch is split; give one of them"
+            )
+
+    @property
+    def settings(self) -> PipelineSettings:
+        return PipelineSettings(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionSettings:
+    """How gradients are reduced and the optimizer is sharded over data-parallel ranks.
+
+    zero_stage              0 all-reduces gradients; 1 shards the optimizer, 2 also gradients, 3 also parameters
+    max_norm                clip the global gradient norm at every step; 0 does not
+    zero_bucket_size_in_m   elements per bucket in millions, for zero_stage >= 1
+    ddp_bucket_cap_mb       megabytes of fp32 gradients per bucket, for zero_stage=0
+    broadcast_buffers       every training step starts with rank 0's running statistics on all data-parallel ranks
+    find_unused_parameters, static_graph, gradient_as_bucket_view
+                            promises and wishes of DistributedDataParallel that always hold here: parameters without a gradient are
+                            found at no cost, gradients are views of buckets
+    """
+
+    zero_stage: int
+    max_norm: float
+    zero_bucket_size_in_m: float
+    cpu_offload: bool
+    communication_dtype: torch.dtype | None
+    overlap_communication: bool
+    overlap_allgather: bool
+    broadcast_buffers: bool
+    ddp_bucket_cap_mb: float
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
+            raise ValueError(
+                f"zero_stage={self.zero_stage!r} must be 0 (all-reduce), 1 (optimizer), 2 (and gradients) or 3 (and parameters)"
+            )
+        if self.max_norm < 0:
+            raise ValueError(f"max_norm={self.max_norm} must be 0 (no clipping) or positive")
+        for name in ("zero_bucket_size_in_m", "ddp_bucket_cap_mb"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)")
+        if self.communication_dtype is not None and not (
+            isinstance(self.communication_dtype, torch.dtype) and self.communication_dtype.is_floating_point
+        ):
+            raise ValueError(
+                f"communication_dtype={self.communication_dtype} must be a floating-point torch dtype such as torch.bfloat16, or None"
+            )
+        if self.check_reduction:
+            raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel and has no counterpart; leave it False")
+        if self.cpu_offload and self.zero_stage == 0:
+            raise ValueError(
+                "cpu_offload=True with zero_stage=0: masters and optimizer states move to the host when they are sharded; use zero_stage=1"
+            )
+        if self.overlap_allgather and self.zero_stage not in (1, 2):
+            raise ValueError(
+                f"overlap_allgather=True with zero_stage={self.zero_stage}: only stages 1 and 2 gather updated parameters after a step; "
+                "use zero_stage=1 or 2, or overlap_allgather=False"
+            )
+
+    @property
+    def bucket_size_in_m(self) -> float:
+        return self.zero_bucket_size_in_m if self.zero_stage else self.ddp_bucket_cap_mb * 2**20 / 4 / 1e6
+
+
+@dataclass(frozen=True)
+class HybridSettings:
+    """All of it."""
+
+    layout: LayoutSettings
+    precision: PrecisionSettings
+    sharding: ShardingSettings
+    pipeline: PipelineOptions
+    reduction: ReductionSettings
+
+    @classmethod
+    def deal(cls, flat: Mapping[str, Any]) -> HybridSettings:
+        """Deal flat keyword arguments to their groups."""
+        homes = {
+            "layout": LayoutSettings,
+            "precision": PrecisionSettings,
+            "sharding": ShardingSettings,
+            "pipeline": PipelineOptions,
+            "reduction": ReductionSettings,
+        }
+        names = {group: [field.name for field in fields(home)] for group, home in homes.items()}
+        homeless = set(flat) - {name for group in names.values() for name in group}
+        assert not homeless, f"no settings group takes {sorted(homeless)}"
+        settings = cls(**{group: home(**{name: flat[name] for name in names[group]}) for group, home in homes.items()})  # type: ignore[arg-type]
+        pp_size = settings.layout.pp_size
+        settings.pipeline.check(pp_size if isinstance(pp_size, int) else 1)
+        return settings

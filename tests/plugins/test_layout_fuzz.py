@@ -1,0 +1,80 @@
+"""Random layouts against one process: 3 steps, loss, every gradient, every updated weight.
+
+pytest tests/plugins/test_layout_fuzz.py                                  60 layouts
+SHARDWRIGHT_FUZZ=500 pytest tests/plugins/test_layout_fuzz.py -m sweep    500 more, with other seeds
+SHARDWRIGHT_FUZZ_SEED=1234 pytest tests/plugins/test_layout_fuzz.py -m sweep    one of them again
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+from hybrid_ranks import Layout, run_layout
+from layout_draws import draw
+
+from shardwright.testing import RankError, run_ranks
+
+DEFAULT = range(60)
+SECONDS = 20.0  # of one layout, at the most
+
+
+def run_many(rank: int, world: int, layouts: Sequence[Layout]) -> list[str]:
+    """Run layouts one after the other in the same processes; the first that fails on any rank ends the list."""
+    for layout in layouts:
+        failure = ""
+        started = time.perf_counter()
+        try:
+            run_layout(rank, world, layout)
+        except Exception:
+            failure = traceback.format_exc()
+        everywhere: list[str | None] = [None] * world
+        if failure:
+            raise RuntimeError(f"seed {layout.seed}: {layout}\n{failure}")
+        dist.all_gather_object(everywhere, failure)
+        if rank == 0 and os.environ.get("SHARDWRIGHT_FUZZ_VERBOSE"):
+            print(f"seed {layout.seed} {time.perf_counter() - started:.1f} s {layout}", flush=True)
+    return [str(layout) for layout in layouts]
+
+
+def by_world(seeds: Sequence[int]) -> dict[int, list[Layout]]:
+    layouts: dict[int, list[Layout]] = {}
+    for layout in map(draw, seeds):
+        layouts.setdefault(layout.world, []).append(layout)
+    return layouts
+
+
+DRAWN = by_world(DEFAULT)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", sorted(DRAWN))
+def test_drawn_layouts(world: int) -> None:
+    run_ranks(run_many, world, DRAWN[world], timeout=SECONDS * len(DRAWN[world]))
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(36000)
+def test_many_more_layouts() -> None:
+    """Every failing layout is reported, not only the first."""
+    one = os.environ.get("SHARDWRIGHT_FUZZ_SEED")
+    seeds = [int(one)] if one else range(1000, 1000 + int(os.environ.get("SHARDWRIGHT_FUZZ", "500")))
+    failures = []
+    for world, layouts in sorted(by_world(seeds).items()):
+        waiting = list(layouts)
+        while waiting:
+            some, waiting = waiting[:10], waiting[10:]
+            try:
+                run_ranks(run_many, world, some, timeout=SECONDS * len(some))
+            except RankError:
+                for layout in some:  # one by one, to name them all
+                    try:
+                        run_ranks(run_many, world, [layout], timeout=SECONDS * 2)
+                    except RankError as error:
+                        failures.append(f"{error}")
+                        print(f"FAILED seed {layout.seed}: {layout}\n{error}", flush=True)
+    assert not failures, f"{len(failures)} of {len(seeds)} layouts failed"

@@ -1,0 +1,120 @@
+"""Buckets, shards and segments as arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwright.spec import ParamSpec, Piece, even_pieces
+from shardwright.zero.layout import ALIGN, SHARD_ALIGN, Entry, closed_form_bytes, family_of, plan_buckets, plan_runs
+
+
+def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = torch.float32) -> list[Entry]:
+    result = []
+    for index, (shape, group) in enumerate(shapes):
+        spec = ParamSpec(f"p{index}", shape)
+        param = nn.Parameter(torch.zeros(shape, device="meta"))
+        result.append(Entry(index, spec.name, param, spec, group, family_of(spec, dtype, 0)))
+    return result
+
+
+shapes = st.lists(st.tuples(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 2)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 5), st.integers(1, 5000), st.booleans())
+def test_every_element_has_one_place_and_one_owner(shapes: list, shards: int, bucket: int, whole: bool) -> None:
+    entries = entries_of(shapes)
+    plans = plan_buckets(entries, shards, bucket, whole)
+    assert sorted(slot.entry.index for plan in plans for slot in plan.slots) == list(range(len(entries)))
+    for plan in plans:
+        ordered = sorted(plan.slots, key=lambda slot: slot.start)
+        assert all(one.stop <= two.start for one, two in itertools.pairwise(ordered))
+        assert ordered[-1].stop <= plan.numel
+        assert all(slot.start % ALIGN == 0 for slot in plan.slots)
+        assert whole or plan.shard_numel % SHARD_ALIGN == 0
+        covered = 0
+        for shard in range(shards):
+            runs = plan_runs(plan, shard)
+            low, _ = plan.shard_range(shard)
+            for run in runs:
+                assert {slot.entry.group for slot in run.slots} == {run.group}
+                for slot in run.slots:
+                    part = slot.part_in(low + run.start, low + run.stop)
+                    assert part is not None
+                    covered += part[1] - part[0]
+                    assert not whole or part == (0, slot.entry.numel)
+            assert all(one.stop <= two.start for one, two in itertools.pairwise(runs))
+        assert covered == sum(slot.entry.numel for slot in plan.slots)
+
+
+def test_shards_have_few_segments() -> None:
+    """Decay and no-decay parameters alternate in a model; in a shard they lie together."""
+    plans = plan_buckets(entries_of([((64, 64), 0), ((64,), 1)] * 20), 4, 10**9, whole=False)
+    assert len(plans) == 1
+    assert sum(len(plan_runs(plans[0], shard)) for shard in range(4)) == 5
+
+
+def test_cut_slots_get_runs_of_their_own() -> None:
+    (plan,) = plan_buckets(entries_of([((20, 20), 0)] * 4), 2, 10**9, whole=False)
+    middle = plan.slots[1]
+    runs = [run for shard in range(2) for run in plan_runs(plan, shard, {middle})]
+    assert [run.slots for run in runs if middle in run.slots] == [(middle,)] * sum(middle in plan.slots_in(s) for s in range(2))
+    assert sum(run.stop - run.start for run in runs) == plan.numel
+
+
+def test_whole_partition_is_balanced() -> None:
+    """A bucket grows until its largest parameter fits the others, so padding stays small."""
+    plans = plan_buckets(entries_of([((512, 64), 0)] + [((64, 64), 0)] * 40), 4, 1000, whole=True)
+    used = sum(slot.entry.numel for plan in plans for slot in plan.slots)
+    assert sum(plan.numel for plan in plans) < 1.35 * used
+
+
+def test_families_do_not_share_buckets_and_plain_ones_come_first() -> None:
+    shared = ParamSpec("kv", (4, 4), 0, ((Piece(0, 4),), (Piece(0, 4),)))
+    specs = [ParamSpec("tied", (4, 4), tied="word"), ParamSpec("plain", (4, 4)), ParamSpec("norm", (4,), partial=("tp",)), shared]
+    entries = [
+        Entry(i, spec.name, nn.Parameter(torch.zeros(spec.local_shape(0))), spec, 0, family_of(spec, torch.float32, 0))
+        for i, spec in enumerate(specs)
+    ]
+    plans = plan_buckets(entries, 2, 10**6, whole=False)
+    assert [len(plan.slots) for plan in plans] == [1, 1, 1, 1]
+    assert plans[0].family.is_plain
+    assert {plan.family.shared for plan in plans} == {None, "tp"}
+
+
+def test_closed_form() -> None:
+    plans = plan_buckets(entries_of([((256, 256), 0)], torch.bfloat16), 4, 1, whole=False)
+    numel = plans[0].numel
+    assert closed_form_bytes(plans, 2, 4) == {
+        "reduce_scatter": 0.75 * numel * 4,
+        "all_gather": 0.75 * numel * 2,
+        "all_reduce": numel / 4 * 4,
+    }
+
+
+def test_owned_ranges_cover_a_sharded_parameter_once() -> None:
+    from shardwright.precision.grad_norm import owned_ranges
+
+    for dim in (0, 1):
+        pieces = tuple((Piece(0, 4), *own) for own in even_pieces(5, 3, start=4))
+        spec = ParamSpec("kv", (9, 9), dim, pieces)
+        total = sum(stop - start for rank in range(3) for start, stop in owned_ranges(spec, rank))
+        assert total == math.prod(spec.full_shape)
+    assert owned_ranges(ParamSpec("norm", (7,)), 0) == [(0, 7)]
+    assert owned_ranges(ParamSpec("norm", (7,)), 1) == []
+
+
+@pytest.mark.parametrize("bad", [0, -1])
+def test_bucket_size_is_checked(bad: int) -> None:
+    from shardwright.zero.optimizer import ZeroOptimizer
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="bucket_size_in_m"):
+        ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, None, bucket_size_in_m=bad)  # type: ignore[arg-type]
