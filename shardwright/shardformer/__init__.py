@@ -10,6 +10,7 @@ _HOMES = {
     "HeadGeometry": "heads",
     "ModelSharder": "sharder",
     "ModulePolicyDescription": "policies.base",
+    "PipelineGradientCheckpointConfig": "shardwright.pipeline.checkpointing",  # users look for it here; shardformer does not use it
     "Plan": "plan",
     "Policy": "policies.base",
     "ShardConfig": "config",
@@ -23,5 +24,6 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"shardwright.shardformer.{_HOMES[name]}"), name)
+        home = _HOMES[name]
+        return getattr(import_module(home if home.startswith("shardwright.") else f"shardwright.shardformer.{home}"), name)
     raise AttributeError(f"module 'shardwright.shardformer' has no attribute {name!r}")

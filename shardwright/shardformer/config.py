@@ -24,6 +24,7 @@ class ShardConfig:
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards); with False
                                         every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this
+    extra_kwargs                        for policies of your own; nothing here reads it
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -51,10 +52,10 @@ class ShardConfig:
         for name in ("parallel_output", "enable_tensor_parallelism"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.sequence_parallelism_mode is not None and not self.enable_sequence_parallelism:
-            raise ValueError(
-                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r} needs enable_sequence_parallelism=True; set both or neither"
-            )
+        for name in ("sequence_parallelism_mode", "sequence_parallel_process_group", "enable_sequence_overlap", "inner_ring_size"):
+            value = getattr(self, name)
+            if value not in (None, False) and not self.enable_sequence_parallelism:
+                raise ValueError(f"{name}={value!r} needs enable_sequence_parallelism=True; set both or neither")
 
     @property
     def parallel(self) -> ParallelGroup:

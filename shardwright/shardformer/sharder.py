@@ -160,6 +160,11 @@ def _check_supported(config: ShardConfig) -> None:
         raise ValueError(
             "enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; use the plugin or False"
         )
+    if config.gradient_checkpoint_config is not None and config.pipeline_stage_manager is None:
+        raise ValueError(
+            "gradient_checkpoint_config: which layers recompute is decided per pipeline stage by HybridParallelPlugin; "
+            "use the plugin, or model.gradient_checkpointing_enable()"
+        )
     if config.enable_jit_fused:
         raise ValueError("enable_jit_fused=True: no operation of this version has a just-in-time fused form; use torch.compile or False")
     if config.fp8_communication:

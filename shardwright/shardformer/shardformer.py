@@ -56,11 +56,10 @@ class ShardFormer:
         self, dataset: Dataset[Any], batch_size: int = 1, shuffle: bool = False, seed: int = 1024, **kwargs: Any
     ) -> DataLoader[Any]:
         """A loader that gives the ranks of one tensor-parallel group the same batches, and every group its own part of the data."""
-        size, rank = self.shard_config.tensor_parallel_size, dist.get_rank()
-        ranks = dist.get_process_group_ranks(self.shard_config.parallel.group)
-        replicas = dist.get_world_size() // size
-        # Groups are runs of neighbouring ranks or strided ones; either way the position within the data is that of the first rank.
-        replica = min(ranks) // size if ranks == list(range(min(ranks), min(ranks) + size)) else min(ranks) % replicas
-        assert rank in ranks
+        first = min(dist.get_process_group_ranks(self.shard_config.parallel.group))
+        firsts: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(firsts, first)  # every group is known by its first rank
+        groups = sorted(set(firsts))
+        replicas, replica = len(groups), groups.index(first)
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=replicas, rank=replica, shuffle=shuffle, seed=seed)
         return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **kwargs)

@@ -219,7 +219,7 @@ class _PartialSumForward(ParallelModule):
     once: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held = {name: self._parameters[name] for name in self.once if self.parallel.rank}
+        held: dict[str, Any] = {name: self._parameters[name] for name in self.once if self.parallel.rank}
         self._parameters.update({name: torch.zeros_like(param) for name, param in held.items()})  # type: ignore[misc]
         try:
             return self._summed(*args, **kwargs)

@@ -209,8 +209,8 @@ def lazy_weights(rank: int, world_size: int) -> None:
     shard(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     expected = dict(whole.named_parameters())
-    for name, param in model.named_parameters():
-        assert torch.equal(param, get_spec(param).shard(expected[name].data, rank)), name
+    for full_name, param in model.named_parameters():
+        assert torch.equal(param, get_spec(param).shard(expected[full_name].data, rank)), full_name
     batch = zoo.inputs(name, num_hidden_layers=2)
     torch.testing.assert_close(model(**batch).loss, whole(**batch).loss)
 

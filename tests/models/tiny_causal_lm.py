@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,18 +72,18 @@ def _arguments(config_class: type) -> dict[str, Any]:
     return values
 
 
-def config(model_type: str) -> Any:
+def config(model_type: str, settings: Mapping[str, Any] | None = None) -> Any:
     config_class = CONFIG_MAPPING[model_type]
     values = _arguments(config_class)
     for name, sub_class in (getattr(config_class, "sub_configs", None) or {}).items():
         if sub_class.__name__ != "AutoConfig":
             values[name] = _arguments(sub_class)
-    return config_class(**{**values, **_SPECIAL.get(model_type, {})})
+    return config_class(**{**values, **_SPECIAL.get(model_type, {}), **(settings or {})})
 
 
-def build(model_type: str, seed: int = 0) -> nn.Module:
+def build(model_type: str, settings: Mapping[str, Any] | None = None, seed: int = 0) -> nn.Module:
     """In double precision and training mode, without dropout; no parameter is left at the zero or one it was initialised with."""
-    made = config(model_type)
+    made = config(model_type, settings)
     for part in (made, getattr(made, "text_config", None)):
         if part is not None:
             part._experts_implementation = "eager"  # the grouped kernels have no double precision

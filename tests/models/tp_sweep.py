@@ -11,6 +11,7 @@ import json
 import logging
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,19 @@ TOLERANCE = 1e-8  # some models cast to single precision in ways that keep_float
 FULLY = 0.75  # share of the parameters
 
 
-def verify(rank: int, world_size: int, model_type: str) -> dict[str, Any]:
+def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What one rank has to say about a model type."""
     logging.disable(logging.WARNING)
     try:
         with keep_float64():
-            reference = tiny.build(model_type)
+            reference = tiny.build(model_type, settings)
             batch = tiny.inputs(reference)
             torch.manual_seed(7)
             expected = reference(**batch).loss
             expected.backward()
     except Exception as error:
         return {"status": "not built", "why": _line(error)}
-    model = tiny.build(model_type)
+    model = tiny.build(model_type, settings)
     try:
         sharder = ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8))
         with keep_float64():
@@ -82,8 +83,9 @@ def run(model_type: str, timeout: float = 100) -> dict[str, Any]:
         results = run_ranks(verify, 2, model_type, timeout=timeout)
         result = next((one for one in results if one["status"] != "verified"), results[0])
     except RankError as error:
-        why = next((line for line in str(error).splitlines() if "did not end" in line or "Error" in line), str(error)[-160:])
-        result = {"status": "failed", "why": " ".join(why.split())[:160]}
+        late = time.monotonic() - started > timeout
+        why = next((line for line in str(error).splitlines() if "Error" in line), str(error)[:160])
+        result = {"status": "failed", "why": f"no result within {timeout:.0f} s" if late else " ".join(why.split())[:160]}
     return {"model_type": model_type, "seconds": round(time.monotonic() - started, 1), **result}
 
 
