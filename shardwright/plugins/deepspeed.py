@@ -159,6 +159,8 @@ def _import_deepspeed() -> Any:
         raise ValueError(
             f"DeepSpeedPlugin needs deepspeed, which cannot be imported ({error}): {_INSTALL}, or use LowLevelZeroPlugin"
         ) from error
+    # On CPU its communication layer would compile a shared-memory all-reduce; the process group that exists does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
