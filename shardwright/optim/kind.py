@@ -39,8 +39,8 @@ def is_elementwise(optim: Optimizer) -> bool:
     """Whether `optim` may step on flat pieces of parameters.
 
     An attribute `elementwise` (True or False) on the optimizer or its class decides. Without it, torch's own element-wise classes
-    do (DeepSpeed's and apex's Adam too), by exact type or by a subclass that keeps their `step`; everything else gets whole parameters, which is right for any
-    optimizer that treats each parameter by itself.
+    do (DeepSpeed's and apex's Adam too), by exact type or by a subclass that keeps their `step`; everything else gets whole
+    parameters, which is right for any optimizer that treats each parameter by itself.
     """
     declared = getattr(optim, "elementwise", None)
     if declared is not None:

@@ -75,7 +75,7 @@ class DeepSpeedOptimizer(OptimizerWrapper):
         raise ValueError("clip_grad_by_value is not supported by DeepSpeed; set config['gradient_clipping'] to clip by norm")
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
-        """The 2-norm of the last step, None before the first."""
+        """The 2-norm of the last step; None before the first, and at stage 0 in fp32, where DeepSpeed keeps none."""
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} must be 2.0: it is the only norm that DeepSpeed computes")
         norm = self.engine.get_global_grad_norm()

@@ -80,7 +80,7 @@ def train(rank: int, world_size: int, stage: int, offload: bool) -> None:
         optim.zero_grad()
         expected.step()
         expected.zero_grad()
-        assert optim.get_grad_norm() == pytest.approx(norm.item(), rel=1e-4)
+        assert stage == 0 or optim.get_grad_norm() == pytest.approx(norm.item(), rel=1e-4)
     if stage < 3:
         for one, two in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
