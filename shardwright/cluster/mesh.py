@@ -107,6 +107,10 @@ class ParallelMesh:
                 self._groups[key] = group
         return self._groups[key]
 
+    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+        """Global ranks of `group`, in its order."""
+        return dist.get_process_group_ranks(group)
+
     def stage_ranks(self, stages: Sequence[int]) -> list[int]:
         """Global ranks of pipeline positions `stages` with this rank's other coordinates."""
         line = self.ranks("pp")
