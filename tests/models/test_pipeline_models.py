@@ -32,15 +32,17 @@ def test_every_schedule(name: str) -> None:
     run([Case(name, style, chunks, checkpointing=ratio) for style, chunks in STYLES for ratio in (None, 0.5)])
 
 
-def test_four_stages_with_any_layout() -> None:
-    run(
-        [
-            Case("llama-tied-causal-lm", layers=(1, 1, 1, 1), microbatch_size=2, num_microbatches=None),
-            Case("t5-conditional-generation", layers=(3, 2, 1, 2), num_microbatches=2, checkpointing=1.0),
-            Case("gpt2-sequence-classification", num_microbatches=9),
-        ],
-        ranks=4,
-    )
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama-tied-causal-lm", layers=(1, 1, 1, 1), microbatch_size=2, num_microbatches=None),
+        Case("t5-conditional-generation", layers=(3, 2, 1, 2), num_microbatches=2, checkpointing=1.0),
+        Case("gpt2-sequence-classification", num_microbatches=9),
+    ],
+    ids=lambda case: case.name,
+)
+def test_four_stages_with_any_layout(case: Case) -> None:
+    run([case], ranks=4)
 
 
 def test_two_replicas_of_two_stages() -> None:
