@@ -29,11 +29,14 @@ _HOMES = {
     "launch_from_torch": "shardwright.cluster.launch",
 }
 _SUBPACKAGES = (
+    "accelerator",
     "booster",
     "checkpoint",
     "cluster",
     "comm",
     "interface",
+    "lazy",
+    "logging",
     "ops",
     "optim",
     "pipeline",

@@ -65,6 +65,7 @@ class ParallelMesh:
         self._coordinates = dict(zip(self.axes, position, strict=True))
         self.device_type = device_type_of_backend(dist.get_backend())
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._absent_from: set[tuple[int, ...]] = set()  # tied groups that this rank is no member of
         # Made now and in this order on every rank: creating a group is collective.
         for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
             self.group(axis)
@@ -106,6 +107,10 @@ class ParallelMesh:
                 self._groups[key] = group
         return self._groups[key]
 
+    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+        """Global ranks of `group`, in its order."""
+        return dist.get_process_group_ranks(group)
+
     def stage_ranks(self, stages: Sequence[int]) -> list[int]:
         """Global ranks of pipeline positions `stages` with this rank's other coordinates."""
         line = self.ranks("pp")
@@ -114,11 +119,16 @@ class ParallelMesh:
     def tied_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the pipeline positions that hold a copy of one tied parameter (first and last for embeddings).
 
-        None on ranks of other positions, which hold no copy.
+        None on ranks of other positions, which hold no copy but must call this too. torch names a group after its members and the number of
+        groups that the rank has, so that number must stay the same on all ranks: the others make a group of one in place of theirs.
         """
-        if self.coordinate("pp") not in stages:
-            return None
-        return self.group_of(self.stage_ranks(sorted(stages)))
+        key = tuple(sorted(stages))
+        if self.coordinate("pp") in key:
+            return self.group_of(self.stage_ranks(key))
+        if key not in self._absent_from:
+            self._absent_from.add(key)
+            dist.new_group([self.rank], use_local_synchronization=True)
+        return None
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A torch DeviceMesh over `axes`, for FSDP2 and for describing shards to a checkpoint; it reuses the groups."""

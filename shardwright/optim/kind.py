@@ -25,6 +25,12 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+# Of other packages, by full name: nothing is imported to find out.
+_ELEMENTWISE_ELSEWHERE = (
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "apex.optimizers.fused_adam.FusedAdam",
+)
 # Not SGD: its fused kernel fails when one parameter has a momentum buffer and another none yet (torch 2.13).
 _FUSABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -33,12 +39,14 @@ def is_elementwise(optim: Optimizer) -> bool:
     """Whether `optim` may step on flat pieces of parameters.
 
     An attribute `elementwise` (True or False) on the optimizer or its class decides. Without it, torch's own element-wise classes
-    do, by exact type or by a subclass that keeps their `step`; everything else gets whole parameters, which is right for any
-    optimizer that treats each parameter by itself.
+    do (DeepSpeed's and apex's Adam too), by exact type or by a subclass that keeps their `step`; everything else gets whole
+    parameters, which is right for any optimizer that treats each parameter by itself.
     """
     declared = getattr(optim, "elementwise", None)
     if declared is not None:
         return bool(declared)
+    if f"{type(optim).__module__}.{type(optim).__qualname__}" in _ELEMENTWISE_ELSEWHERE:
+        return True
     return any(isinstance(optim, cls) and _undecorated(type(optim).step) is _undecorated(cls.step) for cls in ELEMENTWISE)
 
 

@@ -65,7 +65,8 @@ class PipelineGradientCheckpointConfig:
         available = sum(len(stages[stage]) for stage in held)
         if numbers[rank] > available:
             raise ValueError(
-                f"num_ckpt_layers_per_stage={numbers}: rank {rank} has {available} layers, so {numbers[rank]} of them cannot be checkpointed"
+                f"num_ckpt_layers_per_stage={numbers}: rank {rank} has {available} layers, so {numbers[rank]} of them cannot be "
+                "checkpointed"
             )
         chosen, left = {}, numbers[rank]
         for stage in held:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,13 +60,23 @@ def without_data() -> Iterator[None]:
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of `model` on the meta device, in training mode, all floating parameters requiring gradients, no activation checkpointing."""
+    return _copy(model, lambda tensor: torch.empty_like(tensor, device="meta")).train()
+
+
+def weight_sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy whose parameters share the memory of the model's, in evaluation mode; whatever else its forward changes is its own."""
+    return _copy(model, torch.Tensor.detach).eval()
+
+
+def _copy(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        floating = parameter.is_floating_point() or parameter.is_complex()
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=floating)
+        differentiable = parameter.is_floating_point() or parameter.is_complex()
+        memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=differentiable)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    copied = copy.deepcopy(model, memo).train()
+        copied_buffer = make(buffer)
+        memo[id(buffer)] = copied_buffer if copied_buffer.is_meta else copied_buffer.clone()
+    copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]

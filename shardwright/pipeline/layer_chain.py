@@ -86,9 +86,9 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     config = getattr(model, "config", None)
     depth = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layer", None)
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth and len({type(child) for child in module}) == 1:
-            if any(True for _ in module[0].children()):
-                found.append((name, module))
+        alike = isinstance(module, nn.ModuleList) and len(module) == depth and len({type(child) for child in module}) == 1
+        if alike and any(True for _ in module[0].children()):
+            found.append((name, module))
     return found
 
 

@@ -46,11 +46,12 @@ _SIGNATURES = {
 _BY_CLASS = (F.cross_entropy, sharded_cross_entropy, F.nll_loss)  # their targets are class indices, with an ignore index
 # What keeps a linear function of the terms linear, by the name of the torch function.
 _SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__", "__rsub__", "stack", "cat"})
-_PRODUCTS = frozenset(
-    {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "true_divide", "__truediv__", "__itruediv__", "__div__"}
-)
+_QUOTIENTS = frozenset({"div", "div_", "true_divide", "__truediv__", "__itruediv__", "__div__"})
+_PRODUCTS = _QUOTIENTS | {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
+_READ_BY_HOST = frozenset({"item", "__int__", "__float__", "tolist"})
 _SAME = frozenset(
-    "to float double half bfloat16 type type_as sum mean squeeze unsqueeze view reshape clone contiguous neg __neg__ detach flatten cpu cuda".split()
+    {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "detach", "clone", "contiguous", "neg", "__neg__"}
+    | {"sum", "mean", "squeeze", "unsqueeze", "view", "reshape", "flatten"}
 )
 
 
@@ -100,6 +101,7 @@ class TermWatcher(TorchFunctionMode):
         }
         self._linear: dict[int, torch.Tensor] = {}
         self.num_terms = 0
+        self.counts_itself = False  # something was divided by a number that follows from the batch: a mean written by hand
 
     def is_linear(self, loss: torch.Tensor) -> bool:
         """Whether `loss` is a sum of multiples of the terms found."""
@@ -144,10 +146,15 @@ class TermWatcher(TorchFunctionMode):
             self._change(func, args, kwargs, known)
         elif known:
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if name in ("view", "reshape") and isinstance(result, torch.Tensor) and result.dim():
+                # Written with the sizes of this microbatch, perhaps; the first one varies with its samples.
+                func, args, kwargs = torch.reshape, (args[0], (-1, *result.shape[1:])), {}
             named_args, named_kwargs = self._named((args, kwargs))
             for index, tensor in enumerate(made):
                 if id(tensor) not in self._recipes:
                     self._recipes[id(tensor)] = (tensor, Recipe(None, func, named_args, named_kwargs, index))
+        divisor = args[1] if name in _QUOTIENTS and len(args) > 1 else args[0] if name in _READ_BY_HOST else None
+        self.counts_itself |= isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and self.recipe_of(divisor) is not None
         if isinstance(result, torch.Tensor) and self._linear:
             if self._stays_linear(name, args, kwargs, tensors):
                 self._linear[id(result)] = result

@@ -4,7 +4,8 @@ How a microbatch's loss is weighted, first rule that applies:
 
     criterion.weight(inputs)     loss * weight / (sum of weights over microbatches and data-parallel ranks)
     loss terms found             the head's or criterion's means are taken over the global batch one by one (`loss_terms`)
-    no integer labels in batch   loss * samples / (all samples)
+    no integer labels in batch, and no division by a number that follows from the batch (a masked mean written by hand)
+                                 loss * samples / (all samples)
     else                         ValueError: the tokens that count cannot be known
 """
 
@@ -89,7 +90,7 @@ class GlobalLoss:
 
     def _loss(self, output: Any, index: int) -> torch.Tensor:
         if self.criterion is not None:
-            loss = self.criterion(output, self.microbatches[index])
+            loss: Any = self.criterion(output, self.microbatches[index])
         else:
             loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
@@ -120,7 +121,7 @@ class GlobalLoss:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and ("label" in str(key) or "position" in str(key))
             if str(key) not in ("position_ids", "positions")
         ]
-        if watcher.num_terms or labels:
+        if watcher.num_terms or watcher.counts_itself or labels:
             raise ValueError(
                 "the loss cannot be made that of the whole batch from microbatches: it is not a sum of means that torch's loss functions "
                 f"computed ({watcher.num_terms} were found), so how microbatches weigh is unknown. Mixture-of-experts auxiliary losses are "

@@ -92,7 +92,7 @@ def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages:
         )
     if any(not isinstance(number, int) or isinstance(number, bool) or number < 1 for number in numbers) or sum(numbers) != units:
         raise ValueError(
-            f"num_layers_per_stage={numbers} must hold whole numbers of at least 1 that sum to the model's {units} layers, not {sum(numbers)}; "
+            f"num_layers_per_stage={numbers} must hold whole numbers of at least 1 that sum to the model's {units} layers; "
             f"{_nearest(units, num_stages)} would work"
         )
     bounds = [0, *accumulate(numbers)]
@@ -115,8 +115,8 @@ def _check_count(survey: Survey, num_stages: int) -> None:
         )
     if num_stages > cuts + 1:
         raise ValueError(
-            f"{num_stages} pipeline stages need {num_stages - 1} cuts, but the model can be cut at {cuts} places only: other layers use inner "
-            f"values of one another (pairs {list(survey.joined)}); at most {cuts + 1} stages work"
+            f"{num_stages} pipeline stages need {num_stages - 1} cuts, but the model can be cut at {cuts} places only: other layers use "
+            f"inner values of one another (pairs {list(survey.joined)}); at most {cuts + 1} stages work"
         )
 
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .dry_run import example_batches, forward_defaults, meta_copy, run_dry
+from .dry_run import example_batches, forward_defaults, meta_copy, run_dry, weight_sharing_copy
 from .layer_chain import Unit, find_units
 
 
@@ -131,7 +132,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     """Find the layers of `model` and learn what they read.
 
     `example_inputs` is a batch for models whose inputs cannot be guessed. A model whose forward does not run on the meta device is run
-    once as it is, if it has its weights.
+    once on real numbers, if it has its weights.
     """
     units = find_units(model, lists)
     examples = [example_inputs] if example_inputs is not None else list(example_batches(model))
@@ -139,7 +140,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     for example in examples:
         copied = meta_copy(model)
         try:
-            return _Surveyor(copied, units).run(lambda copied=copied, example=example: run_dry(copied, example))
+            return _Surveyor(copied, units).run(partial(run_dry, copied, example))
         except CutError:
             raise
         except Exception as error:  # the model's own code: anything can happen on a guessed batch
@@ -147,7 +148,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     if not any(parameter.is_meta for parameter in model.parameters()):
         for example in examples:
             try:
-                return _survey_in_place(model, units, example)
+                return _survey_on_numbers(model, units, example)
             except CutError:
                 raise
             except Exception as error:
@@ -158,27 +159,13 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     )
 
 
-def _survey_in_place(model: nn.Module, units: list[Unit], example: Any) -> Survey:
-    """Survey the model itself on real numbers; modes and generators are as before afterwards."""
-    training = {module: module.training for module in model.modules()}
-    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point() and not parameter.requires_grad]
-    defaults = forward_defaults(model)
-    try:
-        for module in checkpointed:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        model.eval()  # no dropout, no running statistics: the graph is the same
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _Surveyor(model, units).run(lambda: model(**{**defaults, **example}) if isinstance(example, dict) else model(*example))
-    finally:
-        for module in checkpointed:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        for module, mode in training.items():
-            module.training = mode
+def _survey_on_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
+    """Survey a copy that shares the weights' memory and nothing else, on real numbers, without dropout."""
+    copied = weight_sharing_copy(model)
+    inputs = {**forward_defaults(model), **example} if isinstance(example, dict) else example
+    call = partial(copied, **inputs) if isinstance(inputs, dict) else partial(copied, *inputs)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        return _Surveyor(copied, units).run(call)
 
 
 @dataclass

@@ -49,13 +49,13 @@ def create_tied_process_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Process groups of this pipeline rank's tied groups, by pipeline ranks.
 
-    `group_of(pipeline ranks)` returns the group over those ranks (`ParallelMesh.tied_group`). It is called on members only and in the
-    same order on all of them.
+    `group_of(pipeline ranks)` returns the group over those ranks, or None to others (`ParallelMesh.tied_group`). It is called on all ranks
+    and in the same order.
     """
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in sorted({group.ranks for group in groups}):
+        process_group = group_of(ranks)
         if rank in ranks:
-            process_group = group_of(ranks)
             assert process_group is not None
             created[ranks] = process_group
     return created

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..utils.errors import one_of
 from ..utils.tensors import map_tensors
@@ -16,7 +15,8 @@ from ..utils.tensors import map_tensors
 T = TypeVar("T")
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class PrecisionPolicy:
@@ -39,7 +39,7 @@ class PrecisionPolicy:
 
     @property
     def is_half(self) -> bool:
-        return self.dtype in _HALF
+        return self.dtype in HALF
 
     @property
     def needs_scaler(self) -> bool:
@@ -55,13 +55,13 @@ class PrecisionPolicy:
             return tensor.dtype  # integers and fp8 storage belong to whoever made them
         if self.is_half:
             return torch.float32 if keep else self.dtype
-        return torch.float32 if tensor.dtype in _HALF else tensor.dtype
+        return torch.float32 if tensor.dtype in HALF else tensor.dtype
 
     def cast_buffers(self, model: nn.Module) -> None:
         """Bring persistent floating-point buffers to the dtype of the parameters beside them."""
         kept = _kept_in_fp32(model)
         for prefix, module in model.named_modules():
-            keep = isinstance(module, _BatchNorm) or bool(kept and kept.search(prefix))
+            keep = isinstance(module, _BATCH_NORMS) or bool(kept and kept.search(prefix))
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(self._dtype_of(buffer, keep))
@@ -91,4 +91,4 @@ def _named(model: nn.Module, kept: re.Pattern[str] | None) -> Iterator[tuple[str
             if id(param) not in seen:
                 seen.add(id(param))
                 full = f"{prefix}.{name}" if prefix else name
-                yield full, param, isinstance(module, _BatchNorm) or bool(kept and kept.search(full))
+                yield full, param, isinstance(module, _BATCH_NORMS) or bool(kept and kept.search(full))

@@ -45,6 +45,7 @@ def compare_models(
     gradients: bool | Mapping[str, torch.Tensor | None] = True,
     weights: bool = True,
     tolerance: float | None = None,
+    gradient_floor: float = GRADIENT_FLOOR,
     check: bool = True,
 ) -> Report:
     """Compare what this rank holds of `model` with `reference`; raises `MismatchError` with the worst parameters.
@@ -58,6 +59,8 @@ def compare_models(
     gradients    False leaves them out; a mapping from full names brings gradients that are not in `.grad`
     weights      False leaves the weights out
     tolerance    instead of that of each parameter's dtype
+    gradient_floor  smallest scale of a gradient, as a share of the largest one of the model; 1 measures all against that one, which is
+                 what fp32 can promise after steps of Adam have carried rounding into the weights
     check        False returns the report of a comparison that failed, too
 
     A missing gradient equals a reference gradient that is missing or zero, nothing else.
@@ -84,7 +87,7 @@ def compare_models(
             report.add(_difference("weight", name, expected[name], parameter, part, allowed, floor=1.0))
         if gradients is not False:
             actual = parameter.grad if gradients is True else gradients.get(name)
-            report.add(_gradient_difference(name, expected[name].grad, actual, part, allowed, GRADIENT_FLOOR * largest))
+            report.add(_gradient_difference(name, expected[name].grad, actual, part, allowed, gradient_floor * largest))
     # Tied parameters have several names; who holds one holds all of them.
     shared = {id(expected[name]) for name in report.held}
     report.held |= {name for name, parameter in expected.items() if id(parameter) in shared}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..precision.policy import _HALF
+from ..precision.policy import HALF
 from .layout import BucketPlan, Slot
 
 # Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the view.
@@ -23,7 +23,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 def master_dtype(working: torch.dtype, master_weights: bool) -> torch.dtype:
-    return torch.float32 if master_weights and working in _HALF else working
+    return torch.float32 if master_weights and working in HALF else working
 
 
 class Bucket:

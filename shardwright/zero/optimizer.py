@@ -111,7 +111,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             bucket.adopt(self.groups.everyone)
         _settle_rest(models, precision, {entry.param for entry in entries}, self.groups.everyone)
         self.segments = Segments(self.buckets, optim)
-        self._owned_views = {bucket.index: self._views_to_count(bucket) for bucket in self.buckets}
+        self._counted = {bucket.index: self._ranges_to_count(bucket) for bucket in self.buckets}
         self.reducer = GradReducer(
             self.buckets,
             self.groups,
@@ -198,11 +198,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         agreed = self._start_agreement()
         self.reducer.finish()
         self._set_touched(agreed)
-        if self.cpu_offload:
-            for bucket in self.buckets:
-                bucket.step_grad.copy_(bucket.shard_grad, non_blocking=True)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+        if self.cpu_offload and self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the copies that `_bucket_is_final` started
         self._finished = True
 
     def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
@@ -236,19 +233,25 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         return self.segments.grads()
 
     def _owned_gradients(self) -> list[torch.Tensor]:
-        return [view for bucket in self.buckets for view in self._owned_views[bucket.index]]
+        return [view for bucket in self.buckets for view in self._views_to_count(bucket, bucket.step_grad)]
 
     def _bucket_is_final(self, bucket: Bucket) -> None:
+        """Take the bucket's norm, and start its way to the host, while others are still on theirs."""
+        if self.cpu_offload:
+            bucket.step_grad.copy_(bucket.shard_grad, non_blocking=True)
         if self.max_norm > 0 or self.scaler is not None:
-            self._norm_parts[bucket.index] = power_sum(self._owned_views[bucket.index], self.device)
+            self._norm_parts[bucket.index] = power_sum(self._views_to_count(bucket, bucket.shard_grad), self.device)
 
     def _power_sum(self, norm_type: float) -> torch.Tensor:
         if norm_type == 2.0 and not self._applied and len(self._norm_parts) == len(self.buckets):
             return torch.stack([self._norm_parts[bucket.index] for bucket in self.buckets]).sum()
         return super()._power_sum(norm_type)
 
-    def _views_to_count(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The parts of the bucket's gradient shard that this rank counts in the norm."""
+    def _views_to_count(self, bucket: Bucket, grad: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of the bucket's gradient shard `grad` that this rank counts in the norm."""
+        return [grad[low:high] for low, high in self._counted[bucket.index]]
+
+    def _ranges_to_count(self, bucket: Bucket) -> list[tuple[int, int]]:
         if not self._counts_replica(bucket):
             return []
         specs = [slot.entry.spec for slot in bucket.plan.slots]
@@ -256,7 +259,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             owned_ranges(spec, self.mesh.coordinate(spec.axis)) == [(0, math.prod(spec.local_shape(self.mesh.coordinate(spec.axis))))]
             for spec in specs
         ):
-            return [bucket.shard_grad]  # with its padding, which is zero
+            return [(0, bucket.plan.shard_numel)]  # with its padding, which is zero
         ranges: list[tuple[int, int]] = []
         for slot in bucket.plan.slots_in(bucket.shard):
             spec = slot.entry.spec
@@ -268,7 +271,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                     ranges[-1] = (ranges[-1][0], high)
                 else:
                     ranges.append((low, high))
-        return [bucket.shard_grad[low:high] for low, high in ranges]
+        return ranges
 
     def _counts_replica(self, bucket: Bucket) -> bool:
         """Whether this rank is the one that counts for all ranks with the same shard."""
@@ -399,11 +402,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         factor = self._factor()
         result = {}
         for bucket in self.buckets:
-            whole = [torch.empty_like(bucket.shard_grad) for _ in range(self.groups.shards)]
+            mine = bucket.step_grad.to(self.device)
+            whole = [torch.empty_like(mine) for _ in range(self.groups.shards)]
             if self.groups.shard is not None:
-                dist.all_gather(whole, bucket.shard_grad, group=self.groups.shard)
+                dist.all_gather(whole, mine, group=self.groups.shard)
             else:
-                whole = [bucket.shard_grad]
+                whole = [mine]
             flat = torch.cat(whole) * factor
             result.update({slot.entry.name: bucket.view(flat, slot).clone() for slot in bucket.plan.slots})
         return result

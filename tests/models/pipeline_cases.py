@@ -56,6 +56,17 @@ def build(name: str) -> torch.nn.Module:
     return model
 
 
+_groups: dict[tuple[int, ...], Any] = {}  # one group per set of ranks, for all cases of a process
+
+
+def group_of(ranks: list[int]) -> Any:
+    key = tuple(ranks)
+    if key not in _groups:
+        whole = len(key) == dist.get_world_size()
+        _groups[key] = dist.group.WORLD if whole else dist.new_group(list(key), use_local_synchronization=True)
+    return _groups[key]
+
+
 def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) -> set[str]:
     """Train and evaluate; compares loss, outputs, every gradient and every updated weight. Returns the names compared."""
     torch.manual_seed(0)

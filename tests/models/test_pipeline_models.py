@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-
-from shardwright.testing import run_ranks, zoo
 from pipeline_cases import Case, run_cases
 
+from shardwright.pipeline.executor import PipelineSettings, cut_model
+from shardwright.testing import run_ranks, zoo
+
+pytestmark = pytest.mark.timeout(300)  # twenty seconds on two free cores
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
 
 
 def run(cases: list[Case], ranks: int = 2, dp: int = 1) -> None:
-    held = run_ranks(run_cases, ranks, cases, dp, timeout=100)
+    held = run_ranks(run_cases, ranks, cases, dp, timeout=240)
     for index, case in enumerate(cases):
         names = {name for name, _ in zoo.build(case.name).named_parameters()}
         assert set().union(*(rank[index] for rank in held)) == names, f"{case}: parameters that no rank holds"
@@ -28,3 +30,41 @@ STYLES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2))
 @pytest.mark.parametrize("name", ["llama-tied-causal-lm", "bert-masked-lm", "t5-conditional-generation"])
 def test_every_schedule(name: str) -> None:
     run([Case(name, style, chunks, checkpointing=ratio) for style, chunks in STYLES for ratio in (None, 0.5)])
+
+
+def test_four_stages_with_any_layout() -> None:
+    run(
+        [
+            Case("llama-tied-causal-lm", layers=(1, 1, 1, 1), microbatch_size=2, num_microbatches=None),
+            Case("t5-conditional-generation", layers=(3, 2, 1, 2), num_microbatches=2, checkpointing=1.0),
+            Case("gpt2-sequence-classification", num_microbatches=9),
+        ],
+        ranks=4,
+    )
+
+
+def test_two_replicas_of_two_stages() -> None:
+    """The loss is that of all replicas' samples, and gradients summed over replicas are those of one process."""
+    run(
+        [
+            Case("llama-causal-lm", "zbv", 2, num_microbatches=2),
+            Case("bert-pretraining", num_microbatches=3),
+            Case("qwen3-question-answering", "interleaved", 2, num_microbatches=2, layers=(1, 1, 1, 1)),
+        ],
+        ranks=4,
+        dp=2,
+    )
+
+
+def refuse_plain_calls(rank: int, world_size: int) -> None:
+    model = zoo.build("llama-causal-lm")
+    cut_model(model, PipelineSettings(), rank, world_size)
+    with pytest.raises(RuntimeError, match=r"booster\.execute_pipeline"):
+        model(**zoo.inputs("llama-causal-lm"))
+    for settings in (PipelineSettings(num_layers_per_stage=[5]), PipelineSettings("interleaved", 3), PipelineSettings("zbv", 3)):
+        with pytest.raises(ValueError, match=r"num_layers_per_stage|stages|chunk"):
+            cut_model(zoo.build("llama-causal-lm"), settings, rank, world_size)
+
+
+def test_plain_calls_and_bad_layouts_are_refused() -> None:
+    run_ranks(refuse_plain_calls, 2)

@@ -28,7 +28,8 @@ _VALUES: tuple[tuple[int | float, str], ...] = (
         HEADS,
         "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads num_encoder_attention_heads "
         "num_decoder_attention_heads attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
-        "num_decoder_layers num_encoder_layers num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads",
+        "num_decoder_layers num_encoder_layers num_experts num_local_experts n_routed_experts moe_num_experts "
+        "mamba_n_heads mamba_num_heads",
     ),
     (
         2,
@@ -47,8 +48,8 @@ _VALUES: tuple[tuple[int | float, str], ...] = (
         0.0,
         "attention_dropout dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop hidden_dropout "
         "activation_dropout dropout_rate resid_dropout embed_dropout embedding_dropout layerdrop encoder_layerdrop decoder_layerdrop "
-        "classifier_dropout drop_path_rate attn_dropout emb_pdrop residual_dropout embedding_dropout_prob ffn_dropout residual_dropout_prob "
-        "hidden_act_dropout router_jitter_noise input_jitter_noise",
+        "classifier_dropout drop_path_rate attn_dropout emb_pdrop residual_dropout embedding_dropout_prob ffn_dropout "
+        "residual_dropout_prob hidden_act_dropout router_jitter_noise moe_token_dropout input_jitter_noise",
     ),
     (64, "sliding_window"),
     (3, "sep_token_id unk_index unk_token_id"),
@@ -62,7 +63,9 @@ _VALUES: tuple[tuple[int | float, str], ...] = (
 )
 SIZES: dict[str, int | float] = {name: value for value, names in _VALUES for name in names.split()} | {"pad_token_id": 0}
 # Left at None where that is the default: None means "derived" or "off" there.
-_OPTIONAL = frozenset("q_lora_rank n_inner sliding_window rotary_dim ffn_hidden_size classifier_dropout word_embed_proj_dim".split())
+_OPTIONAL = frozenset(
+    ["q_lora_rank", "n_inner", "sliding_window", "rotary_dim", "ffn_hidden_size", "classifier_dropout", "word_embed_proj_dim"]
+)
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "zaya": {"num_experts_per_tok": 1},

@@ -14,6 +14,7 @@ from torch import nn
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, compare_models, keep_float64, loss_of, zoo
+from shardwright.testing.compare import GRADIENT_FLOOR
 
 STEPS = 3
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -109,6 +110,7 @@ def _run(world: int, layout: Layout) -> dict[str, Any]:
             coordinate=plugin.mesh.coordinate,
             losses=(torch.tensor(expected, dtype=dtype), torch.tensor(losses, dtype=dtype)) if losses else None,
             gradients=gradients,
+            gradient_floor=GRADIENT_FLOOR if layout.dtype == "fp64" else 1.0,
             weights=False,
         )
         if layout.max_norm:

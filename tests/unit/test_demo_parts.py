@@ -11,7 +11,8 @@ import pytest
 
 from shardwright.cli.demo.chart import Point, loss_chart, nice_ticks, running_mean
 from shardwright.cli.demo.grammar import IDS, NUMBERS, STOP, Grammar, entropy, questions
-from shardwright.cli.demo.settings import DemoSettings, nearest_divisors
+from shardwright.cli.demo.layout import Layout, nearest_worlds
+from shardwright.cli.demo.settings import DemoSettings
 from shardwright.cli.main import main
 
 
@@ -81,13 +82,21 @@ def test_questions_of_a_kind_have_one_length_and_known_words() -> None:
     assert {kind: len(found) for kind, found in lengths.items()} == {"sums": 1, "agreement": 1}
 
 
-@pytest.mark.parametrize(("number", "wanted", "expected"), [(32, 3, (2, 4)), (32, 4, (4, 4)), (30, 7, (6, 10)), (4, 9, (4, 4))])
-def test_nearest_divisors(number: int, wanted: int, expected: tuple[int, int]) -> None:
-    assert nearest_divisors(number, wanted) == expected
+@pytest.mark.parametrize(("batch", "wanted", "expected"), [(32, 3, (2, 4)), (32, 4, (4, 4)), (30, 7, (6, 9)), (4, 99, (16, 16))])
+def test_nearest_worlds(batch: int, wanted: int, expected: tuple[int, int]) -> None:
+    assert nearest_worlds(batch, wanted) == expected
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (2, 1, 2, 1), (3, 1, 1, 3), (4, 2, 2, 1), (6, 1, 2, 3), (8, 2, 2, 2)])
+def test_layouts_use_all_ranks(world: int, tp: int, pp: int, dp: int) -> None:
+    layout = Layout.for_world(world, 24, "cpu")
+    assert (layout.tp, layout.pp, layout.dp) == (tp, pp, dp)
+    assert layout.ranks == world
+    assert layout.fits
 
 
 def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--world-size 3 does not divide --batch-size 32.*world size of 2 or 4.*batch size of 33"):
+    with pytest.raises(ValueError, match=r"3 parts, which does not divide --batch-size 32.*world size of 2 or 4.*batch size of 33"):
         DemoSettings(world_size=3)
 
 

@@ -18,6 +18,8 @@ PACKAGE = ROOT / "shardwright"
 LEVELS = {
     "utils": 0,
     "spec": 0,
+    "accelerator": 0,
+    "logging": 0,
     "_version": 0,
     "cluster": 1,
     "comm": 1,

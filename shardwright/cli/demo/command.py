@@ -6,7 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from shardwright.cli.demo.settings import DEFAULT_CPU_RANKS, DemoSettings, nearest_divisors
+from shardwright.cli.demo.layout import nearest_worlds
+from shardwright.cli.demo.settings import DEFAULT_CPU_RANKS, DemoSettings
 from shardwright.cli.relaunch import inside_launcher, relaunch
 
 HELP = "train a small language model on several ranks of this machine and show what happened"
@@ -63,8 +64,8 @@ def _settings(args: argparse.Namespace, world_size: int) -> DemoSettings:
 
 
 def _default_world_size(gpus: int, batch_size: int) -> int:
-    """All GPUs, or the most of them that divide the batch."""
-    return nearest_divisors(batch_size, gpus or DEFAULT_CPU_RANKS)[0]
+    """All GPUs, or the most of them that the batch can be split over."""
+    return nearest_worlds(batch_size, gpus or DEFAULT_CPU_RANKS)[0]
 
 
 def _count_gpus() -> int:

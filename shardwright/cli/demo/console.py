@@ -76,6 +76,12 @@ def _outcome(history: History) -> Table:
     table.add_row(
         "speed", f"{history.tokens_per_second:,.0f} tokens/s, {history.seconds:.1f} s in all, on {history.settings.world_size} rank(s)"
     )
+    if history.timeline is not None:
+        ideal = history.timeline.ideal()
+        table.add_row(
+            "pipeline bubble",
+            f"{history.timeline.bubble:.0%} measured, {ideal.bubble:.0%} ideal   (a step of {1000 * history.timeline.makespan:.0f} ms)",
+        )
     for kind, score in history.scores.items():
         table.add_row(kind, f"{score} questions answered right")
     return table
@@ -85,6 +91,9 @@ def _places(history: History) -> Table:
     output = history.settings.output
     table = _two_columns()
     table.add_row(f"{output}/report.html", "the loss curve and all of the above")
+    if history.timeline is not None:
+        table.add_row(f"{output}/timeline.html", "what every pipeline rank did in one step, against the ideal")
+        table.add_row(f"{output}/trace.json", "the same for ui.perfetto.dev or chrome://tracing")
     table.add_row(f"{output}/metrics.jsonl", "loss, gradient norm and speed of every step")
     table.add_row(f"{output}/layout.json", "how the ranks were laid out")
     table.add_row(f"{output}/model", "the trained model, for AutoModelForCausalLM")

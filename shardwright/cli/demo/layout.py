@@ -1,46 +1,81 @@
-"""How the demo's ranks are laid out: the one file to change when the demo should show another kind of parallelism."""
+"""How the demo's ranks are laid out: tensor parallel x pipeline x data parallel, as many of each as the ranks allow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+MICROBATCHES = 4
+
 
 @dataclass(frozen=True)
 class Layout:
     """
-    dp      ranks that take different sequences
-    device  "cpu" or "cuda"
+    tp, pp, dp  ranks that share every layer; that hold successive layers; that take different sequences
+    device      "cpu" or "cuda"
+    batch_size  sequences per step over all ranks
     """
 
+    tp: int
+    pp: int
     dp: int
     device: str
     batch_size: int
 
     @classmethod
     def for_world(cls, world_size: int, batch_size: int, device: str) -> Layout:
-        return cls(dp=world_size, device=device, batch_size=batch_size)
+        """Two pipeline stages as soon as the ranks come in pairs, layers shared by two when pairs come in pairs, data for the rest."""
+        pp = 2 if world_size % 2 == 0 else 1
+        tp = 2 if world_size % 4 == 0 else 1
+        return cls(tp=tp, pp=pp, dp=world_size // (tp * pp), device=device, batch_size=batch_size)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def fits(self) -> bool:
+        """Whether every data-parallel rank gets the same number of sequences."""
+        return self.batch_size % self.dp == 0
 
     def plugin(self) -> Any:
-        from shardwright.plugins import TorchDDPPlugin
+        from shardwright.plugins import HybridParallelPlugin
 
-        return TorchDDPPlugin()
+        return HybridParallelPlugin(
+            tp_size=self.tp, pp_size=self.pp, num_microbatches=self.microbatches, zero_stage=1, precision="fp32", max_norm=1.0
+        )
 
-    def __str__(self) -> str:
-        ranks = f"{self.dp} ranks" if self.dp > 1 else "1 rank"
-        return f"{ranks} (data parallel {self.dp}), {self.backend} on the {'GPU' if self.device == 'cuda' else 'CPU'}"
+    @property
+    def microbatches(self) -> int:
+        """Of each data-parallel rank's part of the batch; without a pipeline there is nothing to gain from more than one."""
+        return min(MICROBATCHES, self.batch_size // self.dp) if self.pp > 1 else 1
 
     @property
     def backend(self) -> str:
         return "nccl" if self.device == "cuda" else "gloo"
 
+    def __str__(self) -> str:
+        sizes = f"tensor parallel {self.tp} x pipeline {self.pp} x data parallel {self.dp}, ZeRO-1"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks ({sizes})"
+        return f"{ranks}, {self.backend} on the {'GPU' if self.device == 'cuda' else 'CPU'}"
+
     def describe(self) -> dict[str, str | int]:
         """Every number of the layout, for layout.json and the report."""
         return {
-            "plugin": "TorchDDPPlugin",
-            "ranks": self.dp,
+            "plugin": "HybridParallelPlugin",
+            "ranks": self.ranks,
+            "tensor parallel": self.tp,
+            "pipeline stages": self.pp,
             "data parallel": self.dp,
-            "sequences per rank and step": self.batch_size // self.dp,
+            "ZeRO stage": 1,
+            "schedule": f"1F1B, {self.microbatches} microbatches" if self.pp > 1 else "no pipeline",
+            "sequences per step": self.batch_size,
             "device": self.device,
             "backend": self.backend,
         }
+
+
+def nearest_worlds(batch_size: int, wanted: int) -> tuple[int, int]:
+    """The greatest number of ranks up to `wanted` and the least from `wanted` on (or the greatest at all) whose layout fits the batch."""
+    fitting = [world for world in range(1, 4 * batch_size + 1) if Layout.for_world(world, batch_size, "cpu").fits]
+    return max(world for world in fitting if world <= wanted), min((world for world in fitting if world >= wanted), default=fitting[-1])

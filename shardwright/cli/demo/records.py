@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardwright.cli.demo.layout import Layout
 from shardwright.cli.demo.settings import DemoSettings
+from shardwright.pipeline.timeline import Timeline
 
 
 class StepRecord(NamedTuple):
@@ -41,6 +42,7 @@ class History:
     lowest_loss  entropy of the held-out text: no model can do better on average
     scores       per kind of question, how many the trained model answers right
     sample       text that the trained model wrote
+    timeline     what the ranks of the pipeline did in a typical step; None without a pipeline
     """
 
     settings: DemoSettings
@@ -52,6 +54,7 @@ class History:
     scores: dict[str, Score] = field(default_factory=dict)
     sample: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    timeline: Timeline | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from shardwright.cli.demo.chart import Point, loss_chart
 from shardwright.cli.demo.grammar import IDS, STOP, UNKNOWN, questions
 from shardwright.cli.demo.records import History, Score
+from shardwright.pipeline.timeline_html import write_page
 
 SAMPLE_WORDS = 90
 
@@ -41,6 +42,9 @@ def write_results(history: History) -> None:
     )
     (output / "loss.svg").write_text(chart)
     (output / "report.html").write_text(report(history, chart))
+    if history.timeline is not None:
+        history.timeline.write_trace(output / "trace.json")
+        write_page(history.timeline, output / "timeline.html", title="One training step of the Shardwright demo")
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.cli.demo.layout import Layout, nearest_worlds
+
 DEFAULT_CPU_RANKS = 4
 
 
@@ -12,7 +14,7 @@ DEFAULT_CPU_RANKS = 4
 class DemoSettings:
     """
     steps            optimizer steps
-    world_size       ranks; the batch is split evenly over them
+    world_size       ranks; the batch is split evenly over those that take different sequences (see `layout.Layout`)
     batch_size       sequences per step over all ranks
     sequence_length  tokens per sequence
     seed             of text, weights and order
@@ -27,15 +29,14 @@ class DemoSettings:
     output: Path = Path("demo-results")
 
     def __post_init__(self) -> None:
-        if self.batch_size % self.world_size:
-            below, above = nearest_divisors(self.batch_size, self.world_size)
+        replicas = Layout.for_world(self.world_size, self.batch_size, "cpu").dp
+        if self.batch_size % replicas:
+            below, above = nearest_worlds(self.batch_size, self.world_size)
+            more = -(-self.batch_size // replicas) * replicas
             raise ValueError(
-                f"--world-size {self.world_size} does not divide --batch-size {self.batch_size}: every rank takes the same number of "
-                f"sequences; a world size of {below} or {above}, or a batch size of {self._next_multiple()}, would work"
+                f"--world-size {self.world_size} takes the data in {replicas} parts, which does not divide --batch-size {self.batch_size}: "
+                f"every part has the same number of sequences; a world size of {below} or {above}, or a batch size of {more}, would work"
             )
-
-    def _next_multiple(self) -> int:
-        return -(-self.batch_size // self.world_size) * self.world_size
 
     @property
     def held_out_sequences(self) -> int:
@@ -50,9 +51,3 @@ class DemoSettings:
         """The options that make a rank process see these settings."""
         options = {"steps": self.steps, "batch-size": self.batch_size, "seed": self.seed, "output": self.output}
         return [f"--{name}={value}" for name, value in options.items()]
-
-
-def nearest_divisors(number: int, wanted: int) -> tuple[int, int]:
-    """The greatest divisor of `number` up to `wanted`, and the least from `wanted` on (`number` itself when there is none)."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return max(d for d in divisors if d <= wanted), min((d for d in divisors if d >= wanted), default=number)

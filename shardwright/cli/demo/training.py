@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardwright.cli.demo.grammar import IDS, WORDS, Grammar, Step, entropy
 from shardwright.cli.demo.layout import Layout
 from shardwright.cli.demo.records import Evaluation, History, StepRecord
 from shardwright.cli.demo.settings import DemoSettings
+from shardwright.cli.demo.snapshots import Camera
 from shardwright.cluster import DistCoordinator
 from shardwright.utils.device import get_current_device
 
@@ -71,8 +72,7 @@ def train(settings: DemoSettings) -> None:
     shardwright.launch_from_torch(seed=settings.seed)
     coordinator = DistCoordinator()
     console = Console(enabled=coordinator.is_master())
-    device = get_current_device()
-    layout = Layout.for_world(settings.world_size, settings.batch_size, device.type)
+    layout = Layout.for_world(settings.world_size, settings.batch_size, get_current_device().type)
 
     text = GrammarText("train", settings.steps * settings.batch_size, settings.sequence_length, settings.seed)
     held_out = GrammarText("held-out", settings.held_out_sequences, settings.sequence_length, settings.seed)
@@ -81,68 +81,81 @@ def train(settings: DemoSettings) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
     plugin = layout.plugin()
-    batches: Any = plugin.prepare_dataloader(
-        text, batch_size=settings.batch_size // layout.dp, shuffle=True, seed=settings.seed, drop_last=True
-    )
-    checks: Any = plugin.prepare_dataloader(held_out, batch_size=settings.batch_size // layout.dp)
+    batch_size = settings.batch_size // layout.dp
+    batches: Any = plugin.prepare_dataloader(text, batch_size=batch_size, shuffle=True, seed=settings.seed, drop_last=True)
+    checks: Any = plugin.prepare_dataloader(held_out, batch_size=batch_size)
     booster = Booster(plugin=plugin)
     model, optimizer, _, batches, schedule = booster.boost(model, optimizer, None, batches, schedule)
 
     history = History(settings, layout, parameters, lowest_loss=held_out.lowest_loss())
     console.introduce(history)
+    run = Run(booster, model, optimizer)
+    camera = Camera(model.executor, last_step=settings.steps)
+    supply = iter(batches)
     with console.progress(settings.steps) as progress:
         started = time.perf_counter()
-        history.evaluations.append(Evaluation(0, evaluate(model, checks, device)))
-        for step, batch in enumerate(batches, start=1):
+        history.evaluations.append(Evaluation(0, run.evaluate(checks)))
+        for step in range(1, settings.steps + 1):
             step_started = time.perf_counter()
-            loss, norm = train_step(booster, model, optimizer, _to(device, batch))
+            with camera.watching(step):
+                loss, norm = run.train_step(supply)
             rate = optimizer.param_groups[0]["lr"]
             schedule.step()
             now = time.perf_counter()
             history.steps.append(StepRecord(step, loss, norm, rate, settings.tokens_per_step / (now - step_started), now - started))
             if step % max(1, settings.steps // 10) == 0 or step == settings.steps:
-                history.evaluations.append(Evaluation(step, evaluate(model, checks, device)))
+                history.evaluations.append(Evaluation(step, run.evaluate(checks)))
             progress.advance(history)
     history.seconds = time.perf_counter() - started
+    history.timeline = camera.typical()
 
+    if hasattr(booster, "save_model"):
+        booster.save_model(model, str(settings.output / "model"), shard=True)
+    elif coordinator.is_master():
+        build_model(settings).save_pretrained(settings.output / "model")
     if coordinator.is_master():
         # Only now, so that every rank's start does not pay for what one rank needs at the end.
         from shardwright.cli.demo.results import save_tokenizer, write_results
 
-        directory = settings.output / "model"
-        model.unwrap().save_pretrained(directory)
-        save_tokenizer(directory)
+        save_tokenizer(settings.output / "model")
         write_results(history)
         console.conclude(history)
     coordinator.block_all()
 
 
-def train_step(booster: Booster, model: Any, optimizer: Any, batch: Batch) -> tuple[float, float]:
-    """One optimizer step on this rank's part of the batch; returns the loss of the whole batch and the gradient's norm."""
-    loss = model(**batch, use_cache=False).loss
-    booster.backward(loss, optimizer)
-    norm = optimizer.clip_grad_by_norm(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return _mean_over_ranks(loss.detach()), float(norm)
+class Run:
+    """A boosted model and how to take steps with it. The loss exists where the last stage is; every rank is told."""
+
+    def __init__(self, booster: Booster, model: Any, optimizer: Any) -> None:
+        self.booster, self.model, self.optimizer = booster, model, optimizer
+        self.device = get_current_device()
+
+    def train_step(self, batches: Iterator[Batch]) -> tuple[float, float]:
+        """One optimizer step on the next batch; returns the loss of the whole batch and the gradient's norm before clipping."""
+        result = self.booster.execute_pipeline(batches, self.model, model_loss, self.optimizer)
+        self.optimizer.step()
+        norm = self.optimizer.get_grad_norm()
+        self.optimizer.zero_grad()
+        return self._tell_all(result["loss"]), float(norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Any) -> float:
+        """Mean held-out loss; all batches have the same number of tokens."""
+        self.model.eval()
+        supply = iter(batches)
+        losses = [self.booster.execute_pipeline(supply, self.model, model_loss)["loss"] for _ in range(len(batches))]
+        self.model.train()
+        return self._tell_all(None if losses[0] is None else torch.stack(losses).mean())
+
+    def _tell_all(self, loss: torch.Tensor | None) -> float:
+        """Ranks are laid out so that the last one has the last stage."""
+        value = torch.zeros((), device=self.device) if loss is None else loss.detach().float()
+        dist.broadcast(value, src=dist.get_world_size() - 1)
+        return value.item()
 
 
-@torch.no_grad()
-def evaluate(model: Any, batches: Any, device: torch.device) -> float:
-    """Mean held-out loss. All sequences have the same length and all ranks the same number of them, so means can be averaged."""
-    model.eval()
-    losses = [model(**_to(device, batch), use_cache=False).loss for batch in batches]
-    model.train()
-    return _mean_over_ranks(torch.stack(losses).mean())
-
-
-def _mean_over_ranks(value: torch.Tensor) -> float:
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
-
-
-def _to(device: torch.device, batch: Batch) -> Batch:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+def model_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
+    return outputs.loss
 
 
 def _warm_up_then_cosine(steps: int) -> Any:
