@@ -70,6 +70,8 @@ def _shrink(config: Any, ranks: int) -> None:
             setattr(config, name, value[: min(layers, 4)])
         elif not isinstance(value, int) or isinstance(value, bool):
             continue
+        elif name.endswith(("_token_id", "_token_index")) and value >= _WIDTHS["vocab_size"]:
+            setattr(config, name, 0)
         elif name in _LAYERS:
             setattr(config, name, min(value, 4))
         elif name in _HEADS:

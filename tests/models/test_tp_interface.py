@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer import (
@@ -37,6 +38,7 @@ from shardwright.shardformer.layer import (
     cross_entropy_1d,
 )
 from shardwright.shardformer.layer.parallel_module import full_tensor
+from shardwright.shardformer.policies.auto import get_autopolicy
 from shardwright.spec import get_spec
 from shardwright.testing import run_ranks, zoo
 from tests.models.tp_ranks import overrides
@@ -336,3 +338,22 @@ def test_ranks_of_a_group_see_the_same_samples():
     assert first == third
     assert second == fourth
     assert sorted(first + second) == list(range(8))
+
+
+def plan_for_full_size(rank: int, world_size: int) -> list[tuple[str, bool, list[str]]]:
+    """The generic policy on models of real size, without their weights: a small copy stands in for the check."""
+    found = []
+    for name in ("gemma2", "glm4", "cohere", "glm4_moe"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name]())
+        policy = get_autopolicy(model)
+        policy.set_model(model)
+        policy.set_shard_config(ShardConfig())
+        policy.plan()
+        found.append((name, policy.findings.checked, policy.findings.dropped))
+    return found
+
+
+def test_generic_plans_are_checked_for_models_of_real_size():
+    for found in run_ranks(plan_for_full_size, 2, timeout=110):
+        assert [checked and not dropped for _, checked, dropped in found] == [True] * 4, found
