@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..utils.pytree import TorchDispatchMode
 from ..utils.tensors import map_tensors
 
 _SAMPLES, _LENGTH, _CHOICES = 2, 8, 2

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..ops.vocab_mode import sharded_cross_entropy
+from ..utils import pytree
 from .microbatch import items_of
 
 _SIGNATURES = {

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..utils import pytree
 from .checkpointing import run_checkpointed
 from .dry_run import forward_defaults, without_data
 from .layer_chain import Unit

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..utils import pytree
 from .dry_run import example_batches, forward_defaults, meta_copy, run_dry, weight_sharing_copy
 from .layer_chain import Unit, find_units
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -23,7 +22,7 @@ from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor, plan_cut
 from ..pipeline.schedules import get_placement
 from ..pipeline.tied import create_tied_process_groups
-from ..precision.policy import PRECISIONS, PrecisionPolicy
+from ..precision.policy import BATCH_NORMS, PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.init import LazyWeights
 from ..shardformer.sharder import ModelSharder
@@ -332,7 +331,7 @@ class HybridParallelPlugin(Plugin):
 
     def _share_statistics(self, model: nn.Module) -> None:
         for module in model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BATCH_NORMS):
                 for buffer in module.buffers(recurse=False):
                     dist.broadcast(buffer, group=self.mesh.group("dp_sp"), group_src=0)
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALF = (torch.float16, torch.bfloat16)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class PrecisionPolicy:
@@ -61,7 +61,7 @@ class PrecisionPolicy:
         """Bring persistent floating-point buffers to the dtype of the parameters beside them."""
         kept = _kept_in_fp32(model)
         for prefix, module in model.named_modules():
-            keep = isinstance(module, _BATCH_NORMS) or bool(kept and kept.search(prefix))
+            keep = isinstance(module, BATCH_NORMS) or bool(kept and kept.search(prefix))
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(self._dtype_of(buffer, keep))
@@ -91,4 +91,4 @@ def _named(model: nn.Module, kept: re.Pattern[str] | None) -> Iterator[tuple[str
             if id(param) not in seen:
                 seen.add(id(param))
                 full = f"{prefix}.{name}" if prefix else name
-                yield full, param, isinstance(module, _BATCH_NORMS) or bool(kept and kept.search(full))
+                yield full, param, isinstance(module, BATCH_NORMS) or bool(kept and kept.search(full))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
+
+from . import pytree
 
 T = TypeVar("T")
 

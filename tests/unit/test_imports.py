@@ -53,8 +53,7 @@ PRIVATE_TORCH_ALLOWED = {
     "zero/fsdp": "hooks of fully_shard",
     "checkpoint/describe": "describing shards to the checkpoint format",
     "cluster/launch": "the store of the fake backend, which has no public name",
-    "precision/policy": "the common base class of batch norms",
-    "utils/tensors": "pytree functions, which have no public name in torch 2.11",
+    "utils/pytree": "pytree functions and dispatch modes, which have no public name in torch 2.11",
 }
 HEAVY = ("transformers", "datasets", "deepspeed", "xformers", "flash_attn", "triton")
 
