@@ -69,6 +69,9 @@ class ParallelMesh:
         # Made now and in this order on every rank: creating a group is collective.
         for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
             self.group(axis)
+        # Messages between stages get a group that no collective uses: debugging checks and NCCL both count operations per group, and
+        # ranks send different numbers of messages.
+        self.message_group = self._new_group(self.ranks("pp"))
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the product of `axes`."""
@@ -101,11 +104,15 @@ class ParallelMesh:
                 assert dist.group.WORLD is not None
                 self._groups[key] = dist.group.WORLD
             else:
-                # Rank order in the group is the order of coordinates, which need not be ascending under `dp_outside=False`.
-                group = dist.new_group(list(key), use_local_synchronization=True, sort_ranks=False)
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[key] = group
+                self._groups[key] = self._new_group(ranks)
         return self._groups[key]
+
+    @staticmethod
+    def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        # Rank order in the group is the order of coordinates, which need not be ascending under `dp_outside=False`.
+        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
         """Global ranks of `group`, in its order."""

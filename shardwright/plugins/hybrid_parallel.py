@@ -227,7 +227,7 @@ class HybridParallelPlugin(Plugin):
             make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         )
         sharder = ModelSharder(model, options.custom_policy, config)
-        sharder.shard()
+        sharder.shard(materialize=False)  # other stages' layers are never made
         return sharder.model
 
     def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
@@ -302,7 +302,7 @@ class HybridParallelPlugin(Plugin):
         return PipelineExecutor(
             cut,
             self.settings.pipeline.settings,
-            pipe_group=self.pp_group if self.pp_size > 1 else None,
+            pipe_group=self.mesh.message_group if self.pp_size > 1 else None,
             loss_group=self.dp_group if self.dp_size > 1 else None,
             reduce_grad=_Reduction(optimizer, cut) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks

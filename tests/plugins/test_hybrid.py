@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 from hybrid_ranks import Layout, run_layout
 
-from shardwright.testing import run_ranks
+from shardwright import Booster
+from shardwright.lazy import LazyInitContext
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import adamw, compare_models, keep_float64, run_ranks, zoo
 
 LAYOUTS = [
     Layout("llama-causal-lm", 1),
@@ -27,3 +32,34 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout(layout: Layout) -> None:
     run_ranks(run_layout, layout.world, layout)
+
+
+@keep_float64()
+def train_lazily(rank: int, world: int, plugin_settings: dict) -> dict:
+    """Build without weights, boost, train a step; the weights must not depend on the layout."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **plugin_settings))
+    config = zoo.config("llama-tied-causal-lm", num_hidden_layers=4, dtype="float64")
+    with LazyInitContext(seed=11):
+        model = transformers.LlamaForCausalLM(config).double()
+    assert all(param.is_meta for param in model.parameters())
+    optimizer = adamw(model)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    batch = zoo.inputs("llama-tied-causal-lm", batch_size=4, seed=3)
+    result = booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer)
+    optimizer.step()
+    with LazyInitContext(seed=11):
+        reference = transformers.LlamaForCausalLM(config).double()
+    LazyInitContext.materialize(reference)
+    reference_optimizer = adamw(reference)
+    loss = reference(**batch).loss
+    loss.backward()
+    reference_optimizer.step()
+    held = compare_models(reference, model, coordinate=booster.plugin.mesh.coordinate, gradients=False).held
+    if result["loss"] is not None:
+        torch.testing.assert_close(result["loss"], loss.detach(), rtol=1e-10, atol=1e-10)
+    return {"held": len(held)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "zero_stage": 1}], ids=["alone", "tp2-pp2"])
+def test_lazily_built_models_have_the_same_weights_in_every_layout(settings: dict) -> None:
+    run_ranks(train_lazily, settings.get("tp_size", 1) * settings.get("pp_size", 1), settings)

@@ -64,7 +64,11 @@ def compare(rank: int, world: int) -> None:
             for pipeline in (False, True):
                 assert with_the_plugin(kernel, 0.0, zero_stage, pipeline) == expected, (kernel, zero_stage, pipeline)
                 # The norm is summed more exactly than torch's, and the factor enters the fused step: equal but for rounding.
-                assert with_the_plugin(kernel, 0.1, zero_stage, pipeline) == pytest.approx(clipped, rel=1e-5), (kernel, zero_stage, pipeline)
+                assert with_the_plugin(kernel, 0.1, zero_stage, pipeline) == pytest.approx(clipped, rel=1e-5), (
+                    kernel,
+                    zero_stage,
+                    pipeline,
+                )
 
 
 def test_losses_equal_those_of_a_loop_written_by_hand() -> None:
