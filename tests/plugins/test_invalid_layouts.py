@@ -38,7 +38,9 @@ class Case:
     boosted: dict[str, Any] | None = field(default=None)  # the action wants a boosted model: arguments of the zoo
 
 
-def boost(model: str | Callable[[], nn.Module] = "llama-causal-lm", optimizer: Callable[[nn.Module], Any] | None = None, **config: Any) -> Any:
+def boost(
+    model: str | Callable[[], nn.Module] = "llama-causal-lm", optimizer: Callable[[nn.Module], Any] | None = None, **config: Any
+) -> Any:
     def action(booster: Booster) -> Any:
         built = zoo.build(model, dtype=torch.float32, **config) if isinstance(model, str) else model()
         return booster.boost(built, optimizer(built) if optimizer is not None else torch.optim.AdamW(built.parameters()))
@@ -95,7 +97,9 @@ V = {**PIPE, "pp_style": "interleaved"}
 SETTINGS: dict[str, Case] = {
     "tp that does not divide the world": Case({"tp_size": 3}, ["world_size=2", "tp_size=3", "tp_size=2", "Start 3 ranks"]),
     "pp larger than the world": Case({"pp_size": 4, "num_microbatches": 4}, ["world_size=2", "pp_size=4", "pp_size=2"]),
-    "a product larger than the world": Case({"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, ["tp_size=2 x pp_size=2", "Start 4 ranks"]),
+    "a product larger than the world": Case(
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, ["tp_size=2 x pp_size=2", "Start 4 ranks"]
+    ),
     "tp of zero": Case({"tp_size": 0}, ["tp_size=0", "at least 1"]),
     "a negative pp": Case({"pp_size": -1}, ["pp_size=-1", "at least 1"]),
     "tp as text": Case({"tp_size": "2"}, ["tp_size='2'", "whole number", "use 2"]),
@@ -151,7 +155,9 @@ SETTINGS: dict[str, Case] = {
     "negative microbatches": Case({"microbatch_size": -2}, ["microbatch_size=-2", "at least 1"]),
     "layers as text": Case({**PIPE, "num_layers_per_stage": "2,2"}, ["num_layers_per_stage='2,2'", "[4, 4]"]),
     "layers of text": Case({**PIPE, "num_layers_per_stage": [2, "2"]}, ["num_layers_per_stage=[2, '2']", "whole numbers"]),
-    "checkpointing as flag": Case({"gradient_checkpoint_config": True}, ["gradient_checkpoint_config=True", "PipelineGradientCheckpointConfig"]),
+    "checkpointing as flag": Case(
+        {"gradient_checkpoint_config": True}, ["gradient_checkpoint_config=True", "PipelineGradientCheckpointConfig"]
+    ),
     "a scale of zero": Case({"precision": "fp16", "initial_scale": 0}, ["initial_scale=0", "positive"]),
     "a scale above its bound": Case({"precision": "fp16", "max_scale": 2.0}, ["max_scale=2.0", "initial_scale <= max_scale"]),
     "a scale below its bound": Case({"min_scale": 2**20}, ["min_scale=1048576", "min_scale <= initial_scale"]),
@@ -163,10 +169,10 @@ SETTINGS: dict[str, Case] = {
 }
 
 MODELS: dict[str, Case] = {
-    "more stages than layers": Case(
-        {**V, "num_model_chunks": 3}, ["pp_size x num_model_chunks = 6", "4 layers", "at most 4"], boost()
+    "more stages than layers": Case({**V, "num_model_chunks": 3}, ["pp_size x num_model_chunks = 6", "4 layers", "at most 4"], boost()),
+    "layers that do not sum": Case(
+        {**PIPE, "num_layers_per_stage": [1, 2]}, ["num_layers_per_stage=[1, 2]", "4 layers", "[2, 2]"], boost()
     ),
-    "layers that do not sum": Case({**PIPE, "num_layers_per_stage": [1, 2]}, ["num_layers_per_stage=[1, 2]", "4 layers", "[2, 2]"], boost()),
     "too few stages": Case({**PIPE, "num_layers_per_stage": [4]}, ["num_layers_per_stage=[4]", "2 stages", "[2, 2]"], boost()),
     "a stage without layers": Case({**PIPE, "num_layers_per_stage": [0, 4]}, ["num_layers_per_stage=[0, 4]", "at least 1"], boost()),
     "layers of one stage": Case({"num_layers_per_stage": [3]}, ["num_layers_per_stage=[3]", "4 layers", "[4]"], boost()),
@@ -174,13 +180,13 @@ MODELS: dict[str, Case] = {
         {**PIPE, "gradient_checkpoint_config": ckpt(9, 0)}, ["num_ckpt_layers_per_stage=[9, 0]", "2 layers", "[2, 2]"], boost()
     ),
     "checkpointing for other stages": Case(
-        {**PIPE, "gradient_checkpoint_config": ckpt(1, 1, 1)}, ["num_ckpt_layers_per_stage=[1, 1, 1]", "3 entries", "2 entries work"], boost()
+        {**PIPE, "gradient_checkpoint_config": ckpt(1, 1, 1)},
+        ["num_ckpt_layers_per_stage=[1, 1, 1]", "3 entries", "2 entries work"],
+        boost(),
     ),
     "a pipeline over nothing": Case(PIPE, ["Linear", "no list of layers", "pp_size=1"], boost(lambda: nn.Linear(3, 3))),
     "sharding what nobody knows": Case({"tp_size": 2}, ["Linear", "policy"], boost(lambda: nn.Linear(3, 3))),
-    "fewer features than ranks": Case(
-        {"tp_size": 2}, ["1 features cannot be dealt to 2 ranks", "at most 1"], boost(intermediate_size=1)
-    ),
+    "fewer features than ranks": Case({"tp_size": 2}, ["1 features cannot be dealt to 2 ranks", "at most 1"], boost(intermediate_size=1)),
     "a rule that matches nothing": Case(
         {"tp_size": 2, "custom_policy": Unmatched()}, ["layers.*.self_attn.query", "Unmatched", "LlamaForCausalLM"], boost()
     ),
@@ -188,10 +194,14 @@ MODELS: dict[str, Case] = {
         {"tp_size": 2, "enable_flash_attention": True}, ["enable_flash_attention=True", "use False"], boost("bloom-causal-lm")
     ),
     "fused norms where there are none": Case(
-        {"tp_size": 2, "enable_fused_normalization": True}, ["enable_fused_normalization=True", "use False"], boost("t5-conditional-generation")
+        {"tp_size": 2, "enable_fused_normalization": True},
+        ["enable_fused_normalization=True", "use False"],
+        boost("t5-conditional-generation"),
     ),
     "a router's loss": Case(PIPE, ["output_router_logits"], boost("qwen3-moe-causal-lm", output_router_logits=True)),
-    "another model's optimizer": Case({"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))),
+    "another model's optimizer": Case(
+        {"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))
+    ),
     "an optimizer that stepped": Case({"zero_stage": 2}, ["stepped already", "load its state afterwards"], boost(optimizer=stepped)),
     "an optimizer without parameters": Case({}, ["SGD", "no parameters"], boost(optimizer=empty)),
     "nothing to train": Case({"zero_stage": 3}, ["requires_grad=False"], boost(optimizer=frozen)),
@@ -202,7 +212,9 @@ MODELS: dict[str, Case] = {
     "a model without weights": Case({}, ["meta device", "LazyInitContext"], boost(lambda: nn.Linear(3, 3, device="meta"))),
     "a model without parameters": Case({}, ["ReLU", "no parameters"], lambda booster: booster.boost(nn.ReLU())),
     "complex parameters": Case({}, ["torch.complex64", "torch.float32"], boost(lambda: nn.Linear(3, 3, dtype=torch.complex64))),
-    "a second number format": Case({}, ["mixed_precision='bf16'", "precision="], lambda b: Booster(mixed_precision="bf16", plugin=b.plugin)),
+    "a second number format": Case(
+        {}, ["mixed_precision='bf16'", "precision="], lambda b: Booster(mixed_precision="bf16", plugin=b.plugin)
+    ),
     "a device beside the plugin's": Case({}, ["device='cpu'", "leave device out"], lambda b: Booster(device="cpu", plugin=b.plugin)),
     "adapters of nothing": Case({}, ["lora_config", "pretrained_dir"], lambda b: b.plugin.enable_lora(nn.Linear(2, 2))),
     "a loader for no samples": Case({}, ["batch_size=0", "at least 1"], lambda b: b.plugin.prepare_dataloader([1, 2, 3], 0)),
