@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 
 from shardwright._version import __version__
-from shardwright.cli import doctor, env
+from shardwright.cli import doctor, env, plan
 from shardwright.cli.demo import command as demo
 
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module level,
 # so that `--help` and a mistyped option answer at once.
-VERBS = {"demo": demo, "env": env, "doctor": doctor}
+VERBS = {"demo": demo, "env": env, "doctor": doctor, "plan": plan}
 
 
 def build_parser() -> argparse.ArgumentParser:

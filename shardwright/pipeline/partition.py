@@ -110,13 +110,13 @@ def _check_count(survey: Survey, num_stages: int) -> None:
     cuts = sum(survey.can_cut(position) for position in range(1, survey.num_units))
     if num_stages > survey.num_units:
         raise ValueError(
-            f"{num_stages} pipeline stages (pp_size x num_model_chunks) are more than the model's {survey.num_units} layers "
+            f"pp_size x num_model_chunks = {num_stages} pipeline stages are more than the model's {survey.num_units} layers "
             f"({survey.units[0].layer} to {survey.units[-1].layer}); at most {survey.num_units} stages work"
         )
     if num_stages > cuts + 1:
         raise ValueError(
-            f"{num_stages} pipeline stages need {num_stages - 1} cuts, but the model can be cut at {cuts} places only: other layers use "
-            f"inner values of one another (pairs {list(survey.joined)}); at most {cuts + 1} stages work"
+            f"pp_size x num_model_chunks = {num_stages} pipeline stages need {num_stages - 1} cuts, but the model can be cut at {cuts} places "
+            f"only: other layers use inner values of one another (pairs {list(survey.joined)}); at most {cuts + 1} stages work"
         )
 
 

@@ -19,7 +19,7 @@ from ..cluster.mesh import ParallelMesh
 from ..interface import OptimizerWrapper
 from ..ops.vocab_mode import vocab_parallel_loss
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
-from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor, plan_cut
+from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
 from ..pipeline.schedules import get_placement
 from ..pipeline.tied import create_tied_process_groups
 from ..precision.policy import BATCH_NORMS, PRECISIONS, PrecisionPolicy
@@ -30,10 +30,12 @@ from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
-from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
+from .base import Boosted, Plugin, require_process_group
 from .config_form import flat_arguments
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
 from .lora import add_lora
+from .preflight import BatchShape, preflight
+from .resolved import ResolvedLayout
 from .settings import HybridSettings
 
 
@@ -99,6 +101,7 @@ class HybridParallelPlugin(Plugin):
         require_process_group("HybridParallelPlugin")
         self.mesh = ParallelMesh(pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size)
         self.policy = PrecisionPolicy(precision)
+        self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
         self.stage_manager = StageManager(
             get_placement(pp_style if pp_size > 1 else "1f1b", pp_size, num_model_chunks if pp_size > 1 else 1), self.mesh.coordinate("pp")
         )
@@ -184,6 +187,16 @@ class HybridParallelPlugin(Plugin):
     def control_precision(self) -> bool:
         return True
 
+    def preflight(
+        self, model: nn.Module, optimizer: Optimizer | None = None, batch_size: int | None = None, sequence_length: int | None = None
+    ) -> ResolvedLayout:
+        """What this layout comes to for a whole model, which is left as it is; ValueError when it does not fit.
+
+        batch_size, sequence_length     of one data-parallel rank, for what depends on them
+        """
+        batch = BatchShape(batch_size, sequence_length)
+        return preflight(model, optimizer, self.settings, self.mesh, self.policy, self._sharder(model), batch).layout
+
     # Boosting: the order in which things are applied.
 
     def configure(
@@ -194,12 +207,13 @@ class HybridParallelPlugin(Plugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        require_parameters(model)
-        require_own_parameters(model, optimizer)
+        sharder = self._sharder(model)
+        plan, self.layout = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, BatchShape())  # sees it whole
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
         weights = LazyWeights.of(model)
-        plan = plan_cut(model, self.settings.pipeline.settings, self.pp_size)  # sees the whole model
-        model = self._shard(model)  # every layer over tp
+        if sharder is not None:  # every layer over tp
+            sharder.shard(materialize=False)  # other stages' layers are never made
+            model = sharder.model
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         if weights is not None:
             weights.materialize(model, {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}, get_current_device())
@@ -212,11 +226,11 @@ class HybridParallelPlugin(Plugin):
         boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None))
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
-    def _shard(self, model: nn.Module) -> nn.Module:
+    def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
         wanted = options.enable_all_optimization or options.enable_flash_attention or options.enable_fused_normalization
         if self.tp_size == 1 and not wanted and options.custom_policy is None:
-            return model  # any model, also one that no policy knows
+            return None  # any model will do, also one that no policy knows
         config = ShardConfig(
             tensor_parallel_process_group=self.tp_group,
             enable_tensor_parallelism=self.tp_size > 1,
@@ -226,9 +240,7 @@ class HybridParallelPlugin(Plugin):
             parallel_output=options.parallel_output,
             make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         )
-        sharder = ModelSharder(model, options.custom_policy, config)
-        sharder.shard(materialize=False)  # other stages' layers are never made
-        return sharder.model
+        return ModelSharder(model, options.custom_policy, config)
 
     def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
         """Note on every parameter that other stages hold too which group that is; returns the process group of each."""

@@ -17,7 +17,9 @@ from ..pipeline.executor import PipelineSettings
 from ..pipeline.schedules import get_placement
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
+from ..shardformer.policies.base import Policy
 from ..utils.errors import one_of
+from .argument_types import check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,18 @@ class ShardingSettings:
     def __post_init__(self) -> None:
         if self.enable_sequence_parallelism or self.sequence_parallelism_mode is not None or self.enable_sequence_overlap:
             raise ValueError(
-                f"enable_sequence_parallelism={self.enable_sequence_parallelism}, sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
+                f"enable_sequence_parallelism={self.enable_sequence_parallelism}, "
+                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
                 f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; leave all three out"
             )
+        if self.make_vocab_size_divisible_by < 1:
+            raise ValueError(
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1, which pads only to the number "
+                "of ranks (64 is usual)"
+            )
+        if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
+            made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
+            raise ValueError(f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, or None to find one for the model")
         if self.enable_jit_fused:
             raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False and use torch.compile")
 
@@ -131,8 +142,8 @@ class PipelineOptions:
         """Refuse what does not fit a pipeline of `pp_size` ranks."""
         for name in ("num_microbatches", "microbatch_size", "num_model_chunks"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be a whole number of at least 1")
         config = self.gradient_checkpoint_config
         if config is not None and not isinstance(config, PipelineGradientCheckpointConfig):
             raise ValueError(f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None")
@@ -144,7 +155,8 @@ class PipelineOptions:
             )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
-                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a batch is split; give one of them"
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a batch is split; "
+                "give one of them"
             )
 
     @property
@@ -181,10 +193,8 @@ class ReductionSettings:
     static_graph: bool
 
     def __post_init__(self) -> None:
-        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
-            raise ValueError(
-                f"zero_stage={self.zero_stage!r} must be 0 (all-reduce), 1 (optimizer), 2 (and gradients) or 3 (and parameters)"
-            )
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage} must be 0 (all-reduce), 1 (optimizer), 2 (and gradients) or 3 (and parameters)")
         if self.max_norm < 0:
             raise ValueError(f"max_norm={self.max_norm} must be 0 (no clipping) or positive")
         for name in ("zero_bucket_size_in_m", "ddp_bucket_cap_mb"):
@@ -236,7 +246,8 @@ class HybridSettings:
         names = {group: [field.name for field in fields(home)] for group, home in homes.items()}
         homeless = set(flat) - {name for group in names.values() for name in group}
         assert not homeless, f"no settings group takes {sorted(homeless)}"
+        for home in homes.values():
+            check_types(home, flat)
         settings = cls(**{group: home(**{name: flat[name] for name in names[group]}) for group, home in homes.items()})  # type: ignore[arg-type]
-        pp_size = settings.layout.pp_size
-        settings.pipeline.check(pp_size if isinstance(pp_size, int) else 1)
+        settings.pipeline.check(settings.layout.pp_size)
         return settings

@@ -12,7 +12,7 @@ import torch.nn as nn
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.init import LazyWeights
 from shardwright.shardformer.layer.embedding import LogitsParallel
-from shardwright.shardformer.layer.norm import fuse_norms
+from shardwright.shardformer.layer.norm import fuse_norms, has_fusable_norms
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, native_class
 from shardwright.shardformer.model import GeneratingModel, ShardedModel
 from shardwright.shardformer.plan import Decision, Plan
@@ -34,6 +34,22 @@ class ModelSharder:
         self.model = model
         self.shard_config = shard_config
         self.policy = policy if policy is not None else get_autopolicy(model)
+        self._decisions: list[Decision] | None = None
+
+    def prepare(self) -> list[Decision]:
+        """Check settings and plan, and say what `shard` will do to the parameters; no parameter is touched yet."""
+        if self._decisions is None:
+            policy, config = self.policy, self.shard_config
+            _check_supported(config)
+            policy.set_model(self.model)
+            policy.set_shard_config(config)
+            policy.config_sanity_check()
+            self.model = policy.preprocess()
+            policy.set_model(self.model)
+            _check_optimizations(self.model, config)
+            is_sharded = config.enable_tensor_parallelism and config.parallel.size > 1
+            self._decisions = policy.plan().decide(self.model, config.parallel) if is_sharded else []
+        return self._decisions
 
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
         """Returns the parameters that pipeline stages share (see `Policy.get_shared_params`).
@@ -43,15 +59,10 @@ class ModelSharder:
         """
         policy, config = self.policy, self.shard_config
         weights = LazyWeights.of(self.model)
-        _check_supported(config)
-        policy.set_model(self.model)
-        policy.set_shard_config(config)
-        policy.config_sanity_check()
-        self.model = policy.preprocess()
-        policy.set_model(self.model)
+        decisions = self.prepare()
         shared = policy.get_shared_params()
-        if config.enable_tensor_parallelism and config.parallel.size > 1:
-            apply_plan(self.model, policy.plan(), config.parallel)
+        if decisions:
+            _apply(self.model, decisions, config.parallel)
         self._replace_modules(policy.module_policy())
         _use_optimizations(self.model, config)
         self.model = policy.postprocess()
@@ -119,7 +130,10 @@ class ModelSharder:
 
 def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
     """Shard `model` in place; raises ValueError, with the model untouched, when the plan does not fit it."""
-    decisions = plan.decide(model, parallel)
+    _apply(model, plan.decide(model, parallel), parallel)
+
+
+def _apply(model: nn.Module, decisions: Sequence[Decision], parallel: ParallelGroup) -> None:
     for decision in decisions:
         decision.style.convert(decision.site, decision.specs)
     _divide_dropout(decisions, parallel)
@@ -171,14 +185,19 @@ def _check_supported(config: ShardConfig) -> None:
         raise ValueError("fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False")
 
 
+def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
+    if config.enable_flash_attention and not _has_sdpa(model):
+        raise ValueError(f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False")
+    if config.enable_fused_normalization and not has_fusable_norms(model):
+        raise ValueError(f"enable_fused_normalization=True: {type(model).__name__} has no norm that torch fuses; use False")
+
+
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if config.enable_flash_attention or config.enable_all_optimization:
-        supported = getattr(model, "_supports_sdpa", False) and hasattr(model, "set_attn_implementation")
-        if supported:
-            model.set_attn_implementation("sdpa")  # type: ignore[operator]
-        elif config.enable_flash_attention:
-            raise ValueError(f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False")
+    if (config.enable_flash_attention or config.enable_all_optimization) and _has_sdpa(model):
+        model.set_attn_implementation("sdpa")  # type: ignore[operator]
     if config.enable_fused_normalization or config.enable_all_optimization:
-        count = fuse_norms(model)
-        if config.enable_fused_normalization and not count:
-            raise ValueError(f"enable_fused_normalization=True: {type(model).__name__} has no norm that torch fuses; use False")
+        fuse_norms(model)
+
+
+def _has_sdpa(model: nn.Module) -> bool:
+    return bool(getattr(model, "_supports_sdpa", False)) and hasattr(model, "set_attn_implementation")

@@ -15,8 +15,14 @@ from .layout import Entry, family_of
 _SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def collect_entries(optim: Optimizer, models: Sequence[nn.Module], precision: PrecisionPolicy | None, whole: bool) -> list[Entry]:
-    """The trainable parameters of `optim` in model order, with the dtype that each will work in."""
+def collect_entries(
+    optim: Optimizer, models: Sequence[nn.Module], precision: PrecisionPolicy | None, whole: bool, placed: bool = True
+) -> list[Entry]:
+    """The trainable parameters of `optim` in model order, with the dtype that each will work in.
+
+    whole   the optimizer looks at whole matrices
+    placed  the parameters are where they will stay
+    """
     if optim.state:
         raise ValueError("the optimizer has stepped already: boost a fresh optimizer and load its state afterwards")
     _refuse_sparse(models)
@@ -43,7 +49,7 @@ def collect_entries(optim: Optimizer, models: Sequence[nn.Module], precision: Pr
             f"{len(strangers)} parameters of the optimizer are not in the model (shapes {shapes}): build it on model.parameters()"
         )
     devices = sorted({str(entry.param.device) for entry in entries})
-    if len(devices) > 1:
+    if placed and len(devices) > 1:
         raise ValueError(f"parameters lie on several devices ({', '.join(devices)}): move the model to one device before boost")
     return entries
 

@@ -132,7 +132,7 @@ PENDING = (
     "shardwright.shardformer.",
     "shardwright.lazy.",
 )
-PENDING_VERBS = ("train", "plan", "models", "generate")
+PENDING_VERBS = ("train", "models", "generate")
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]]:

@@ -66,6 +66,11 @@ def is_rms_norm(module: nn.Module) -> bool:
         return isinstance(y, Tensor) and torch.allclose(y, F.rms_norm(x, weight.shape, trial_weight, _epsilon(module)), atol=1e-5)
 
 
+def has_fusable_norms(model: nn.Module) -> bool:
+    kinds = {type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__}
+    return any(map(is_rms_norm, kinds.values()))
+
+
 def fuse_norms(model: nn.Module) -> int:
     """Fuse every RMS norm of a model in place; returns how many."""
     count = 0

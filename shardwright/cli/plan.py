@@ -1,0 +1,147 @@
+"""`shardwright plan`: what a layout comes to for a model, on any machine, without a GPU or a second process.
+
+One process plays rank 0 of the whole job on torch's fake backend; the model is built without its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwright.cli.presets import PRESETS
+from shardwright.utils.errors import nearest
+
+HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
+
+# Options that are arguments of HybridParallelPlugin, by type; their defaults are the plugin's.
+_WHOLE = ("tp_size", "pp_size", "sp_size", "zero_stage", "zero_group_size", "num_microbatches", "microbatch_size", "num_model_chunks")
+_TEXT = ("precision", "pp_style")
+_FLAGS = ("cpu_offload", "enable_all_optimization", "enable_flash_attention", "enable_fused_normalization", "enable_sequence_parallelism")
+_OTHER = ("sequence_parallelism_mode", "make_vocab_size_divisible_by", "num_layers_per_stage", "zero_bucket_size_in_m")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model and job")
+    model.add_argument("--model", required=True, help=f"config.json, a directory with one, or one of {', '.join(PRESETS)}")
+    model.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the job")
+    model.add_argument("--batch-size", type=int, metavar="N", help="samples of one data-parallel rank and step")
+    model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE", help="Python file with parallel = dict(...), as HybridParallelPlugin.from_config takes"
+    )
+    model.add_argument("--optimizer", choices=("adamw", "sgd", "muon", "none"), default="adamw", help="what trains the model")
+    model.add_argument("--check", action="store_true", help="print one line instead of the report; the exit status tells the rest")
+    layout = parser.add_argument_group("arguments of HybridParallelPlugin")
+    for name in _WHOLE:
+        _add(layout, name, int)
+    for name in _TEXT:
+        _add(layout, name, str)
+    for name in _FLAGS:
+        layout.add_argument(_option(name), action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    _add(layout, "sequence_parallelism_mode", str)
+    _add(layout, "make_vocab_size_divisible_by", int)
+    _add(layout, "zero_bucket_size_in_m", float)
+    _add(layout, "num_layers_per_stage", _numbers)
+    layout.add_argument("--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)")
+    layout.add_argument(
+        "--recompute", type=float, metavar="SHARE", help="share of every stage's layers under activation checkpointing, 0 to 1"
+    )
+
+
+def _add(group: Any, name: str, kind: Callable[[str], Any]) -> None:
+    group.add_argument(
+        _option(name), type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.strip("_").upper(), help=argparse.SUPPRESS
+    )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 4,4,4,4") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        layout = _resolve(args)
+    except ValueError as error:
+        print(f"This layout does not work: {error}")
+        return 1
+    print(f"This layout works: {str(layout).splitlines()[1]}" if args.check else layout)
+    return 0
+
+
+def _resolve(args: argparse.Namespace) -> Any:
+    """The `ResolvedLayout`; ValueError says what does not fit."""
+    import torch
+
+    from shardwright.cluster.config import load_config
+    from shardwright.cluster.launch import launch
+    from shardwright.lazy import LazyInitContext
+    from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
+    from shardwright.plugins import HybridParallelPlugin
+
+    if args.world_size < 1:
+        raise ValueError(f"--world-size {args.world_size} must be at least 1")
+    given = {name: getattr(args, name) for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if hasattr(args, name)}
+    if args.dp_inside:
+        given["dp_outside"] = False
+    if args.recompute is not None:
+        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=args.recompute)
+    if given.get("pp_size", 1) > 1 and not {"num_microbatches", "microbatch_size"} & set(given) and args.config is None:
+        given["num_microbatches"] = 2 * given["pp_size"]
+    launch(0, args.world_size, None, None, backend="fake")
+    try:
+        plugin = HybridParallelPlugin.from_config(load_config(args.config), **given)
+        with LazyInitContext():
+            model = _build(_load(args.model))
+        optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        if args.optimizer == "muon":
+            optimizer: Any = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
+        else:
+            optimizer = optimizers[args.optimizer](model.parameters()) if args.optimizer != "none" else None
+        return plugin.preflight(model, optimizer, args.batch_size, args.seq_len)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _load(name: str) -> Any:
+    """The transformers config that `--model` names."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = Path(name)
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(f"--model {name} holds no config.json")
+        try:
+            return AutoConfig.from_pretrained(file)
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"--model {file} is no config that this transformers knows: {error}") from error
+    if name not in PRESETS:
+        raise ValueError(f"--model {name} is neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    kind, settings = PRESETS[name]
+    return CONFIG_MAPPING[kind](**settings)
+
+
+def _build(config: Any) -> Any:
+    """The class that the config names, else the family's language model."""
+    import transformers
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found(config)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config)
+    raise ValueError(f'no model class is known for a {type(config).__name__}; name one under "architectures" in its config.json')

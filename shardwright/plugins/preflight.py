@@ -1,0 +1,353 @@
+"""Everything about a layout that can be known before anything is changed or communicated: whether it fits, and what it comes to.
+
+    checked = preflight(model, optimizer, settings, mesh, precision, sharder, batch)
+    checked.plan        where the model will be cut
+    checked.layout      ranks, stages, bytes, schedule, collectives; `str()` of it is a report
+
+The model is whole and unsharded here, and may lie on the meta device. All numbers are arithmetic on shapes: those of bytes are what
+`zero.buffers` allocates, those of traffic are the ring formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..cluster.mesh import ParallelMesh
+from ..optim.kind import check_supported, is_elementwise
+from ..pipeline import schedules
+from ..pipeline.executor import CutPlan, plan_cut
+from ..pipeline.microbatch import microbatch_sizes
+from ..pipeline.partition import unit_costs
+from ..pipeline.simulate import simulate
+from ..precision.policy import PrecisionPolicy
+from ..shardformer.init import LazyWeights
+from ..shardformer.plan import Decision
+from ..shardformer.sharder import ModelSharder
+from ..spec import ParamSpec
+from ..zero.buffers import master_dtype
+from ..zero.entries import collect_entries
+from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets
+from .argument_types import is_whole
+from .base import require_own_parameters, require_parameters
+from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
+from .settings import HybridSettings
+from .traffic import Tokens, pipeline_traffic, tensor_traffic
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The batch of one data-parallel rank: samples, and tokens per sample; None where not known."""
+
+    samples: int | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_size", self.samples), ("sequence_length", self.length)):
+            if value is not None and (not is_whole(value) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or None where it is not known")
+
+
+class Preflight(NamedTuple):
+    plan: CutPlan
+    layout: ResolvedLayout
+
+
+def preflight(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    settings: HybridSettings,
+    mesh: ParallelMesh,
+    precision: PrecisionPolicy,
+    sharder: ModelSharder | None,
+    batch: BatchShape,
+) -> Preflight:
+    """Raises ValueError, the same on every rank, when the layout does not fit the model, the optimizer or the batch.
+
+    Nothing is communicated, with one exception: a model without a policy of its own has its tensor-parallel plan tried on a small
+    copy by all ranks, which is why that comes last.
+    """
+    entries = _check_job(model, optimizer, precision)
+    plan = plan_cut(model, settings.pipeline.settings, mesh.size("pp"))
+    decisions = sharder.prepare() if sharder is not None else []
+    specs = {id(decision.site.module.get_parameter(name)): spec for decision in decisions for name, spec in decision.specs.items()}
+    if optimizer is not None and not is_elementwise(optimizer):
+        _check_whole(entries, specs, optimizer)
+    return Preflight(plan, _Resolver(model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch).layout())
+
+
+def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: PrecisionPolicy) -> list[Entry]:
+    """Model and optimizer by themselves; returns what is trained."""
+    require_parameters(model)
+    require_own_parameters(model, optimizer)
+    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
+    if on_meta and LazyWeights.of(model) is None:
+        raise ValueError(
+            f"model={type(model).__name__} has {len(on_meta)} parameters on the meta device ({on_meta[0]}, ...) that nothing can fill; "
+            "build it inside shardwright.lazy.LazyInitContext(), or on the CPU"
+        )
+    if optimizer is None:
+        return []
+    check_supported(optimizer)
+    return collect_entries(optimizer, [model], precision, whole=False, placed=not on_meta)
+
+
+def _check_whole(entries: Sequence[Entry], specs: Mapping[int, ParamSpec], optimizer: Optimizer) -> None:
+    for entry in entries:
+        spec = specs.get(id(entry.param))
+        if spec is not None and spec.is_sharded:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} works on whole matrices, but {entry.name} is split over {spec.axis!r}; "
+                f"use {spec.axis}_size=1, or an element-wise optimizer such as AdamW"
+            )
+
+
+@dataclass(frozen=True)
+class _Resolver:
+    model: nn.Module
+    optimizer: Optimizer | None
+    settings: HybridSettings
+    mesh: ParallelMesh
+    precision: PrecisionPolicy
+    plan: CutPlan
+    decisions: Sequence[Decision]
+    specs: Mapping[int, ParamSpec]
+    entries: Sequence[Entry]
+    batch: BatchShape
+
+    def layout(self) -> ResolvedLayout:
+        params = dict(self.model.named_parameters())
+        microbatches = self._microbatches()
+        held = [self._held(rank, params) for rank in range(self.mesh.size("pp"))]
+        shapes = [self._rank_shape(rank, names, params) for rank, names in enumerate(held)]
+        # The busiest pipeline position stands for all of them.
+        busiest = max(range(len(shapes)), key=lambda rank: shapes[rank][0].trained)
+        bubble, peak = self._schedule(microbatches)
+        tokens = Tokens.of(self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize())
+        traffic = [
+            *self._data_traffic(shapes[busiest][1], shapes[busiest][0], microbatches),
+            *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes()),
+            *pipeline_traffic(self.plan, tokens),
+        ]
+        return ResolvedLayout(
+            model=type(self.model).__name__,
+            parameters=sum(param.numel() for param in params.values()),
+            trained=sum(entry.param.numel() for entry in self.entries),
+            world_size=self.mesh.world_size,
+            sizes={axis: self.mesh.size(axis) for axis in ("dp", "pp", "tp", "sp")},
+            order=tuple(axis for axis in self.mesh.axes if self.mesh.size(axis) > 1),
+            precision=self.settings.precision.precision,
+            zero_stage=self.settings.reduction.zero_stage,
+            shared=self._sharing,
+            pp_style=self.settings.pipeline.pp_style,
+            num_microbatches=microbatches,
+            bubble=bubble,
+            peak_live=peak,
+            imbalance=self._imbalance(),
+            stages=self._stages(params),
+            ranks=tuple(shape for shape, _ in shapes),
+            traffic=tuple(traffic),
+            notes=tuple(self._notes(microbatches)),
+        )
+
+    @property
+    def _sharing(self) -> int:
+        """Ranks that divide the optimizer among themselves."""
+        return self.mesh.size("zero") if self.settings.reduction.zero_stage else 1
+
+    def _activation_itemsize(self) -> int:
+        if self.precision.is_half:
+            return self.precision.dtype.itemsize
+        return max((param.dtype.itemsize for param in self.model.parameters() if param.is_floating_point()), default=4)
+
+    def _recomputes(self) -> bool:
+        return any(any(layers.values()) for layers in self.plan.checkpointed)
+
+    # Stages.
+
+    def _held(self, rank: int, params: Mapping[str, nn.Parameter]) -> list[str]:
+        """Names of the parameters of pipeline position `rank`, in the order of the model."""
+        held: set[str] = set()
+        for stage in self.plan.placement.stages_of(rank):
+            held |= self._of_stage(stage, params)
+        return [name for name in params if name in held]
+
+    def _of_stage(self, stage: int, params: Mapping[str, nn.Parameter]) -> set[str]:
+        if self.plan.survey is None:
+            return set(params)
+        units = self.plan.stages[stage]
+        return self.plan.survey.parameters(units.start, units.stop)
+
+    def _stages(self, params: Mapping[str, nn.Parameter]) -> tuple[StageShape, ...]:
+        return tuple(
+            StageShape(
+                stage,
+                self.plan.placement.rank_of(stage),
+                tuple(self.plan.units[unit].layer for unit in units),
+                sum(params[name].numel() for name in self._of_stage(stage, params)),
+            )
+            for stage, units in enumerate(self.plan.stages)
+        )
+
+    def _imbalance(self) -> float | None:
+        if self.plan.survey is None:
+            return None
+        units = unit_costs(self.model, self.plan.survey)
+        costs = [sum(units[unit] for unit in stage) for stage in self.plan.stages]
+        return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
+
+    # Bytes.
+
+    def _rank_shape(self, rank: int, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> tuple[RankShape, list[BucketPlan]]:
+        """What the fullest tensor-parallel rank at this position keeps."""
+        tp = self.mesh.size("tp")
+        specs = [self.specs.get(id(params[name])) or ParamSpec(name, tuple(params[name].shape)) for name in names]
+        amounts = [sum(math.prod(spec.local_shape(coordinate if spec.is_sharded else 0)) for spec in specs) for coordinate in range(tp)]
+        fullest = amounts.index(max(amounts))
+        shapes = [spec.local_shape(fullest if spec.is_sharded else 0) for spec in specs]
+        dtypes = self.precision.dtypes(self.model)
+        tied = {alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names}
+        trained = {id(entry.param): entry for entry in self.entries}
+        entries: list[Entry] = []
+        frozen = 0
+        for name, spec, shape in zip(names, specs, shapes, strict=True):
+            entry = trained.get(id(params[name]))
+            if entry is None:
+                frozen += math.prod(shape) * dtypes[name].itemsize
+                continue
+            local = nn.Parameter(
+                torch.empty(shape, dtype=params[name].dtype, device="meta"), requires_grad=params[name].is_floating_point()
+            )
+            family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], 0)
+            entries.append(Entry(len(entries), name, local, spec, entry.group, family))
+        if self.settings.reduction.zero_stage == 3:
+            return self._fsdp_shape(rank, amounts[fullest], entries, frozen), []
+        return self._bucket_shape(rank, amounts[fullest], entries, frozen)
+
+    def _bucket_shape(self, rank: int, parameters: int, entries: Sequence[Entry], frozen: int) -> tuple[RankShape, list[BucketPlan]]:
+        options = self.settings.reduction
+        whole = self.optimizer is not None and not is_elementwise(self.optimizer)
+        plans = plan_buckets(entries, self._sharing, int(options.bucket_size_in_m * 1_000_000), whole)
+        states = _states_per_element(self.optimizer)
+        weights, gradients, masters, state_bytes = frozen, 0, 0, 0
+        for plan in plans:
+            working, master = plan.family.dtype, master_dtype(plan.family.dtype, True)
+            weights += plan.numel * working.itemsize
+            gradients += (plan.numel if options.zero_stage < 2 else plan.shard_numel) * master.itemsize
+            masters += plan.shard_numel * master.itemsize if master != working or options.cpu_offload else 0
+            state_bytes += states * plan.shard_numel * master.itemsize
+        trained, shard = sum(entry.numel for entry in entries), sum(plan.shard_numel for plan in plans)
+        return RankShape(rank, parameters, trained, shard, weights, gradients, masters, state_bytes), plans
+
+    def _fsdp_shape(self, rank: int, parameters: int, entries: Sequence[Entry], frozen: int) -> RankShape:
+        """Stage 3 shards dim 0 of every parameter; parameters are their own masters."""
+        shard = trained_bytes = 0
+        for entry in entries:
+            shape = tuple(entry.param.shape) or (1,)
+            part = -(-shape[0] // self._sharing) * math.prod(shape[1:])
+            shard += part
+            trained_bytes += part * max(entry.family.dtype.itemsize, 4)
+        trained = sum(entry.numel for entry in entries)
+        weights = trained_bytes + frozen // self._sharing
+        return RankShape(rank, parameters, trained, shard, weights, trained_bytes, 0, _states_per_element(self.optimizer) * trained_bytes)
+
+    # One step.
+
+    def _microbatches(self) -> int | None:
+        options = self.settings.pipeline
+        if self.batch.samples is not None:
+            return len(microbatch_sizes(self.batch.samples, options.num_microbatches, options.microbatch_size))
+        if options.microbatch_size is not None:
+            return None
+        return options.num_microbatches or 1
+
+    def _schedule(self, microbatches: int | None) -> tuple[float | None, int | None]:
+        if microbatches is None or self.plan.placement.num_ranks == 1:
+            return (None, None) if microbatches is None else (0.0, 1)
+        options = self.settings.pipeline
+        run = simulate(schedules.get(options.pp_style, self.mesh.size("pp"), microbatches, options.num_model_chunks))
+        return run.bubble, max(run.peak_live)
+
+    def _decisions_of(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> list[Decision]:
+        ids = {id(params[name]) for name in names}
+        return [
+            decision for decision in self.decisions if any(id(decision.site.module.get_parameter(name)) in ids for name in decision.specs)
+        ]
+
+    def _data_traffic(self, plans: Sequence[BucketPlan], shape: RankShape, microbatches: int | None) -> list[Traffic]:
+        if self.mesh.size("dp") == 1 or not self.entries:
+            return []
+        options = self.settings.reduction
+        if options.zero_stage == 3:
+            return self._fsdp_traffic(shape, microbatches)
+        replicas = self.mesh.size("zero_replica") if options.zero_stage else self.mesh.size("dp_sp")
+        found = []
+        # Stage 2 keeps no whole gradients between the microbatches of a rank without a pipeline: it reduces after each.
+        rounds = microbatches if options.zero_stage == 2 and self.mesh.size("pp") == 1 else 1
+        totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
+        for plan in plans:
+            wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
+            for kind, amount in closed_form_bytes([plan], replicas, wire.itemsize).items():
+                totals[kind] += amount
+        what = {
+            "reduce_scatter": "gradients, reduce-scatter",
+            "all_reduce": "gradients, all-reduce" + (" of shards over sub-groups" if options.zero_stage else ""),
+            "all_gather": "updated weights, all-gather",
+        }
+        for kind, amount in totals.items():
+            if amount:
+                times = rounds if kind == "reduce_scatter" else 1
+                found.append(Traffic("dp", what[kind], _times(times, len(plans)), _times(times, int(amount))))
+        return found
+
+    def _fsdp_traffic(self, shape: RankShape, microbatches: int | None) -> list[Traffic]:
+        k, replicas = self._sharing, self.mesh.size("zero_replica")
+        whole = shape.trained * self._activation_itemsize() * (k - 1) // k
+        wire = self.settings.reduction.communication_dtype or torch.float32
+        # With a pipeline they stay gathered for the whole step; without one each microbatch gathers them for forward and backward.
+        gathers = 1 if self.mesh.size("pp") > 1 else _times(microbatches, 2)
+        groups = len(self.plan.units) // self.mesh.size("pp") + 1
+        found = [
+            Traffic("dp", "weights, all-gather before use", _times(gathers, groups), _times(gathers, whole)),
+            Traffic("dp", "gradients, reduce-scatter", groups, shape.trained * wire.itemsize * (k - 1) // k),
+        ]
+        if replicas > 1:
+            sent = 2 * (replicas - 1) * shape.shard * wire.itemsize // replicas
+            found.append(Traffic("dp", "gradients, all-reduce of shards over sub-groups", groups, sent))
+        return found
+
+    def _notes(self, microbatches: int | None) -> list[str]:
+        options, ranks = self.settings.pipeline, self.mesh.size("pp")
+        notes = []
+        if self.optimizer is None:
+            notes.append("no optimizer was given: bytes are those of the weights alone")
+        if microbatches is not None and microbatches < ranks:
+            notes.append(
+                f"{microbatches} microbatches on {ranks} pipeline ranks leave ranks idle; num_microbatches={2 * ranks} would fill them"
+            )
+        if options.num_microbatches is not None and self.batch.samples is not None and self.batch.samples < options.num_microbatches:
+            notes.append(f"batch_size={self.batch.samples} has fewer samples than num_microbatches={options.num_microbatches}")
+        return notes
+
+
+def _times(factor: int | None, amount: int) -> int | None:
+    return None if factor is None else factor * amount
+
+
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "ASGD": 1, "Muon": 1, "Adafactor": 0, "Adadelta": 2, "Rprop": 2}
+
+
+def _states_per_element(optimizer: Optimizer | None) -> int:
+    """Numbers that the optimizer keeps per element; two, as Adam's, for those that are not known."""
+    if optimizer is None:
+        return 0
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    states = next((_STATES[name] for name in names if name in _STATES), 2)
+    group: dict[str, Any] = optimizer.param_groups[0]
+    return states + bool(group.get("amsgrad")) + bool(group.get("centered")) + (bool(group.get("momentum")) and names[0] != "Muon")

@@ -1,0 +1,165 @@
+"""What a layout comes to for one model: plain data, made by `plugins.preflight`, and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """One pipeline stage.
+
+    rank        position in the pipeline; a rank with several chunks holds several stages
+    layers      names of its layers, in order
+    parameters  of the whole stage, before tensor parallelism divides them (tied copies count in every stage that holds one)
+    """
+
+    stage: int
+    rank: int
+    layers: tuple[str, ...]
+    parameters: int
+
+    @property
+    def span(self) -> str:
+        if not self.layers:
+            return "the whole model"
+        return self.layers[0] if len(self.layers) == 1 else f"{self.layers[0]} to {self.layers[-1]}"
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """What the fullest rank at one pipeline position keeps between steps, in bytes.
+
+    parameters      elements that it holds, after tensor parallelism, padding of the vocabulary included
+    trained         elements among them that the optimizer steps, on this rank or on others of its sub-group
+    shard           elements that this rank's optimizer steps
+    weights, gradients, masters, states     bytes; masters are copies beside weights of half precision
+    """
+
+    rank: int
+    parameters: int
+    trained: int
+    shard: int
+    weights: int
+    gradients: int
+    masters: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.states
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective or message, for one rank and one step.
+
+    axis    ranks that take part: "dp", "tp", "pp"
+    what    what travels and how
+    count   calls per step
+    sent    bytes that a rank sends, by the ring formulas; None where it depends on a batch that is not known
+    """
+
+    axis: str
+    what: str
+    count: int | None
+    sent: int | None
+
+
+@dataclass(frozen=True)
+class ResolvedLayout:
+    """A layout applied to a model.
+
+    sizes           ranks along dp, pp, tp, sp
+    order           axes of the mesh, outermost first
+    shared          ranks of a ZeRO sub-group (k); the optimizer is sharded over them from stage 1 on
+    num_microbatches, bubble, peak_live
+                    of one step: how many there are, which part of the ranks' time is idle when all stages cost the same (backward
+                    twice a forward), most microbatches whose activations a rank holds; None while the batch is not known
+    imbalance       cost of the dearest stage over the mean
+    notes           what a user may want to know about this combination
+    """
+
+    model: str
+    parameters: int
+    trained: int
+    world_size: int
+    sizes: Mapping[str, int]
+    order: tuple[str, ...]
+    precision: str
+    zero_stage: int
+    shared: int
+    pp_style: str
+    num_microbatches: int | None
+    bubble: float | None
+    peak_live: int | None
+    imbalance: float | None
+    stages: tuple[StageShape, ...]
+    ranks: tuple[RankShape, ...]
+    traffic: tuple[Traffic, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        zero = f"ZeRO-{self.zero_stage}" + (f" over {self.shared} ranks" if self.zero_stage else "")
+        lines = [
+            f"{self.model}: {human(self.parameters)} parameters, {human(self.trained)} of them trained",
+            f"{self.world_size} ranks = {sizes} (outermost first: {', '.join(self.order)}), {self.precision}, {zero}",
+            "",
+            *_table(
+                ("stage", "rank", "layers", "parameters"),
+                [(str(stage.stage), str(stage.rank), stage.span, human(stage.parameters)) for stage in self.stages],
+            ),
+            "",
+            *_table(
+                ("pipeline rank", "parameters", "optimizer shard", "weights", "gradients", "masters", "states", "together"),
+                [_rank_row(rank) for rank in self.ranks],
+            ),
+            "",
+            self._schedule(),
+        ]
+        if self.traffic:
+            rows = [
+                (t.axis, t.what, "?" if t.count is None else str(t.count), "?" if t.sent is None else size(t.sent)) for t in self.traffic
+            ]
+            lines += ["", *_table(("axis", "per step and rank", "calls", "sent"), rows)]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _schedule(self) -> str:
+        if self.sizes["pp"] == 1:
+            return f"no pipeline: {self.num_microbatches or 'every batch is cut into'} microbatch(es) one after the other"
+        if self.num_microbatches is None:
+            return f"schedule {self.pp_style}: microbatches and bubble depend on the batch size"
+        assert self.bubble is not None
+        return (
+            f"schedule {self.pp_style}: {self.num_microbatches} microbatches, ideal bubble {self.bubble:.1%}, "
+            f"at most {self.peak_live} microbatches held, dearest stage {self.imbalance:.2f} x the mean"
+        )
+
+
+def _rank_row(rank: RankShape) -> tuple[str, ...]:
+    amounts = (rank.weights, rank.gradients, rank.masters, rank.states, rank.total)
+    return (str(rank.rank), human(rank.parameters), human(rank.shard), *map(size, amounts))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+
+
+def human(number: int) -> str:
+    """12345678 as 12.35 M."""
+    for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
+
+
+def size(amount: int) -> str:
+    """Bytes in binary units."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= scale:
+            return f"{amount / scale:.2f} {unit}"
+    return f"{amount} B"

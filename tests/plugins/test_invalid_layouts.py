@@ -1,0 +1,335 @@
+"""What a user can get wrong with HybridParallelPlugin: one ValueError on every rank, before any collective, that says what would work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig, Policy
+from shardwright.testing import run_ranks, zoo
+
+WORLD = 2
+SECONDS = 5.0
+
+
+class Unmatched(Policy):
+    def rules(self) -> dict[str, str]:
+        return {"layers.*.self_attn.query": "colwise"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake: arguments of the plugin, and what is done with it; without an action the constructor must refuse.
+
+    words   what the message must hold: field and value, rule, what would work
+    """
+
+    plugin: dict[str, Any]
+    words: list[str]
+    action: Callable[[Booster], Any] | None = None
+    boosted: dict[str, Any] | None = field(default=None)  # the action wants a boosted model: arguments of the zoo
+
+
+def boost(
+    model: str | Callable[[], nn.Module] = "llama-causal-lm", optimizer: Callable[[nn.Module], Any] | None = None, **config: Any
+) -> Any:
+    def action(booster: Booster) -> Any:
+        built = zoo.build(model, dtype=torch.float32, **config) if isinstance(model, str) else model()
+        return booster.boost(built, optimizer(built) if optimizer is not None else torch.optim.AdamW(built.parameters()))
+
+    return action
+
+
+def execute(batch: Any) -> Any:
+    def action(booster: Booster, model: nn.Module, optimizer: Any) -> Any:
+        return booster.execute_pipeline(iter([batch]) if not callable(batch) else batch(), model, None, optimizer)
+
+    return action
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def empty(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["params"] = []
+    return optimizer
+
+
+def frozen(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    return optimizer
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def ckpt(*numbers: int) -> PipelineGradientCheckpointConfig:
+    return PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=list(numbers))
+
+
+def ids(samples: int) -> torch.Tensor:
+    return torch.ones(samples, 5, dtype=torch.long)
+
+
+PIPE: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2, "precision": "fp32"}
+V = {**PIPE, "pp_style": "interleaved"}
+
+SETTINGS: dict[str, Case] = {
+    "tp that does not divide the world": Case({"tp_size": 3}, ["world_size=2", "tp_size=3", "tp_size=2", "Start 3 ranks"]),
+    "pp larger than the world": Case({"pp_size": 4, "num_microbatches": 4}, ["world_size=2", "pp_size=4", "pp_size=2"]),
+    "a product larger than the world": Case(
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, ["tp_size=2 x pp_size=2", "Start 4 ranks"]
+    ),
+    "tp of zero": Case({"tp_size": 0}, ["tp_size=0", "at least 1"]),
+    "a negative pp": Case({"pp_size": -1}, ["pp_size=-1", "at least 1"]),
+    "tp as text": Case({"tp_size": "2"}, ["tp_size='2'", "whole number", "use 2"]),
+    "tp as float": Case({"tp_size": 2.0}, ["tp_size=2.0", "use 2"]),
+    "tp between numbers": Case({"tp_size": 1.5}, ["tp_size=1.5", "nearest are 1 and 2"]),
+    "tp as bool": Case({"tp_size": True}, ["tp_size=True", "whole number", "use 1"]),
+    "tp missing": Case({"tp_size": None}, ["tp_size=None", "whole number"]),
+    "sp as text": Case({"sp_size": "two"}, ["sp_size='two'", "whole number or None"]),
+    "an unknown sequence mode": Case(
+        {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "rings"}, ["sequence_parallelism_mode='rings'"]
+    ),
+    "a mode of the wrong type": Case({"sequence_parallelism_mode": 1}, ["sequence_parallelism_mode=1", "string or None"]),
+    "a ring size without a ring": Case({"inner_ring_size": 2}, ["inner_ring_size=2", "ring_attn"]),
+    "an unknown precision": Case({"precision": "fp17"}, ["precision='fp17'", "did you mean 'fp16'"]),
+    "a precision in bits": Case({"precision": 16}, ["precision=16", "string"]),
+    "fp8 as precision": Case({"precision": "fp8"}, ["precision='fp8'", "'bf16'"]),
+    "fp8 arithmetic": Case({"use_fp8": True}, ["use_fp8=True", "False"]),
+    "fp8 on the wire": Case({"fp8_communication": True}, ["fp8_communication=True", "False"]),
+    "a zero stage that does not exist": Case({"zero_stage": 4}, ["zero_stage=4", "0 (all-reduce), 1", "3 (and parameters)"]),
+    "a zero stage as bool": Case({"zero_stage": True}, ["zero_stage=True", "use 1"]),
+    "a zero stage as text": Case({"zero_stage": "2"}, ["zero_stage='2'", "use 2"]),
+    "a sub-group that does not divide dp": Case({"zero_stage": 1, "zero_group_size": 3}, ["zero_group_size=3", "dp_size=2", "1, 2"]),
+    "a sub-group as text": Case({"zero_group_size": "2"}, ["zero_group_size='2'", "use 2", "or None"]),
+    "offload without sharding": Case({"cpu_offload": True}, ["cpu_offload=True", "zero_stage=0", "use zero_stage=1"]),
+    "offload as text": Case({"cpu_offload": "yes"}, ["cpu_offload='yes'", "use True"]),
+    "overlapped gather without one": Case({"overlap_allgather": True, "zero_stage": 3}, ["overlap_allgather=True", "zero_stage=1 or 2"]),
+    "a negative norm": Case({"max_norm": -1.0}, ["max_norm=-1.0", "0 (no clipping) or positive"]),
+    "a norm as text": Case({"max_norm": "1.0"}, ["max_norm='1.0'", "a number", "use 1"]),
+    "a norm that is no number": Case({"max_norm": float("nan")}, ["max_norm=nan", "a number"]),
+    "an empty bucket": Case({"zero_bucket_size_in_m": 0}, ["zero_bucket_size_in_m=0", "positive", "12"]),
+    "a negative bucket": Case({"ddp_bucket_cap_mb": -5}, ["ddp_bucket_cap_mb=-5", "positive", "25"]),
+    "a dtype by name": Case({"communication_dtype": "bf16"}, ["communication_dtype=bf16", "torch.bfloat16"]),
+    "an integer dtype": Case({"communication_dtype": torch.int8}, ["communication_dtype=torch.int8", "floating-point"]),
+    "check_reduction": Case({"check_reduction": True}, ["check_reduction=True", "leave it False"]),
+    "jit": Case({"enable_jit_fused": True}, ["enable_jit_fused=True", "torch.compile"]),
+    "a flag as number": Case({"enable_flash_attention": 1}, ["enable_flash_attention=1", "use True"]),
+    "a flag as text": Case({"find_unused_parameters": "no"}, ["find_unused_parameters='no'", "use False"]),
+    "a flag missing": Case({"overlap_p2p": None}, ["overlap_p2p=None", "True or False"]),
+    "an order by name": Case({"dp_outside": "inside"}, ["dp_outside='inside'", "True or False"]),
+    "padding to nothing": Case({"make_vocab_size_divisible_by": 0}, ["make_vocab_size_divisible_by=0", "at least 1", "64"]),
+    "padding to a fraction": Case({"make_vocab_size_divisible_by": 2.5}, ["make_vocab_size_divisible_by=2.5", "2 and 3"]),
+    "a policy's class": Case({"custom_policy": Unmatched}, ["custom_policy=", "an instance, not the class"]),
+    "a policy's name": Case({"custom_policy": "llama"}, ["custom_policy='llama'", "Policy"]),
+    "an unknown schedule": Case({**PIPE, "pp_style": "1f2b"}, ["pp_style='1f2b'", "did you mean '1f1b'", "'zbv'"]),
+    "chunks without interleaving": Case({**PIPE, "num_model_chunks": 2}, ["num_model_chunks=2", "exactly 1", "'interleaved', 'zbv'"]),
+    "interleaving one chunk": Case({**PIPE, "pp_style": "interleaved"}, ["num_model_chunks=1", "at least 2", "'1f1b'"]),
+    "a V of three": Case({**PIPE, "pp_style": "zbv", "num_model_chunks": 3}, ["num_model_chunks=3", "exactly 2", "'interleaved'"]),
+    "no chunks": Case({**PIPE, "num_model_chunks": 0}, ["num_model_chunks=0", "at least 1"]),
+    "a pipeline without microbatches": Case({"pp_size": 2}, ["pp_size=2", "num_microbatches=4 is a good start"]),
+    "two ways to split": Case({**PIPE, "microbatch_size": 2}, ["num_microbatches=2", "microbatch_size=2", "give one"]),
+    "no microbatches": Case({"num_microbatches": 0}, ["num_microbatches=0", "at least 1"]),
+    "microbatches as text": Case({"num_microbatches": "4"}, ["num_microbatches='4'", "use 4"]),
+    "negative microbatches": Case({"microbatch_size": -2}, ["microbatch_size=-2", "at least 1"]),
+    "layers as text": Case({**PIPE, "num_layers_per_stage": "2,2"}, ["num_layers_per_stage='2,2'", "[4, 4]"]),
+    "layers of text": Case({**PIPE, "num_layers_per_stage": [2, "2"]}, ["num_layers_per_stage=[2, '2']", "whole numbers"]),
+    "checkpointing as flag": Case(
+        {"gradient_checkpoint_config": True}, ["gradient_checkpoint_config=True", "PipelineGradientCheckpointConfig"]
+    ),
+    "a scale of zero": Case({"precision": "fp16", "initial_scale": 0}, ["initial_scale=0", "positive"]),
+    "a scale above its bound": Case({"precision": "fp16", "max_scale": 2.0}, ["max_scale=2.0", "initial_scale <= max_scale"]),
+    "a scale below its bound": Case({"min_scale": 2**20}, ["min_scale=1048576", "min_scale <= initial_scale"]),
+    "a scale that shrinks": Case({"growth_factor": 0.5}, ["growth_factor=0.5", "at least 1"]),
+    "a backoff that grows": Case({"backoff_factor": 2}, ["backoff_factor=2", "(0, 1]"]),
+    "growth at once": Case({"growth_interval": 0}, ["growth_interval=0", "at least 1"]),
+    "growth at a fraction": Case({"growth_interval": 0.5}, ["growth_interval=0.5", "0 and 1"]),
+    "no patience": Case({"hysteresis": 0}, ["hysteresis=0", "at least 1"]),
+}
+
+MODELS: dict[str, Case] = {
+    "more stages than layers": Case({**V, "num_model_chunks": 3}, ["pp_size x num_model_chunks = 6", "4 layers", "at most 4"], boost()),
+    "layers that do not sum": Case(
+        {**PIPE, "num_layers_per_stage": [1, 2]}, ["num_layers_per_stage=[1, 2]", "4 layers", "[2, 2]"], boost()
+    ),
+    "too few stages": Case({**PIPE, "num_layers_per_stage": [4]}, ["num_layers_per_stage=[4]", "2 stages", "[2, 2]"], boost()),
+    "a stage without layers": Case({**PIPE, "num_layers_per_stage": [0, 4]}, ["num_layers_per_stage=[0, 4]", "at least 1"], boost()),
+    "layers of one stage": Case({"num_layers_per_stage": [3]}, ["num_layers_per_stage=[3]", "4 layers", "[4]"], boost()),
+    "checkpointing more than there is": Case(
+        {**PIPE, "gradient_checkpoint_config": ckpt(9, 0)}, ["num_ckpt_layers_per_stage=[9, 0]", "2 layers", "[2, 2]"], boost()
+    ),
+    "checkpointing for other stages": Case(
+        {**PIPE, "gradient_checkpoint_config": ckpt(1, 1, 1)},
+        ["num_ckpt_layers_per_stage=[1, 1, 1]", "3 entries", "2 entries work"],
+        boost(),
+    ),
+    "a pipeline over nothing": Case(PIPE, ["Linear", "no list of layers", "pp_size=1"], boost(lambda: nn.Linear(3, 3))),
+    "sharding what nobody knows": Case({"tp_size": 2}, ["Linear", "policy"], boost(lambda: nn.Linear(3, 3))),
+    "fewer features than ranks": Case({"tp_size": 2}, ["1 features cannot be dealt to 2 ranks", "at most 1"], boost(intermediate_size=1)),
+    "a rule that matches nothing": Case(
+        {"tp_size": 2, "custom_policy": Unmatched()}, ["layers.*.self_attn.query", "Unmatched", "LlamaForCausalLM"], boost()
+    ),
+    "flash attention where there is none": Case(
+        {"tp_size": 2, "enable_flash_attention": True}, ["enable_flash_attention=True", "use False"], boost("bloom-causal-lm")
+    ),
+    "fused norms where there are none": Case(
+        {"tp_size": 2, "enable_fused_normalization": True},
+        ["enable_fused_normalization=True", "use False"],
+        boost("t5-conditional-generation"),
+    ),
+    "a router's loss": Case(PIPE, ["output_router_logits"], boost("qwen3-moe-causal-lm", output_router_logits=True)),
+    "another model's optimizer": Case(
+        {"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))
+    ),
+    "an optimizer that stepped": Case({"zero_stage": 2}, ["stepped already", "load its state afterwards"], boost(optimizer=stepped)),
+    "an optimizer without parameters": Case({}, ["SGD", "no parameters"], boost(optimizer=empty)),
+    "nothing to train": Case({"zero_stage": 3}, ["requires_grad=False"], boost(optimizer=frozen)),
+    "a whole-model optimizer": Case({"zero_stage": 3}, ["LBFGS", "AdamW"], boost(optimizer=lambda m: torch.optim.LBFGS(m.parameters()))),
+    "a sparse optimizer": Case({}, ["SparseAdam", "sparse=False"], boost(optimizer=lambda m: torch.optim.SparseAdam(m.parameters()))),
+    "sparse gradients": Case({}, ["sparse gradients", "sparse=False"], boost(lambda: nn.Embedding(5, 4, sparse=True))),
+    "whole matrices that are split": Case({"tp_size": 2, "zero_stage": 1}, ["Muon", "tp_size=1", "AdamW"], boost(optimizer=muon)),
+    "a model without weights": Case({}, ["meta device", "LazyInitContext"], boost(lambda: nn.Linear(3, 3, device="meta"))),
+    "a model without parameters": Case({}, ["ReLU", "no parameters"], lambda booster: booster.boost(nn.ReLU())),
+    "complex parameters": Case({}, ["torch.complex64", "torch.float32"], boost(lambda: nn.Linear(3, 3, dtype=torch.complex64))),
+    "a second number format": Case(
+        {}, ["mixed_precision='bf16'", "precision="], lambda b: Booster(mixed_precision="bf16", plugin=b.plugin)
+    ),
+    "a device beside the plugin's": Case({}, ["device='cpu'", "leave device out"], lambda b: Booster(device="cpu", plugin=b.plugin)),
+    "adapters of nothing": Case({}, ["lora_config", "pretrained_dir"], lambda b: b.plugin.enable_lora(nn.Linear(2, 2))),
+    "a loader for no samples": Case({}, ["batch_size=0", "at least 1"], lambda b: b.plugin.prepare_dataloader([1, 2, 3], 0)),
+    "a plan for no samples": Case({}, ["batch_size=0", "at least 1"], lambda b: b.plugin.preflight(nn.Linear(2, 2), batch_size=0)),
+    "a pipeline run of a bare model": Case(
+        PIPE, ["execute_pipeline", "bare Linear"], lambda b: b.execute_pipeline(iter([]), nn.Linear(2, 2), lambda o, i: o)
+    ),
+}
+
+BATCHES: dict[str, tuple[Any, list[str]]] = {
+    "rows that do not match": (execute({"input_ids": ids(4), "labels": ids(3)}), ["4 samples", "'labels' has shape (3, 5)", "dim 0"]),
+    "a batch without tensors": (execute({"text": "hello"}), ["without any tensor", "samples on dim 0"]),
+    "a batch without samples": (execute({"input_ids": ids(0), "labels": ids(0)}), ["no samples", "at least 1"]),
+    "a list instead of an iterator": (execute(lambda: [ids(2)]), ["data_iter", "list", "iter(dataloader)"]),
+    "no_sync without the optimizer": (lambda b, m, o: b.no_sync(m).__enter__(), ["no_sync", "booster.no_sync(model, optimizer)"]),
+    "a bare optimizer in backward": (lambda b, m, o: b.backward(torch.zeros(()), o.unwrap()), ["AdamW", "boost returned"]),
+}
+
+
+class Collectives:
+    """While it is entered, collectives raise with their name instead of waiting for other ranks."""
+
+    NAMES = (
+        *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "barrier"),
+        *("all_gather_object", "broadcast_object_list", "new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    )
+
+    def __enter__(self) -> None:
+        self.kept = {name: getattr(torch.distributed, name) for name in self.NAMES}
+        for name in self.NAMES:
+            setattr(torch.distributed, name, self._refusing(name))
+
+    def __exit__(self, *_: Any) -> None:
+        for name, function in self.kept.items():
+            setattr(torch.distributed, name, function)
+
+    @staticmethod
+    def _refusing(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(f"reached {name}")
+
+        return refuse
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[str, float]:
+    """What was said, and after how many seconds."""
+    start = time.perf_counter()
+    try:
+        with Collectives():
+            action()
+        said = "nothing was refused"
+    except ValueError as error:
+        return str(error), time.perf_counter() - start
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return f"WRONG: {said}", time.perf_counter() - start
+
+
+def _refused_settings(rank: int, world: int) -> dict[str, tuple[str, float]]:
+    return {name: _attempt(lambda case=case: HybridParallelPlugin(**case.plugin)) for name, case in SETTINGS.items()}  # type: ignore[misc]
+
+
+def _refused_models(rank: int, world: int) -> dict[str, tuple[str, float]]:
+    said = {}
+    for name, case in MODELS.items():
+        assert case.action is not None
+        booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", **case.plugin}))
+        said[name] = _attempt(lambda case=case, booster=booster: case.action(booster))  # type: ignore[misc]
+    return said
+
+
+def _refused_batches(rank: int, world: int) -> dict[str, tuple[str, float]]:
+    booster = Booster(plugin=HybridParallelPlugin(**PIPE))
+    built = zoo.build("llama-causal-lm", dtype=torch.float32)
+    model, optimizer, *_ = booster.boost(built, torch.optim.AdamW(built.parameters()))
+    return {name: _attempt(lambda action=action: action(booster, model, optimizer)) for name, (action, _) in BATCHES.items()}  # type: ignore[misc]
+
+
+def _check(results: list[dict[str, tuple[str, float]]], words_of: dict[str, list[str]]) -> None:
+    problems = []
+    for name, words in words_of.items():
+        messages = [said[name][0] for said in results]
+        if len(set(messages)) > 1:
+            problems.append(f"{name}: ranks differ: {messages}")
+        problems += [f"{name}: {word!r} is not in: {messages[0]}" for word in words if word not in messages[0]]
+        problems += [f"{name}: took {said[name][1]:.1f} s" for said in results if said[name][1] > SECONDS]
+    assert not problems, "\n".join(problems)
+
+
+def test_settings_are_refused_alike_on_every_rank() -> None:
+    _check(run_ranks(_refused_settings, WORLD), {name: case.words for name, case in SETTINGS.items()})
+
+
+def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
+    _check(run_ranks(_refused_models, WORLD, timeout=110), {name: case.words for name, case in MODELS.items()})
+
+
+def test_batches_that_cannot_be_split_are_refused() -> None:
+    _check(run_ranks(_refused_batches, WORLD), {name: words for name, (_, words) in BATCHES.items()})
+
+
+def test_every_argument_has_a_case() -> None:
+    """An argument that nobody can get wrong is an argument that nobody checks."""
+    import inspect
+
+    arguments = set(inspect.signature(HybridParallelPlugin).parameters)
+    covered = {argument for case in [*SETTINGS.values(), *MODELS.values()] for argument in case.plugin}
+    flags = {"enable_all_optimization", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "enable_metadata_cache"}
+    flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap"}
+    for flag in flags:
+        with pytest.raises(ValueError, match=f"{flag}='maybe' must be True or False"):
+            HybridParallelPlugin(**{flag: "maybe"})
+    assert arguments == covered | flags
+
+
+def test_the_plugin_needs_processes() -> None:
+    with pytest.raises(ValueError, match="launch_from_torch"):
+        HybridParallelPlugin()

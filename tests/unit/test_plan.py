@@ -1,0 +1,95 @@
+"""`shardwright plan`: layouts of models of any size, on one CPU."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake job leaves LOCAL_RANK behind, as any launch does."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+def plan(capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[int, str]:
+    status = main(["plan", *arguments.split()])
+    return status, capsys.readouterr().out
+
+
+def test_a_70b_model_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(capsys, "--model llama-tiny --world-size 1")  # imports
+    start = time.perf_counter()
+    status, text = plan(
+        capsys,
+        "--model llama-70b --world-size 64 --tp-size 8 --pp-size 4 --zero-stage 1 --num-microbatches 16 --batch-size 16 --seq-len 8192",
+    )
+    assert time.perf_counter() - start < 30
+    assert status == 0
+    for line in (
+        "LlamaForCausalLM: 70.55 B parameters, 70.55 B of them trained",
+        "64 ranks = dp 2 x pp 4 x tp 8 x sp 1 (outermost first: shard, pp, tp), bf16, ZeRO-1 over 2 ranks",
+        "model.layers.0 to model.layers.",
+        "16 microbatches, ideal bubble 15.8%",  # 3 / (16 + 3)
+        "gradients, reduce-scatter",
+        "updated weights, all-gather",
+        "activations and their gradients, all-reduce",
+        "activations forward, gradients backward",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("--model llama-tiny --world-size 6 --tp-size 4", "world_size=6 is not divisible by tp_size=4"),
+        ("--model llama-tiny --world-size 8 --pp-size 8", "at most 4 stages work"),
+        ("--model llama-tiny --world-size 4 --pp-size 2 --num-layers-per-stage 1,2", "[2, 2] would work"),
+        ("--model llama-tiny --world-size 2 --tp-size 2 --optimizer muon", "Muon works on whole matrices"),
+        ("--model llama-tiny --world-size 2 --precision fp17", "did you mean 'fp16'"),
+        ("--model llama-tiny --world-size 0", "--world-size 0 must be at least 1"),
+        ("--model llama-tiny --world-size 2 --batch-size 0", "batch_size=0"),
+        ("--model llama-tin --world-size 2", "did you mean 'llama-tiny'"),
+        ("--model llama-tiny --world-size 4 --pp-size 2 --pp-style zbv --num-model-chunks 3", "exactly 2"),
+    ],
+)
+def test_layouts_that_do_not_work_say_so_and_fail(capsys: pytest.CaptureFixture[str], arguments: str, word: str) -> None:
+    status, text = plan(capsys, arguments)
+    assert status == 1
+    assert text.startswith("This layout does not work: ")
+    assert word in text
+
+
+def test_check_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = plan(capsys, "--check --model gpt2 --world-size 8 --tp-size 2 --pp-size 2 --pp-style zbv --num-model-chunks 2")
+    assert status == 0
+    assert text.count("\n") == 1
+    assert "8 ranks = dp 2 x pp 2 x tp 2" in text
+
+
+def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        status, text = plan(capsys, f"--model {name} --world-size 2 --pp-size 2 --recompute 0.5")
+        assert status == 0
+        assert text.startswith("BertForMaskedLM:")
+    status, text = plan(capsys, f"--model {tmp_path.parent} --world-size 1")
+    assert status == 1
+    assert "holds no config.json" in text
+
+
+def test_layouts_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "layout.py"
+    file.write_text("parallel = dict(zero1=2, tensor=2, pipeline=dict(size=2))\ndata = dict(micro_num=4)\n")
+    status, text = plan(capsys, f"--model llama-tiny --world-size 8 --config {file}")
+    assert status == 0
+    assert "dp 2 x pp 2 x tp 2" in text
+    assert "ZeRO-1 over 2 ranks" in text
