@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..checkpoint.position import Position
 from ..cluster.config import get_launch_config
 from ..cluster.mesh import ParallelMesh
 from ..interface import OptimizerWrapper
@@ -31,7 +32,7 @@ from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
-from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
+from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_process_group
 from .config_form import flat_arguments
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
 from .lora import add_lora
@@ -178,6 +179,14 @@ class HybridParallelPlugin(Plugin):
     @property
     def data_parallel(self) -> tuple[int, int]:
         return self.dp_size, self.mesh.coordinate("dp")
+
+    def position(self, model: nn.Module | None = None) -> Position:
+        """Where this rank stands; `model` tells of which tied parameters it holds copies."""
+        copies: set[str] = set()
+        if isinstance(model, HybridModel):
+            cut = model.cut
+            copies = {group.names[0] for group in cut.tied_groups if cut.rank in group.ranks[1:]}
+        return mesh_position(self.mesh, frozenset(copies))
 
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)
