@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -63,3 +65,71 @@ def train_lazily(rank: int, world: int, plugin_settings: dict) -> dict:
 @pytest.mark.parametrize("settings", [{}, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "zero_stage": 1}], ids=["alone", "tp2-pp2"])
 def test_lazily_built_models_have_the_same_weights_in_every_layout(settings: dict) -> None:
     run_ranks(train_lazily, settings.get("tp_size", 1) * settings.get("pp_size", 1), settings)
+
+
+@keep_float64()
+def train_by_calls(rank: int, world: int, settings: dict) -> None:
+    """The plain loop: call the model, booster.backward, step. Data parallelism averages the ranks' losses, as DDP does."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", max_norm=0.05, **settings))
+    mesh = booster.plugin.mesh
+    reference, model = zoo.build("llama-tied-causal-lm"), zoo.build("llama-tied-causal-lm")
+    reference_optimizer, optimizer = adamw(reference), adamw(model)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for step in range(3):
+        batch = zoo.inputs("llama-tied-causal-lm", batch_size=2 * mesh.size("dp"), seed=step)
+        parts = [{name: value[2 * part : 2 * part + 2] for name, value in batch.items()} for part in range(mesh.size("dp"))]
+        losses = [reference(**part).loss for part in parts]
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+        loss = model(**parts[mesh.coordinate("dp")]).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = losses[mesh.coordinate("dp")]
+        torch.testing.assert_close(loss.detach(), mine.detach(), rtol=1e-10, atol=1e-10)
+        compare_models(reference, model, coordinate=mesh.coordinate, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tp_size": 2}, {"tp_size": 2, "zero_stage": 1}, {"tp_size": 2, "zero_stage": 3}, {"zero_stage": 2}], ids=str
+)
+def test_the_plain_loop(settings: dict) -> None:
+    run_ranks(train_by_calls, 4, settings)
+
+
+def token_loss(outputs: Any, inputs: Any) -> torch.Tensor:
+    """A criterion of one's own on logits, of which a rank may hold only some columns."""
+    logits, labels = outputs.logits[:, :-1], inputs["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, 101), labels.reshape(-1), label_smoothing=0.1)
+
+
+@keep_float64()
+def train_with_criterion(rank: int, world: int, settings: dict) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **settings))
+    mesh = booster.plugin.mesh
+    reference, model = zoo.build("llama-causal-lm"), zoo.build("llama-causal-lm")
+    reference_optimizer, optimizer = adamw(reference), adamw(model)
+    model, optimizer, criterion, *_ = booster.boost(model, optimizer, token_loss)
+    batch = zoo.inputs("llama-causal-lm", batch_size=5, seed=1)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    loss = token_loss(reference(**inputs), batch)
+    loss.backward()
+    result = booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_outputs=True)
+    if result["loss"] is not None:
+        torch.testing.assert_close(result["loss"], loss.detach(), rtol=1e-10, atol=1e-10)
+        assert result["outputs"]["logits"].shape[:2] == batch["labels"].shape
+    compare_models(reference, model, coordinate=mesh.coordinate, gradients=optimizer.gradients(), weights=False)
+    reference_optimizer.step()
+    optimizer.step()
+    compare_models(reference, model, coordinate=mesh.coordinate, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tp_size": 2, "num_microbatches": 3}, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}, {"pp_size": 2, "num_microbatches": 2}],
+    ids=str,
+)
+def test_a_criterion_of_ones_own(settings: dict) -> None:
+    run_ranks(train_with_criterion, settings.get("tp_size", 1) * settings.get("pp_size", 1), settings)
