@@ -343,6 +343,8 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
         if self.settings.reduction.broadcast_buffers and optimizer is not None:
             self._share_statistics(model)
+        if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
+            optimizer.reopen()
         return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
 
     def _share_statistics(self, model: nn.Module) -> None:
