@@ -24,9 +24,12 @@ def flat_arguments(config: Mapping[str, Any]) -> Flat:
              hybrid_zero_optimizer=dict(overlap_sync_grad=True, overlap_sync_param=True, clip_grad_norm=1.0),
              model=dict(num_chunks=1))
 
-    Of `parallel.data` the plugin checks that it is what the other sizes leave.
+    Of `parallel.data` the plugin checks that it is what the other sizes leave. Where `data` gives both, `micro_num` splits the batch and
+    `micro_bsz` follows from it. Names in capitals are constants of a configuration file, not sections.
     """
-    unknown = [key for key in config if key not in _SECTIONS]
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config={config!r} must be a dict with the sections {', '.join(_SECTIONS)}, not a {type(config).__name__}")
+    unknown = [key for key, value in config.items() if key not in _SECTIONS and not _is_constant(key, value)]
     if unknown:
         raise ValueError(
             f"config[{unknown[0]!r}] is not known here; the sections are {', '.join(_SECTIONS)}{nearest(unknown[0], _SECTIONS)}"
@@ -37,8 +40,12 @@ def flat_arguments(config: Mapping[str, Any]) -> Flat:
         if not isinstance(given, Mapping):
             raise ValueError(f"config[{section!r}]={given!r} must be a dict")
         _read(section, given, readers, flat)
-    _settle_schedule(flat)
+    _settle(flat)
     return flat
+
+
+def _is_constant(key: Any, value: Any) -> bool:
+    return isinstance(key, str) and key.isupper() and not isinstance(value, Mapping)
 
 
 def _read(where: str, given: Mapping[str, Any], readers: Mapping[str, Callable[[Any, Flat], None]], flat: Flat) -> None:
@@ -131,6 +138,8 @@ def _checkpoint(value: Any, flat: Flat) -> None:
 
 
 def _bucket(value: Any, flat: Flat) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"hybrid_zero_optimizer.reduce_bucket_size={value!r} must be a positive number of elements (12_000_000 is usual)")
     flat["zero_bucket_size_in_m"] = value / 1e6
 
 
@@ -138,13 +147,17 @@ def _fp16(value: Any, flat: Flat) -> None:
     _read("grad_scaler.fp16", value, {name: _to(name) for name in ("initial_scale", "min_scale", "growth_interval")}, flat)
 
 
-def _settle_schedule(flat: Flat) -> None:
-    """Chunks without a schedule of their own mean the interleaved one."""
+def _settle(flat: Flat) -> None:
+    """What the sections mean together."""
     if flat.get("num_model_chunks", 1) > 1 and "pp_style" not in flat:
-        flat["pp_style"] = "interleaved"
+        flat["pp_style"] = "interleaved"  # chunks without a schedule of their own
     if flat.get("pp_size", 1) == 1:  # nothing to interleave
         flat.pop("pp_style", None)
         flat.pop("num_model_chunks", None)
+    if flat.get("zero_stage", 0) not in (1, 2):  # no weights are gathered after a step, so there is nothing to overlap
+        flat.pop("overlap_allgather", None)
+    if "num_microbatches" in flat:
+        flat.pop("microbatch_size", None)
 
 
 _READERS: dict[str, dict[str, Callable[[Any, Flat], None]]] = {

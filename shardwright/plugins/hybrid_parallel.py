@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
 from ..cluster.config import get_launch_config
-from ..cluster.mesh import ParallelMesh
+from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..interface import OptimizerWrapper
 from ..ops.vocab_mode import vocab_parallel_loss
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
@@ -115,13 +115,16 @@ class HybridParallelPlugin(Plugin):
         """
         flat = {**flat_arguments(get_launch_config() if config is None else config), **overrides}
         dp_size = flat.pop("dp_size", None)
-        plugin = cls(**flat)
-        if dp_size not in (None, -1, "auto", plugin.dp_size):
-            raise ValueError(
-                f"parallel.data={dp_size} does not fit: {plugin.mesh.world_size} ranks / (tensor {plugin.tp_size} x pipeline "
-                f"{plugin.pp_size}) leave {plugin.dp_size} data-parallel ranks; use data={plugin.dp_size} or leave it out"
-            )
-        return plugin
+        if dp_size not in (None, -1, "auto"):
+            require_process_group("HybridParallelPlugin")
+            sizes = {axis: flat.get(f"{axis}_size") or 1 for axis in ("pp", "tp", "sp")}
+            left, _ = validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=None)
+            if dp_size != left:
+                raise ValueError(
+                    f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / (tensor {sizes['tp']} x pipeline {sizes['pp']}) "
+                    f"leave {left} data-parallel ranks; use data={left} or leave it out"
+                )
+        return cls(**flat)
 
     # Where this rank is.
 
@@ -348,6 +351,8 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
         if self.settings.reduction.broadcast_buffers and optimizer is not None:
             self._share_statistics(model)
+        if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
+            optimizer.reopen()
         return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
 
     def _share_statistics(self, model: nn.Module) -> None:

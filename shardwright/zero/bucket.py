@@ -189,9 +189,10 @@ class GradReducer:
         return self.require_sync or not self.keep_full
 
     def reopen(self) -> None:
-        """Make buckets that were reduced without a zero_grad since ready for more gradients (see [Note: a second backward])."""
-        if not self.launch_in_backward:
-            return
+        """Make buckets that were reduced without a zero_grad since ready for more gradients (see [Note: a second backward]).
+
+        All ranks must be at the same point of their step: it waits for reductions that are under way.
+        """
         if any(flight.final for flight in self._flying):
             self._settle_all()
         if not self._reduced:

@@ -172,6 +172,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def _before_backward(self) -> None:
         super()._before_backward()
         self._finished = False
+        if self.reducer.launch_in_backward:
+            self.reducer.reopen()
+
+    def reopen(self) -> None:
+        """For runtimes that call `reduce_grad` themselves: more backwards follow, perhaps without a zero_grad since the last reduction."""
+        self._finished = False
         self.reducer.reopen()
         self._norm_parts.clear()
 
