@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters
 from ..utils.device import get_current_device
+from .checkpoints import Checkpoints, StrPath
 from .mixed_precision import AutocastModel, MixedPrecision, resolve
 
 
@@ -40,6 +41,7 @@ class Booster:
             )
         self.plugin = plugin
         self.device = torch.device(device) if device is not None else None
+        self._checkpoints = Checkpoints(plugin)
 
     def boost(
         self,
@@ -60,6 +62,7 @@ class Booster:
         if self.mixed_precision is not None:
             model, wrapped, criterion = self.mixed_precision.configure(boosted.model, boosted.optimizer, boosted.criterion)
             boosted = boosted._replace(model=model, optimizer=wrapped, criterion=criterion)
+        self._checkpoints.note(boosted.model, boosted.optimizer)
         return tuple(boosted)  # type: ignore[return-value]
 
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
@@ -97,6 +100,71 @@ class Booster:
         if model is None:
             raise ValueError("no_sync needs the model that boost returned: booster.no_sync(model, optimizer)")
         return self.plugin.no_sync(_without_autocast(model), optimizer)
+
+    # Checkpoints. All ranks must call.
+
+    def save(
+        self,
+        path: StrPath,
+        model: nn.Module | None = None,
+        optimizer: OptimizerWrapper | None = None,
+        lr_scheduler: Any = None,
+        dataloader: DataLoader | None = None,
+        step: int | None = None,
+        extra: dict[str, Any] | None = None,
+        use_async: bool = False,
+        keep_last: int | None = None,
+    ) -> None:
+        """One resumable directory: weights, fp32 masters, optimizer and scheduler state, loss scale, random generators, data position.
+
+        It does not depend on the layout: `load` takes it at any number of ranks. Every rank writes what it owns; the directory appears
+        under its name when it is complete.
+
+        extra      plain data of your own (numbers, strings, lists, tuples, dicts)
+        use_async  return once tensors are copied to host memory; errors of the writing are raised by the next call or by `wait`
+        keep_last  keep this many of the newest checkpoints in the directory that `path` lies in, and remove older ones
+        """
+        self._checkpoints.save(path, model, optimizer, lr_scheduler, dataloader, step, extra, use_async, keep_last)
+
+    def load(
+        self,
+        path: StrPath,
+        model: nn.Module | None = None,
+        optimizer: OptimizerWrapper | None = None,
+        lr_scheduler: Any = None,
+        dataloader: DataLoader | None = None,
+        verify: bool = True,
+    ) -> dict[str, Any]:
+        """Resume from `path`: a checkpoint, or a directory of checkpoints of which the newest whole one is taken.
+
+        verify  compare checksums of all files before; False compares sizes only
+
+        Returns {"step", "extra", "path" of the checkpoint taken, "skipped": why newer ones were not}.
+        """
+        return self._checkpoints.load(path, model, optimizer, lr_scheduler, dataloader, verify)
+
+    def wait(self) -> None:
+        """Until the last asynchronous save is on disk; raises what went wrong there."""
+        self._checkpoints.wait()
+
+    def save_optimizer(
+        self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = 1024, use_async: bool = False
+    ) -> None:
+        """Masters, states and hyperparameters, for `load_optimizer` at any layout.
+
+        shard  whether ranks split what they write into files of at most `size_per_shard` megabytes
+        """
+        self._checkpoints.save_optimizer(optimizer, path, shard, size_per_shard, use_async)
+
+    def load_optimizer(self, optimizer: OptimizerWrapper, path: StrPath) -> None:
+        """Masters too, and with them the weights that they are the masters of: call it after `load_model`."""
+        self._checkpoints.load_optimizer(optimizer, path)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
+        self._checkpoints.save_lr_scheduler(lr_scheduler, path)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
+        self._checkpoints.load_lr_scheduler(lr_scheduler, path)
 
 
 def _without_autocast(model: nn.Module) -> nn.Module:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..checkpoint.position import Position
+from ..cluster.mesh import ParallelMesh
 from ..interface import OptimizerWrapper
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
@@ -71,6 +73,10 @@ class Plugin(ABC):
         """(number of data-parallel ranks, this rank's position among them)."""
         return dist.get_world_size(), dist.get_rank()
 
+    def position(self, model: nn.Module | None = None) -> Position:
+        """Where this rank stands for checkpoints of `model`, which boost returned."""
+        return Position.data_parallel(dist.get_rank(), dist.get_world_size())
+
     def prepare_dataloader(
         self,
         dataset: Dataset,
@@ -114,6 +120,12 @@ class Plugin(ABC):
             "execute_pipeline works for every pp_size including 1, or write the step out: "
             "loss = criterion(model(**batch), batch); booster.backward(loss, optimizer); optimizer.step()"
         )
+
+
+def mesh_position(mesh: ParallelMesh, copies: frozenset[str] = frozenset()) -> Position:
+    axes = ("dp_sp", "dp", "pp", "tp", "sp")
+    coordinates, sizes = {axis: mesh.coordinate(axis) for axis in axes}, {axis: mesh.size(axis) for axis in axes}
+    return Position(mesh.rank, mesh.world_size, coordinates, sizes, copies)
 
 
 def require_process_group(plugin: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,18 +59,33 @@ class ShardedDataLoader(DataLoader):
             yield batch
         self._delivered = 0
 
+    @property
+    def _step_samples(self) -> int:
+        """Samples that all data-parallel ranks together take per batch."""
+        return (self.batch_size or 1) * getattr(self.sampler, "num_replicas", 1)
+
     def state_dict(self) -> dict[str, int]:
+        """The same on every data-parallel rank."""
+        size = self._step_samples
         if not isinstance(self.sampler, DataParallelSampler):
-            return {"epoch": getattr(self.sampler, "epoch", 0), "batches": self._delivered}
+            return {"epoch": getattr(self.sampler, "epoch", 0), "batches": self._delivered, "samples_per_batch": size}
         if self._delivered in (0, len(self)):
-            return {"epoch": self.sampler.epoch, "batches": 0}
-        return {"epoch": self.sampler.current_epoch, "batches": self._delivered}
+            return {"epoch": self.sampler.epoch, "batches": 0, "samples_per_batch": size}
+        return {"epoch": self.sampler.current_epoch, "batches": self._delivered, "samples_per_batch": size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken, also with another batch size or number of ranks: samples are dealt in one global order."""
         set_epoch: Callable[[int], None] | None = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(state["epoch"])
-        self._delivered, self._resume_at = 0, state["batches"]
+        samples = state["batches"] * state.get("samples_per_batch", self._step_samples)
+        self._delivered, self._resume_at = 0, samples // self._step_samples
+        if samples % self._step_samples:
+            warnings.warn(
+                f"{samples} samples of epoch {state['epoch']} had been seen, which is no whole number of batches of {self._step_samples} "
+                f"(batch size x data-parallel ranks): {samples % self._step_samples} of them will be seen again",
+                stacklevel=2,
+            )
 
 
 def build_dataloader(

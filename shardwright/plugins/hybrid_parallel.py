@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..checkpoint.position import Position
 from ..cluster.config import get_launch_config
 from ..cluster.mesh import ParallelMesh
 from ..interface import OptimizerWrapper
@@ -30,7 +31,7 @@ from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
-from .base import Boosted, Plugin, require_process_group
+from .base import Boosted, Plugin, mesh_position, require_process_group
 from .config_form import flat_arguments
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
 from .lora import add_lora
@@ -180,6 +181,14 @@ class HybridParallelPlugin(Plugin):
     @property
     def data_parallel(self) -> tuple[int, int]:
         return self.dp_size, self.mesh.coordinate("dp")
+
+    def position(self, model: nn.Module | None = None) -> Position:
+        """Where this rank stands; `model` tells of which tied parameters it holds copies."""
+        copies: set[str] = set()
+        if isinstance(model, HybridModel):
+            cut = model.cut
+            copies = {group.names[0] for group in cut.tied_groups if cut.rank in group.ranks[1:]}
+        return mesh_position(self.mesh, frozenset(copies))
 
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)

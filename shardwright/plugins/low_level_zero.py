@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..checkpoint.position import Position
 from ..cluster.mesh import ParallelMesh
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
@@ -19,7 +20,7 @@ from ..precision.scaler import ScalerConfig
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
-from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
+from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
 from .lora import add_lora
 
 
@@ -123,6 +124,9 @@ class LowLevelZeroPlugin(Plugin):
             "master_weights": master_weights,
         }
         self.mesh = ParallelMesh(zero_group_size=_group_size(zero_group_size, extra_dp_size))
+
+    def position(self, model: nn.Module | None = None) -> Position:
+        return mesh_position(self.mesh)
 
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)

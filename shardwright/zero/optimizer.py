@@ -292,6 +292,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     # State.
 
+    def trained(self) -> dict[str, int]:
+        """Number of the param group of every parameter, by the name that checkpoints use."""
+        return {entry.spec.name: entry.group for entry in self._entries}
+
     def shards(self) -> list[ParamShard]:
         """What this rank owns of every parameter (see `zero.shards`)."""
         self.gatherer.wait()

@@ -1,0 +1,145 @@
+"""What `Booster.save` and its relatives do: they find out where this rank stands and hand over to `shardwright.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoint.agreement import Agreement
+from ..checkpoint.background import Background
+from ..checkpoint.load import find, load, load_lr_scheduler
+from ..checkpoint.position import Position
+from ..checkpoint.save import Contents, collect, save
+from ..interface import ModelWrapper
+from ..plugins.base import Plugin
+from .mixed_precision import AutocastModel
+
+StrPath = str | os.PathLike[str]
+_MB = 1024 * 1024
+
+
+class Checkpoints:
+    """The checkpoints of one booster; knows which optimizer trains which model."""
+
+    def __init__(self, plugin: Plugin | None) -> None:
+        self._plugin = plugin
+        self._background = Background()
+        self._model_of: weakref.WeakKeyDictionary[Any, nn.Module] = weakref.WeakKeyDictionary()
+        self._optimizer_of: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def note(self, model: nn.Module, optimizer: Any) -> None:
+        """Remember that boost returned these together."""
+        if optimizer is not None:
+            self._model_of[optimizer] = model
+            self._optimizer_of[model] = optimizer
+
+    def wait(self) -> None:
+        self._background.wait()
+
+    def _position(self, model: nn.Module | None) -> Position:
+        if self._plugin is None:
+            return Position()
+        return self._plugin.position(model.module if isinstance(model, AutocastModel) else model)
+
+    def _setting(self, model: nn.Module | None) -> tuple[Position, Agreement]:
+        position = self._position(model)
+        return position, Agreement(position.world_size)
+
+    def save(
+        self,
+        path: StrPath,
+        model: nn.Module | None,
+        optimizer: Any,
+        lr_scheduler: Any,
+        dataloader: Any,
+        step: int | None,
+        extra: Any,
+        use_async: bool,
+        keep_last: int | None,
+    ) -> None:
+        owner = self._model_of.get(optimizer) if optimizer is not None else None
+        position, agreement = self._setting(model if model is not None else owner)
+
+        def gather() -> Contents:
+            return collect(
+                position,
+                model=_unwrapped(model),
+                optimizer=optimizer,
+                owner=_unwrapped(owner),
+                lr_scheduler=lr_scheduler,
+                dataloader=dataloader,
+                step=step,
+                extra=extra,
+            )
+
+        save(_path(path), gather, position, agreement, self._background, use_async=use_async, keep_last=keep_last)
+
+    def load(
+        self, path: StrPath, model: nn.Module | None, optimizer: Any, lr_scheduler: Any, dataloader: Any, check: bool
+    ) -> dict[str, Any]:
+        self.wait()
+        owner = self._model_of.get(optimizer) if optimizer is not None else None
+        position, agreement = self._setting(model if model is not None else owner)
+        if model is not None and optimizer is None:
+            trained_by = self._optimizer_of.get(model)
+            if trained_by is not None:
+                raise ValueError("load(model=...) of a model with an optimizer: pass optimizer= too, or use load_model for weights alone")
+        return load(
+            _path(path),
+            position,
+            agreement,
+            model=_unwrapped(model),
+            optimizer=optimizer,
+            owner=_unwrapped(owner),
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            check=check,
+        )
+
+    def save_optimizer(self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool) -> None:
+        owner = self._model_of.get(optimizer)
+        position, agreement = self._setting(owner)
+        size = _bytes(size_per_shard) if shard else None
+
+        def gather() -> Contents:
+            return collect(position, optimizer=optimizer, owner=_unwrapped(owner), with_rng=False)
+
+        save(_path(path), gather, position, agreement, self._background, use_async=use_async, size_per_file=size)
+
+    def load_optimizer(self, optimizer: Any, path: StrPath) -> None:
+        self.wait()
+        owner = self._model_of.get(optimizer)
+        position, agreement = self._setting(owner)
+        load(_path(path), position, agreement, optimizer=optimizer, owner=_unwrapped(owner), with_rng=False)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
+        position, agreement = self._setting(None)
+
+        def gather() -> Contents:
+            return collect(position, lr_scheduler=lr_scheduler, with_rng=False)
+
+        save(_path(path), gather, position, agreement, self._background)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
+        self.wait()
+        position, agreement = self._setting(None)
+        opened, _ = find(_path(path), agreement, position.rank)
+        load_lr_scheduler(lr_scheduler, opened.state["lr_scheduler"], opened.directory)
+
+
+def _unwrapped(model: nn.Module | None) -> nn.Module | None:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def _path(path: StrPath) -> Path:
+    return Path(os.path.abspath(path))
+
+
+def _bytes(size_per_shard: float) -> int:
+    if size_per_shard <= 0:
+        raise ValueError(f"size_per_shard={size_per_shard} must be a positive number of megabytes (1024 is usual)")
+    return int(size_per_shard * _MB)

@@ -1,0 +1,58 @@
+"""One save at a time, in the background if wanted; what goes wrong there is raised at the next call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Background:
+    """Runs jobs one after the other in a thread that the interpreter waits for at its end."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the running job has ended; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Run `job` once the one before has ended (whose error is raised here)."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="shardwright-checkpoint")
+        self._thread.start()
+
+
+@torch.no_grad()
+def snapshot(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies in host memory, pinned for those that come from an accelerator, where all copies run at once."""
+    copies = []
+    for tensor in tensors:
+        pin = tensor.device.type == "cuda"
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        copies.append(copy.copy_(tensor, non_blocking=pin))
+    if any(tensor.device.type == "cuda" for tensor in tensors):
+        torch.cuda.synchronize()
+    return copies
