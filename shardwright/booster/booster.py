@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..checkpoint.hf_import import LoadReport
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters
 from ..utils.device import get_current_device
@@ -146,6 +147,33 @@ class Booster:
     def wait(self) -> None:
         """Until the last asynchronous save is on disk; raises what went wrong there."""
         self._checkpoints.wait()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        path: StrPath,
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """The working weights as transformers stores them: `AutoModel...from_pretrained(path)` gives them back bit by bit.
+
+        path            a directory, which also gets the configs; or with shard=False one file named *.safetensors
+        shard           several files with an index, written by all ranks, instead of one file
+        prefix          goes into the file names: what transformers calls the variant
+        size_per_shard  megabytes of a file
+        """
+        self._checkpoints.save_model(model, path, shard, prefix, size_per_shard, use_safetensors, use_async)
+
+    def load_model(self, model: nn.Module, path: StrPath, strict: bool = True) -> LoadReport:
+        """Weights from a directory or file of safetensors, as transformers or `save_model` wrote it, or from a checkpoint of `save`.
+
+        Every rank reads its own slices. The masters of the model's optimizer follow. With `strict`, names or shapes that differ raise
+        CheckpointMismatch and change nothing; without, what fits is loaded. Returns `missing`, `unexpected` and `mismatched`.
+        """
+        return self._checkpoints.load_model(model, path, strict)
 
     def save_optimizer(
         self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = 1024, use_async: bool = False

@@ -11,6 +11,8 @@ from torch import nn
 
 from ..checkpoint.agreement import Agreement
 from ..checkpoint.background import Background
+from ..checkpoint.hf_export import ExportOptions, save_model
+from ..checkpoint.hf_import import LoadReport, load_model
 from ..checkpoint.load import find, load, load_lr_scheduler
 from ..checkpoint.position import Position
 from ..checkpoint.save import Contents, collect, save
@@ -100,6 +102,27 @@ class Checkpoints:
             check=check,
         )
 
+    def save_model(
+        self,
+        model: nn.Module,
+        path: StrPath,
+        shard: bool,
+        prefix: str | None,
+        size_per_shard: float,
+        use_safetensors: bool,
+        use_async: bool,
+    ) -> None:
+        if not use_safetensors:
+            raise ValueError("use_safetensors=False would write pickle files, which run code when they are read; leave it True")
+        position, agreement = self._setting(model)
+        options = ExportOptions(shard, prefix, _bytes(size_per_shard))
+        save_model(_path(path), _module(model), position, agreement, self._background, options, use_async)
+
+    def load_model(self, model: nn.Module, path: StrPath, strict: bool) -> LoadReport:
+        self.wait()
+        position, agreement = self._setting(model)
+        return load_model(_path(path), _module(model), self._optimizer_of.get(model), position, agreement, strict)
+
     def save_optimizer(self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool) -> None:
         owner = self._model_of.get(optimizer)
         position, agreement = self._setting(owner)
@@ -131,8 +154,12 @@ class Checkpoints:
         load_lr_scheduler(lr_scheduler, opened.state["lr_scheduler"], opened.directory)
 
 
-def _unwrapped(model: nn.Module | None) -> nn.Module | None:
+def _module(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def _unwrapped(model: nn.Module | None) -> nn.Module | None:
+    return None if model is None else _module(model)
 
 
 def _path(path: StrPath) -> Path:

@@ -7,7 +7,7 @@ on the host.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,3 +72,12 @@ def _host_group() -> dist.ProcessGroup:
         _groups.clear()
         _groups[world] = group
     return _groups[world]
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """(result, None) or (None, the exception), so that ranks can agree before any of them raises."""
+    try:
+        with torch.no_grad():
+            return function(), None
+    except Exception as error:
+        return None, error

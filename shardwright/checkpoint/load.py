@@ -12,7 +12,7 @@ from torch import nn
 
 from ..interface.shards import LoadedShard
 from . import rng
-from .agreement import Agreement
+from .agreement import Agreement, attempt
 from .boxes import parts_of
 from .directory import candidates, not_found
 from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
@@ -23,7 +23,7 @@ from .optimizer_parts import OptimizerParts, load_hyperparameters, parts_of_opti
 from .paths import inside
 from .plain_data import as_before, decode
 from .position import Position
-from .save import STATE, _attempt, _module_of
+from .save import STATE, _module_of
 
 _READABLE = (CheckpointError, UnsafeCheckpoint, OSError)
 
@@ -69,7 +69,7 @@ def find(path: Path, agreement: Agreement, rank: int, check: bool = True) -> tup
 
     check   compare checksums of all files, dealt over the ranks; without, only sizes
     """
-    found, error = _attempt(lambda: candidates(path) if rank == 0 else ([], []))
+    found, error = attempt(lambda: candidates(path) if rank == 0 else ([], []))
     agreement.check(error, f"looking for checkpoints in {path}")
     listed, skipped = agreement.broadcast([[str(candidate.path) for candidate in found[0]], found[1]])
     for line in skipped:
@@ -139,7 +139,7 @@ def load(
     parts = None if optimizer is None else parts_of_optimizer(optimizer, _module_of(model, owner, optimizer), position)
     held = [] if model is None else held_tensors(model, position)
     _check_fit(opened, held, parts, agreement, complete=model is not None)
-    shards, error = _attempt(lambda: _read(opened, position, held, parts))
+    shards, error = attempt(lambda: _read(opened, position, held, parts))
     agreement.check(error, f"loading {opened.directory}")  # before load_shards, which communicates
     if parts is not None:
         _load_optimizer(opened.state, optimizer, parts, shards)

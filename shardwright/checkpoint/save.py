@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..spec import ParamSpec
 from . import rng
-from .agreement import Agreement
+from .agreement import Agreement, attempt
 from .background import Background, snapshot
 from .boxes import parts_of, whole
 from .directory import candidates, discard, new_path, prepare, publish, retain
@@ -25,7 +24,7 @@ from .manifest import Manifest, commit
 from .optimizer_parts import hyperparameters, parts_of_optimizer
 from .plain_data import encode
 from .position import Position
-from .tensor_file import write_tensors
+from .tensor_file import pending, write_tensors
 
 STATE = "state.json"
 
@@ -144,9 +143,9 @@ def save(
         raise ValueError(f"keep_last={keep_last} must be at least 1, or None to keep all checkpoints")
     background.wait()
     what = f"saving {path}"
-    contents, error = _attempt(gather)
+    contents, error = attempt(gather)
     agreement.check(error, what)
-    _, error = _attempt(lambda: prepare(path) if position.rank == 0 else None)
+    _, error = attempt(lambda: prepare(path) if position.rank == 0 else None)
     agreement.check(error, what)
     assert contents is not None
     if use_async:
@@ -161,7 +160,7 @@ def save(
             _write(path, ready, position, agreement, keep_last, size_per_file)
         except BaseException:
             if position.rank == 0:
-                _attempt(lambda: discard(path))
+                attempt(lambda: discard(path))
             raise
 
     if use_async:
@@ -174,13 +173,13 @@ def _write(
     path: Path, contents: Contents, position: Position, agreement: Agreement, keep_last: int | None, size_per_file: int | None
 ) -> None:
     directory, what = new_path(path), f"saving {path}"
-    files, error = _attempt(lambda: _write_rank(directory, contents, position, size_per_file))
+    files, error = attempt(lambda: _write_rank(directory, contents, position, size_per_file))
     agreement.check(error, what)
     everyone = agreement.gather(files)
     error = None
     if position.rank == 0:
         merged = {name: (size, crc) for table in everyone for name, (size, crc) in table.items()}
-        _, error = _attempt(lambda: _finish(path, directory, merged, contents, position))
+        _, error = attempt(lambda: _finish(path, directory, merged, contents, position))
     agreement.check(error, what)
     if keep_last is not None and position.rank == 0:
         retain(path, keep_last)
@@ -192,7 +191,7 @@ def _write_rank(directory: Path, contents: Contents, position: Position, size_pe
     groups = _split(contents.chunks, size_per_file)
     names = [f"{stem}.safetensors"] if len(groups) == 1 else [f"{stem}-{number:04d}.safetensors" for number in range(len(groups))]
     files = {
-        name: write_tensors(directory / name, [(str(number), chunk.data) for number, chunk in enumerate(chunks)])
+        name: write_tensors(directory / name, [pending(str(number), chunk.data) for number, chunk in enumerate(chunks)])
         for name, chunks in zip(names, groups, strict=True)
     }
     table = {**contents.table, "tensors": describe(dict(zip(names, groups, strict=True)))}
@@ -221,12 +220,3 @@ def _finish(path: Path, directory: Path, files: dict[str, tuple[int, int]], cont
     saved_at = max([time.time_ns(), *(other.saved_at + 1 for other in others)])  # clocks may be set back
     commit(directory, Manifest(files, saved_at, contents.state.get("step"), position.world_size))
     publish(path)
-
-
-def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """(result, None) or (None, the exception), so that ranks can agree before any of them raises."""
-    try:
-        with torch.no_grad():
-            return function(), None
-    except Exception as error:
-        return None, error

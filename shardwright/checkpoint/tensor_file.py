@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,27 +67,44 @@ def shape_of(shape: Any, where: Path) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+class Pending(NamedTuple):
+    """A tensor that is fetched when its turn to be written comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pending(name: str, tensor: torch.Tensor) -> Pending:
+    return Pending(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def write_tensors(path: Path, tensors: Sequence[Pending]) -> tuple[int, int]:
     """Write `tensors` in the order given after sorting by element size (which keeps all of them aligned); returns (size, crc).
 
     At most one tensor at a time is copied: a strided view is made contiguous, a tensor on another device is brought to the host.
     """
-    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)
+    ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+    for item in ordered:
+        header[item.name] = {"dtype": dtype_name(item.dtype), "shape": list(item.shape), "data_offsets": [offset, offset + item.nbytes]}
+        offset += item.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise ValueError(f"{path}: {len(ordered)} tensors need a header of {len(text)} bytes, more than the format allows; save more files")
     with OutputFile(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in ordered:
-            if tensor.numel():
-                host = tensor.detach().contiguous().cpu()
+        for item in ordered:
+            if item.nbytes:
+                host = item.fetch().detach().contiguous().cpu()
+                assert (tuple(host.shape), host.dtype) == (item.shape, item.dtype), item.name
                 file.write(host.view(-1).view(torch.uint8).numpy().data)
     return file.size, file.crc
 

@@ -1,0 +1,121 @@
+"""Weights from any HuggingFace safetensors directory or file into a model of any layout, each rank reading its slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .agreement import Agreement, attempt
+from .boxes import parts_of
+from .errors import CheckpointMismatch
+from .held import held_tensors
+from .hf_names import bind, ignored
+from .hf_source import HfFiles, HfSource
+from .load import find, read_held
+from .manifest import MARKER
+from .optimizer_parts import OptimizerParts, parts_of_optimizer
+from .position import Position
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How weights and model differ in their names: the same on every rank."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
+class _IndexSource:
+    """The weights of a resumable checkpoint behind the face of HfSource."""
+
+    def __init__(self, path: Path, agreement: Agreement, rank: int) -> None:
+        self._index = find(path, agreement, rank)[0].index
+        self.keys = sorted(name.removeprefix("weights/") for name in self._index.entries if name.startswith("weights/"))
+
+    def __contains__(self, name: str) -> bool:
+        return f"weights/{name}" in self._index
+
+    def keys_of(self, name: str) -> list[str]:
+        return [name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._index.entries[f"weights/{name}"].shape
+
+    def read(self, name: str, box: Any, out: Any) -> None:
+        self._index.read(f"weights/{name}", box, out)
+
+
+def load_model(path: Path, model: nn.Module, optimizer: Any, position: Position, agreement: Agreement, strict: bool) -> LoadReport:
+    """`optimizer` trains `model` or is None; its masters are read in their own precision and the weights follow them.
+
+    strict   raise CheckpointMismatch, with nothing written, unless names and shapes agree; else load what fits and return the rest
+    """
+    held = held_tensors(model, position)
+    aliases = {alias: item.name for item in held for alias in (item.name, *item.aliases)}
+    source: Any
+    if path.is_dir() and (path / MARKER).exists():
+        source = _IndexSource(path, agreement, position.rank)
+        keys = source.keys
+    else:
+        source, error = attempt(lambda: _open(path, model, aliases))
+        agreement.check(error, f"loading {path}")
+        keys = sorted(source.files_keys)
+    found: dict[str, str] = {}  # name of the model -> name that the source knows it by
+    for alias, name in aliases.items():
+        if alias in source and name not in found:
+            found[name] = alias
+    shapes, error = attempt(lambda: {name: source.shape(alias) for name, alias in found.items()})
+    agreement.check(error, f"loading {path}")
+    wrong = {item.name: item for item in held if item.name in found and shapes[item.name] != item.spec.full_shape}
+    may_miss, may_have = ignored(model, "missing"), ignored(model, "unexpected")
+    missing = [item.name for item in held if item.name not in found and not any(map(may_miss, item.aliases))]
+    mismatched = [f"{name} (file {shapes[name]}, model {item.spec.full_shape})" for name, item in wrong.items()]
+    used = {key for alias in aliases if alias in source for key in source.keys_of(alias)}
+    claimed = agreement.union([key in used or may_have(key) for key in keys])
+    lists = agreement.gather([missing, mismatched])
+    report = LoadReport(
+        sorted({name for rank in lists for name in rank[0]}),
+        [key for key, taken in zip(keys, claimed, strict=True) if not taken],
+        sorted({line for rank in lists for line in rank[1]}),
+    )
+    if strict and not report.fits:
+        raise CheckpointMismatch(path, report.missing, report.unexpected, report.mismatched)
+    for name in wrong:
+        del found[name]
+    parts = None if optimizer is None else parts_of_optimizer(optimizer, model, position)
+    _, error = attempt(lambda: _fill(source, found, held, parts, position))
+    agreement.check(error, f"loading {path}")  # before masters are published, which communicates
+    if parts is not None:
+        parts.publish_masters()
+    return report
+
+
+class _Files(HfSource):
+    files_keys: list[str]
+
+
+def _open(path: Path, model: nn.Module, names: dict[str, str]) -> HfSource:
+    files = HfFiles(path)
+    source = _Files(files, model, bind(model, files.keys, names))
+    source.files_keys = files.keys
+    return source
+
+
+def _fill(source: Any, found: dict[str, str], held: list[Any], parts: OptimizerParts | None, position: Position) -> None:
+    trained = set() if parts is None else set(parts.trained())
+    for shard in parts.shards() if parts is not None else ():
+        if shard.name in found:
+            coordinate = position.coordinate(shard.spec.axis)
+            for part in parts_of(shard.spec, coordinate, shard.local_shape, shard.start, shard.stop, owned=False):
+                source.read(found[shard.name], part.box, part.view(shard.master))
+    for item in held:
+        if item.name in found and item.name not in trained:
+            read_held(source, found[item.name], item)
