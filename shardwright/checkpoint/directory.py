@@ -12,9 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .disk import make_directory, remove_file, remove_tree, rename, sync_directory
+from .disk import make_directory, remove_tree, rename, sync_directory
 from .errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
 from .manifest import MANIFEST, MARKER, read_marker
+
+
+_NEW, _REMOVED = ".new", ".removed"
 
 
 class Candidate(NamedTuple):
@@ -26,7 +29,7 @@ class Candidate(NamedTuple):
 
 
 def new_path(target: Path) -> Path:
-    return target.parent / f".{target.name}.new"
+    return target.parent / f".{target.name}{_NEW}"
 
 
 def old_path(target: Path) -> Path:
@@ -90,7 +93,7 @@ def candidates(path: Path) -> tuple[list[Candidate], list[str]]:
                 places.append(path)
     found, rejected = [], []
     for place in places:
-        if not place.is_dir() or place.is_symlink():
+        if not place.is_dir() or place.is_symlink() or place.name.endswith(_REMOVED):
             continue
         try:
             marker: dict[str, Any] = read_marker(place)
@@ -107,15 +110,24 @@ def not_found(path: Path, rejected: list[str]) -> CheckpointNotFound:
 
 
 def retain(target: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` newest checkpoints beside `target`; returns what was removed."""
-    found = []
+    """Remove all but the `keep_last` newest checkpoints beside `target`, and what crashes left there; returns what was removed."""
+    found, leftovers = [], []
     for child in target.parent.iterdir():
-        if child.is_dir() and not child.is_symlink() and _is_committed(child):
-            marker = read_marker(child)
-            found.append((marker["saved_at"], child))
-    removed = [child for _, child in sorted(found, reverse=True)[keep_last:] if child != target]
+        if not child.is_dir() or child.is_symlink() or child == target:
+            continue
+        if child.name.endswith(_REMOVED) or (child.name.endswith(_NEW) and _is_ours(child) and not _is_committed(child)):
+            leftovers.append(child)
+        elif _is_committed(child):
+            found.append((read_marker(child)["saved_at"], child))
+    removed = [child for _, child in sorted(found, reverse=True)[keep_last - 1 :]]
     for child in removed:
-        remove_file(child / MARKER)  # first, so that a crash in between leaves no checkpoint that looks whole
+        doomed = child.parent / f".{child.name.lstrip('.')}{_REMOVED}"  # a name that says so, should the removal be cut off
+        if doomed.exists():
+            remove_tree(doomed)
+            leftovers.remove(doomed)
+        rename(child, doomed)
+        leftovers.append(doomed)
+    for child in leftovers:
         remove_tree(child)
     return removed
 

@@ -115,11 +115,6 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_file(path: Path) -> None:
-    _at("remove", path)
-    path.unlink(missing_ok=True)
-
-
 def remove_tree(path: Path) -> None:
     _at("remove", path)
     shutil.rmtree(path)

@@ -6,6 +6,7 @@ The marker holds the manifest's own checksum and is written last. Without it a d
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
     size, crc = write_file(directory / MANIFEST, json.dumps(table, indent=1).encode())
     sync_directory(directory)
     marker = {"manifest_size": size, "manifest_crc32": crc, "saved_at": manifest.saved_at, "step": manifest.step}
-    write_file(directory / MARKER, json.dumps(marker).encode())
+    write_file(directory / MARKER, json.dumps({**marker, "crc32": _crc_of(marker)}).encode())
     sync_directory(directory)
 
 
@@ -56,7 +57,13 @@ def read_marker(directory: Path) -> dict[str, Any]:
     keys = ("manifest_size", "manifest_crc32", "saved_at")
     if not isinstance(marker, dict) or not all(isinstance(marker.get(key), int) for key in keys):
         raise CheckpointDamaged(path, "is not a marker")
+    if marker.pop("crc32", None) != _crc_of(marker):
+        raise CheckpointDamaged(path, "has another checksum than when it was written")
     return marker
+
+
+def _crc_of(marker: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(marker, sort_keys=True).encode())
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -21,6 +21,8 @@ _CASTING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("softmax", "log_softmax", "sum", "mean", "cumsum")),
     (functional, ("softmax", "log_softmax")),
 )
+# What refuses operands of two dtypes, one of which was kept (transformers 5.17 multiplies rotary frequencies with positions).
+_MULTIPLYING: tuple[tuple[Any, tuple[str, ...]], ...] = ((torch.Tensor, ("__matmul__", "matmul", "bmm")), (torch, ("matmul", "bmm")))
 _depth = 0
 
 
@@ -37,15 +39,18 @@ def keep_float64() -> Iterator[None]:
     It holds for the whole process, for recomputed forwards too.
     """
     global _depth
-    originals = [] if _depth else [(home, name, vars(home).get(name), getattr(home, name)) for home, names in _CASTING for name in names]
-    for home, name, _, function in originals:
-        setattr(home, name, _keeping(function))
+    originals = []
+    if not _depth:
+        for table, change in ((_CASTING, _keeping), (_MULTIPLYING, _promoting)):
+            for home, name in ((home, name) for home, names in table for name in names):
+                originals.append((home, name, vars(home).get(name)))
+                setattr(home, name, change(getattr(home, name)))
     _depth += 1
     try:
         yield
     finally:
         _depth -= 1
-        for home, name, own, _ in originals:
+        for home, name, own in originals:
             if own is None:
                 delattr(home, name)  # inherited from torch's C base class
             else:
@@ -64,3 +69,13 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return keep
+
+
+def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def promote(first: torch.Tensor, second: torch.Tensor, **kwargs: Any) -> Any:
+        if {first.dtype, second.dtype} == {torch.float32, torch.float64}:
+            first, second = first.double(), second.double()
+        return function(first, second, **kwargs)
+
+    return promote
