@@ -89,7 +89,7 @@ class StagedModel:
         self.checkpointed = dict(checkpointed or {})
         self.current: StageRun | None = None
         self._live: dict[int, frozenset[str]] = {}
-        self._released: list[tuple[nn.Module, str]] = []
+        self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
         self._defaults = forward_defaults(model)
         _disable_own_checkpointing(model)
         if survey is not None and len(stages) > 1:
@@ -136,10 +136,10 @@ class StagedModel:
     def _follow_device(self) -> None:
         """Released tensors are not moved by `model.to(device)`, but models read their device."""
         if self._released:
-            module, name = self._released[0]
+            module, name, _ = self._released[0]
             device = next(self.model.parameters()).device
             if module.__dict__[name].device != device:
-                for module, name in self._released:
+                for module, name, _ in self._released:
                     stand_in = module.__dict__[name]
                     module.__dict__[name] = _stand_in(stand_in, device)
 
@@ -187,12 +187,19 @@ class StagedModel:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and path + name not in kept:
                     _release(module, module._parameters, name)
-                    self._released.append((module, name))
+                    self._released.append((module, name, path + name))
             if path.startswith(foreign):
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
                         _release(module, module._buffers, name)
-                        self._released.append((module, name))
+                        self._released.append((module, name, path + name))
+
+    def cast_released(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """What stands for released parameters gets the dtypes that parameters, by full name, work in: stubs compute in them."""
+        for module, name, full_name in self._released:
+            if full_name in dtypes:
+                stand_in = module.__dict__[name]
+                module.__dict__[name] = _stand_in(stand_in, stand_in.device, dtypes[full_name])
 
     def _install_gates(self) -> None:
         for index, unit in enumerate(self.units):
@@ -306,9 +313,9 @@ def _release(module: nn.Module, table: dict[str, Any], name: str) -> None:
     module.__dict__[name] = _stand_in(tensor, tensor.device)
 
 
-def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.full((), value, dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _disable_own_checkpointing(model: nn.Module) -> None:

@@ -226,7 +226,9 @@ class HybridParallelPlugin(Plugin):
         if sharder is not None:  # every layer over tp
             sharder.shard(materialize=False)  # other stages' layers are never made
             model = sharder.model
+        working = self._working_dtypes(model)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
+        cut.staged.cast_released(working)
         if weights is not None:
             weights.materialize(model, {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}, get_current_device())
         model.to(get_current_device())
@@ -237,6 +239,12 @@ class HybridParallelPlugin(Plugin):
         executor = self._executor(cut, wrapped)
         boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None))
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
+
+    def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Dtype that every parameter will work in, by each of its names."""
+        dtypes = self.policy.dtypes(model)
+        by_param = {id(param): dtypes[name] for name, param in model.named_parameters()}
+        return {name: by_param[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
 
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding

@@ -96,7 +96,7 @@ def test_layouts_use_all_ranks(world: int, tp: int, pp: int, dp: int) -> None:
 
 
 def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 parts, which does not divide --batch-size 32.*world size of 2 or 4.*batch size of 33"):
+    with pytest.raises(ValueError, match=r"3 parts, which does not divide --batch-size 16.*world size of 2 or 4.*batch size of 18"):
         DemoSettings(world_size=3)
 
 

@@ -21,9 +21,9 @@ class DemoSettings:
     output           directory for the results
     """
 
-    steps: int = 200
+    steps: int = 240
     world_size: int = DEFAULT_CPU_RANKS
-    batch_size: int = 32
+    batch_size: int = 16
     sequence_length: int = 64
     seed: int = 1024
     output: Path = Path("demo-results")

@@ -24,7 +24,7 @@ class Camera:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Collective over all ranks for the steps that are recorded: their clocks are aligned at the step's start, so they start together."""
+        """Collective over all ranks where it records: clocks are aligned at the step's start, so ranks must start together."""
         if self.runtime is None or step < self.first:
             yield
             return
@@ -32,7 +32,7 @@ class Camera:
         dist.barrier()
         yield
         self.runtime.recorder = None
-        self.taken.append(recorder.gather(self.runtime.comm.group, self.placement))
+        self.taken.append(recorder.gather(self.runtime.comm, self.placement))
 
     def typical(self) -> Timeline | None:
         """The step of median duration: single steps on a shared machine are disturbed now and then."""

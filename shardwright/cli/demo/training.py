@@ -49,12 +49,12 @@ class GrammarText(Dataset[dict[str, torch.Tensor]]):
 
 
 def build_model(settings: DemoSettings) -> LlamaForCausalLM:
-    """A Llama of about 0.7 million parameters, built from its configuration; nothing is downloaded."""
+    """A Llama of about 0.3 million parameters, built from its configuration; nothing is downloaded."""
     config = LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4 * settings.sequence_length,
@@ -78,7 +78,7 @@ def train(settings: DemoSettings) -> None:
     held_out = GrammarText("held-out", settings.held_out_sequences, settings.sequence_length, settings.seed)
     model: Any = build_model(settings)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
     plugin = layout.plugin()
     batch_size = settings.batch_size // layout.dp
@@ -109,10 +109,7 @@ def train(settings: DemoSettings) -> None:
     history.seconds = time.perf_counter() - started
     history.timeline = camera.typical()
 
-    if hasattr(booster, "save_model"):
-        booster.save_model(model, str(settings.output / "model"), shard=True)
-    elif coordinator.is_master():
-        build_model(settings).save_pretrained(settings.output / "model")
+    booster.save_model(model, str(settings.output / "model"), shard=True)
     if coordinator.is_master():
         # Only now, so that every rank's start does not pay for what one rank needs at the end.
         from shardwright.cli.demo.results import save_tokenizer, write_results
