@@ -78,19 +78,18 @@ class ParallelMesh:
         return math.prod(self._sizes[axis] for axis in self._expand(axes))
 
     def coordinate(self, *axes: str) -> int:
-        """This rank's position along `axes`; the last axis given runs fastest, as in `ranks`."""
+        """This rank's position along `axes`, the same as its rank in their group: the innermost axis of the mesh runs fastest."""
         position = 0
         for axis in self._expand(axes):
             position = position * self._sizes[axis] + self._coordinates[axis]
         return position
 
     def ranks(self, *axes: str) -> list[int]:
-        """Global ranks along `axes` through this rank, ordered by `coordinate`."""
+        """Global ranks along `axes` through this rank, ascending, which is the order of `coordinate`."""
         names = self._expand(axes)
         index = tuple(slice(None) if axis in names else self._coordinates[axis] for axis in self.axes)
-        line = self._ranks[index]
-        present = [axis for axis in self.axes if axis in names]
-        return line.permute([present.index(axis) for axis in names]).flatten().tolist()
+        ranks: list[int] = self._ranks[index].flatten().tolist()
+        return ranks
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group along `axes`. The first call for a product of axes is collective over that group."""
@@ -109,8 +108,8 @@ class ParallelMesh:
 
     @staticmethod
     def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        # Rank order in the group is the order of coordinates, which need not be ascending under `dp_outside=False`.
-        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        assert list(ranks) == sorted(ranks), "torch orders the ranks of a group, so coordinates must ascend with them"
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -158,8 +157,8 @@ class ParallelMesh:
             if axis not in _DERIVED and axis not in self._sizes:
                 known = [*self._sizes, *_DERIVED]
                 raise ValueError(f"mesh axis {axis!r} does not exist; the axes are {', '.join(known)}{nearest(axis, known)}")
-            names += [name for name in _DERIVED.get(axis, (axis,)) if name not in names]
-        return names
+            names += _DERIVED.get(axis, (axis,))
+        return [axis for axis in self.axes if axis in names]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in ("dp", "pp", "tp", "sp"))
