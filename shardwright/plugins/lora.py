@@ -15,7 +15,6 @@ from torch import nn
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.executor import CutPlan
 from ..shardformer.layer.parallel_module import full_tensor
-from ..utils.tensors import local_tensor
 
 _MARKS = (".lora_", ".modules_to_save.")  # parts of the names that peft gives to what it trains
 
@@ -75,9 +74,10 @@ def gather_adapters(model: nn.Module, homes: Mapping[str, Home], mesh: ParallelM
 
 def whole_tensor(param: torch.Tensor) -> torch.Tensor:
     """The parameter without the sharding of ZeRO-3 or FSDP (a collective where it has one); its spec stays on it."""
-    if local_tensor(param) is param:
+    gather = getattr(param, "full_tensor", None)  # of a DTensor
+    if gather is None:
         return param
-    whole = param.full_tensor()  # type: ignore[operator]
+    whole: torch.Tensor = gather()
     whole.__dict__.update(param.__dict__)
     return whole
 

@@ -23,11 +23,8 @@ from shardwright.shardformer.styles import Column, Custom, PartialGradient, Repl
 
 def native_model(model: nn.Module) -> nn.Module:
     """The transformers model inside of peft's wrappers, or `model` itself."""
-    if hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
-        inner = model.get_base_model()
-        assert isinstance(inner, nn.Module)
-        return inner
-    return model
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return get_base_model() if hasattr(model, "peft_config") and callable(get_base_model) else model
 
 
 def has_adapters(module: nn.Module) -> bool:
