@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.hf_import import LoadReport
 from ..interface import ModelWrapper, OptimizerWrapper
-from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters
+from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
+from ..plugins.lora import add_lora, require_adapters, write_adapters
 from ..utils.device import get_current_device
 from .checkpoints import Checkpoints, StrPath
 from .mixed_precision import AutocastModel, MixedPrecision, resolve
@@ -91,6 +94,27 @@ class Booster:
                 "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
             )
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+    def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
+        """`model` with LoRA adapters, before `boost`: new ones by `lora_config` (a peft.LoraConfig), or those in `pretrained_dir`.
+
+        The model's own weights are frozen: build the optimizer on the parameters of the result that require gradients.
+        """
+        if self.plugin is not None and not self.plugin.support_lora():
+            raise ValueError(
+                f"enable_lora: {type(self.plugin).__name__} cannot train adapters; use HybridParallelPlugin(tp_size=1, pp_size=1)"
+            )
+        return add_lora(model, pretrained_dir, lora_config)
+
+    def save_lora_as_pretrained(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write the adapters of a boosted model as `peft.PeftModel.from_pretrained(base_model, path)` reads them. All ranks call it."""
+        plain = unwrapped(_without_autocast(model))
+        require_adapters(plain)
+        state = self.plugin.adapter_state(_without_autocast(model)) if self.plugin is not None else plain.state_dict()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_adapters(plain, state, path)
+        if dist.is_initialized():
+            dist.barrier()
 
     def no_sync(self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside the context; the first backward after it reduces the sum."""

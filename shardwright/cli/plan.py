@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.presets import PRESETS
-from shardwright.utils.errors import nearest
 
 HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
 
@@ -117,6 +116,8 @@ def _resolve(args: argparse.Namespace) -> Any:
 def _load(name: str) -> Any:
     """The transformers config that `--model` names."""
     from transformers import CONFIG_MAPPING, AutoConfig
+
+    from shardwright.utils.errors import nearest
 
     path = Path(name)
     if path.exists():

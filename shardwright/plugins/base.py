@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..checkpoint.position import Position
 from ..cluster.mesh import ParallelMesh
-from ..interface import OptimizerWrapper
+from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
+from .lora import whole_tensor
 
 
 class Boosted(NamedTuple):
@@ -67,6 +68,10 @@ class Plugin(ABC):
 
     def support_lora(self) -> bool:
         return True
+
+    def adapter_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Whole adapter parameters of the model that boost returned, by full name. A collective over all ranks."""
+        return {name: whole_tensor(param.detach()).cpu() for name, param in unwrapped(model).named_parameters()}
 
     @property
     def data_parallel(self) -> tuple[int, int]:
@@ -126,6 +131,11 @@ def mesh_position(mesh: ParallelMesh, copies: frozenset[str] = frozenset()) -> P
     axes = ("dp_sp", "dp", "pp", "tp", "sp")
     coordinates, sizes = {axis: mesh.coordinate(axis) for axis in axes}, {axis: mesh.size(axis) for axis in axes}
     return Position(mesh.rank, mesh.world_size, coordinates, sizes, copies)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module, inside of the wrapper that boost put around it."""
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
 def require_process_group(plugin: str) -> None:

@@ -13,6 +13,7 @@ from ..pipeline.executor import CutModel, PipelineExecutor
 from ..pipeline.placement import Placement
 from ..pipeline.stage import PLAIN_CALL
 from ..precision.policy import PrecisionPolicy
+from .lora import Home
 
 
 class HybridModel(ModelWrapper):
@@ -20,16 +21,23 @@ class HybridModel(ModelWrapper):
 
     Without a pipeline it is called like the model itself; with one, `booster.execute_pipeline` runs it.
 
-    settle  completes what still changes the parameters (a gather under way); called before anybody but forward sees the module
+    settle    completes what still changes the parameters (a gather under way); called before anybody but forward sees the module
+    adapters  where the LoRA parameters of the whole model are to be found
     """
 
     def __init__(
-        self, module: nn.Module, executor: PipelineExecutor, policy: PrecisionPolicy, settle: Callable[[], None] | None = None
+        self,
+        module: nn.Module,
+        executor: PipelineExecutor,
+        policy: PrecisionPolicy,
+        settle: Callable[[], None] | None = None,
+        adapters: Mapping[str, Home] | None = None,
     ) -> None:
         super().__init__(module)
         self.executor = executor
         self._policy = policy
         self._settle = settle
+        self.adapters = dict(adapters or {})
 
     def unwrap(self) -> nn.Module:
         if self._settle is not None:

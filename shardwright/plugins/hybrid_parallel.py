@@ -34,7 +34,7 @@ from ..zero.optimizer import ZeroOptimizer
 from .base import Boosted, Plugin, mesh_position, require_process_group
 from .config_form import flat_arguments
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
-from .lora import add_lora
+from .lora import adapter_homes, add_lora, gather_adapters
 from .preflight import BatchShape, preflight
 from .resolved import ResolvedLayout
 from .settings import HybridSettings
@@ -121,8 +121,8 @@ class HybridParallelPlugin(Plugin):
             left, _ = validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=None)
             if dp_size != left:
                 raise ValueError(
-                    f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / (tensor {sizes['tp']} x pipeline {sizes['pp']}) "
-                    f"leave {left} data-parallel ranks; use data={left} or leave it out"
+                    f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / (tensor {sizes['tp']} x "
+                    f"pipeline {sizes['pp']}) leave {left} data-parallel ranks; use data={left} or leave it out"
                 )
         return cls(**flat)
 
@@ -221,6 +221,7 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         sharder = self._sharder(model)
         plan, self.layout = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, BatchShape())  # sees it whole
+        adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
         weights = LazyWeights.of(model)
         if sharder is not None:  # every layer over tp
@@ -237,7 +238,7 @@ class HybridParallelPlugin(Plugin):
         tied = self._describe_tied(model, plan)
         wrapped = self._optimizer(model, optimizer, tied)
         executor = self._executor(cut, wrapped)
-        boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None))
+        boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None), adapters)
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
     def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
@@ -379,6 +380,11 @@ class HybridParallelPlugin(Plugin):
     def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
         """See `plugins.lora.add_lora`."""
         return add_lora(model, pretrained_dir, lora_config)
+
+    def adapter_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        if not isinstance(model, HybridModel):
+            raise ValueError(f"save_lora_as_pretrained needs the model that boost returned, not a bare {type(model).__name__}")
+        return gather_adapters(model.unwrap(), model.adapters, self.mesh)
 
 
 class _Reduction:

@@ -102,7 +102,7 @@ class ResolvedLayout:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-        zero = f"ZeRO-{self.zero_stage}" + (f" over {self.shared} ranks" if self.zero_stage else "")
+        zero = f"ZeRO-{self.zero_stage}" + (f" over {self.shared} rank{'s' * (self.shared > 1)}" if self.zero_stage else "")
         lines = [
             f"{self.model}: {human(self.parameters)} parameters, {human(self.trained)} of them trained",
             f"{self.world_size} ranks = {sizes} (outermost first: {', '.join(self.order)}), {self.precision}, {zero}",

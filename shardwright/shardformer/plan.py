@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
+from shardwright.shardformer.adapters import parts_of
 from shardwright.shardformer.layer.parallel_module import ParallelGroup
 from shardwright.shardformer.styles import (
     NAMED,
@@ -71,10 +72,9 @@ class Plan:
         for name, pattern in chosen.items():
             site = _site(model, name, parallel)
             try:
-                specs = styles[pattern].specs(site)
+                decisions += [Decision(pattern, style, part, style.specs(part)) for style, part in parts_of(styles[pattern], site)]
             except ValueError as error:
                 raise ValueError(f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}") from None
-            decisions.append(Decision(pattern, styles[pattern], site, specs))
         self._check_ties(decisions)
         if complete:
             self._check_undecided(model, decisions)

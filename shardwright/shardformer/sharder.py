@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from shardwright.shardformer.adapters import native_model
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.init import LazyWeights
 from shardwright.shardformer.layer.embedding import LogitsParallel
@@ -33,7 +34,8 @@ class ModelSharder:
     def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
         self.model = model
         self.shard_config = shard_config
-        self.policy = policy if policy is not None else get_autopolicy(model)
+        self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
+        self.policy = policy if policy is not None else get_autopolicy(self._native)
         self._decisions: list[Decision] | None = None
 
     def prepare(self) -> list[Decision]:
@@ -41,14 +43,14 @@ class ModelSharder:
         if self._decisions is None:
             policy, config = self.policy, self.shard_config
             _check_supported(config)
-            policy.set_model(self.model)
+            policy.set_model(self._native)
             policy.set_shard_config(config)
             policy.config_sanity_check()
-            self.model = policy.preprocess()
-            policy.set_model(self.model)
-            _check_optimizations(self.model, config)
+            self._take(policy.preprocess())
+            policy.set_model(self._native)
+            _check_optimizations(self._native, config)
             is_sharded = config.enable_tensor_parallelism and config.parallel.size > 1
-            self._decisions = policy.plan().decide(self.model, config.parallel) if is_sharded else []
+            self._decisions = policy.plan().decide(self._native, config.parallel) if is_sharded else []
         return self._decisions
 
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
@@ -62,18 +64,28 @@ class ModelSharder:
         decisions = self.prepare()
         shared = policy.get_shared_params()
         if decisions:
-            _apply(self.model, decisions, config.parallel)
+            _apply(self._native, decisions, config.parallel)
+            if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
+                _adopt_root(self.model, config.parallel)
         self._replace_modules(policy.module_policy())
-        _use_optimizations(self.model, config)
-        self.model = policy.postprocess()
+        _use_optimizations(self._native, config)
+        self._take(policy.postprocess())
         _describe_parameters(self.model)
         if materialize and weights is not None:
             weights.materialize(self.model, config.parallel.rank if config.enable_tensor_parallelism else 0)
         return shared
 
+    def _take(self, native: nn.Module) -> None:
+        """Go on with what the policy made of the model."""
+        if self.model is self._native:
+            self.model = native
+        elif native is not self._native:
+            raise ValueError(f"{type(self.policy).__name__} replaces the model itself, which it cannot once the model carries adapters")
+        self._native = native
+
     def _replace_modules(self, descriptions: Mapping[type[nn.Module] | str, ModulePolicyDescription]) -> None:
         matches: dict[type[nn.Module] | str, list[tuple[str, nn.Module]]] = {key: [] for key in descriptions}
-        for name, module in list(self.model.named_modules()):
+        for name, module in list(self._native.named_modules()):
             for key, found in matches.items():
                 if native_class(module) is key or native_class(module).__name__ == key:
                     found.append((name, module))
@@ -81,7 +93,9 @@ class ModelSharder:
         for key, found in matches.items():
             if not found:
                 shown = key if isinstance(key, str) else key.__name__
-                raise ValueError(f"{source}.module_policy describes {shown}, but {type(self.model).__name__} has no such module; remove it")
+                raise ValueError(
+                    f"{source}.module_policy describes {shown}, but {type(self._native).__name__} has no such module; remove it"
+                )
         for key, description in descriptions.items():
             for name, module in matches[key]:
                 self._replace(name, module, description, source)
@@ -137,6 +151,10 @@ def _apply(model: nn.Module, decisions: Sequence[Decision], parallel: ParallelGr
     for decision in decisions:
         decision.style.convert(decision.site, decision.specs)
     _divide_dropout(decisions, parallel)
+    _adopt_root(model, parallel)
+
+
+def _adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
     if any(isinstance(module, LogitsParallel) for module in model.modules()):
         (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
 

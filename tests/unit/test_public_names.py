@@ -125,10 +125,8 @@ VERBS = ("demo", "train", "plan", "models", "doctor", "env", "generate")
 PENDING = (
     "shardwright.booster.Booster.save",
     "shardwright.booster.Booster.load",
-    "shardwright.booster.Booster.enable_lora",
     "shardwright.plugins.LowLevelZeroPlugin",
     "shardwright.plugins.DeepSpeedPlugin",
-    "shardwright.plugins.HybridParallelPlugin",
     "shardwright.shardformer.",
     "shardwright.lazy.",
 )

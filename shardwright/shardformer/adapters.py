@@ -1,0 +1,70 @@
+"""LoRA adapters of peft on layers that a plan shards.
+
+peft puts a wrapper in the place of a linear W [O, I]: `base_layer` (W), `lora_A` [r, I] and `lora_B` [O, r], one pair per adapter. It
+computes y = W x + s B A x. A rule that names the linear is applied to the parts, so that every rank computes its share of the sum:
+
+    column    W and B by their outputs, A whole     y_local = W_local x + s B_local (A x); B sums the gradient of A x, so that of A is whole
+    row       W and A by their inputs, B whole      y = sum(W_local x_local) + s B sum(A_local x_local)
+
+Dropout in front of A sees what A sees: the same on all ranks for a column linear, each rank's own part for a row linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn as nn
+
+from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.rng import DropoutForParallelInput, DropoutForReplicatedInput
+from shardwright.shardformer.styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
+
+
+def native_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside of peft's wrappers, or `model` itself."""
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return get_base_model() if hasattr(model, "peft_config") and callable(get_base_model) else model
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether `module` is peft's wrapper of a layer."""
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
+    """`style` at `site`, or at the parts of the wrapper that is there."""
+    wrapper: Any = site.module
+    if site.parameter is not None or not has_adapters(wrapper) or isinstance(style, Replicated | PartialGradient):
+        return [(style, site)]
+    if not isinstance(style, Column | Row):
+        raise ValueError(
+            f"a layer under the style {type(style).__name__} cannot carry LoRA adapters with tensor parallelism; "
+            "leave it out of target_modules, or use tp_size=1"
+        )
+    if wrapper.lora_variant or len(wrapper.lora_magnitude_vector):
+        raise ValueError("variants of LoRA (DoRA and others) need the whole weight on every rank; use plain LoRA, or tp_size=1")
+    inner, outer = (Replicated(), style) if isinstance(style, Column) else (style, Replicated())
+
+    def part(name: str, module: nn.Module) -> Site:
+        return Site(f"{site.name}.{name}", module, None, site.parent, site.parallel)
+
+    parts: list[tuple[Style, Site]] = [(style, part("base_layer", wrapper.base_layer))]
+    for name in wrapper.lora_A:
+        parts.append((inner, part(f"lora_A.{name}", wrapper.lora_A[name])))
+        parts.append((outer, part(f"lora_B.{name}", wrapper.lora_B[name])))
+    is_local = isinstance(style, Row) and not style.split_input
+    parts.append((Custom(_dropout_for(is_local)), part("lora_dropout", wrapper.lora_dropout)))
+    return parts
+
+
+def _dropout_for(is_local: bool) -> Callable[[nn.Module, ParallelGroup], None]:
+    kind = DropoutForParallelInput if is_local else DropoutForReplicatedInput
+
+    def change(dropouts: nn.Module, parallel: ParallelGroup) -> None:
+        assert isinstance(dropouts, nn.ModuleDict)
+        for name, dropout in dropouts.items():
+            if isinstance(dropout, nn.Dropout):
+                dropouts[name] = kind.from_native_module(dropout, parallel.group)
+
+    return change
