@@ -126,7 +126,11 @@ def load_at(rank: int, world: int, name: str, layout: str, path: Path, saved: li
                 mine = shard.master if key == "master" else shard.state[key]
                 theirs = shard.spec.shard(full, coordinate).flatten()[shard.start : shard.stop]
                 torch.testing.assert_close(
-                    mine[real], theirs[real], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, what=(source, shard.name, key): f"{what}: {text}"
+                    mine[real],
+                    theirs[real],
+                    rtol=TOLERANCE,
+                    atol=TOLERANCE,
+                    msg=lambda text, what=(source, shard.name, key): f"{what}: {text}",
                 )
             assert float(shard.extra["step"]) == BEFORE + AFTER
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in plain_optimizer.param_groups]
