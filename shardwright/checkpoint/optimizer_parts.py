@@ -54,6 +54,11 @@ class PlainParts:
         params = dict(model.named_parameters(remove_duplicate=False))
         self._params = {held.name: params[held.aliases[0]] for held in self._held if held.aliases[0] in params}
         self._group = {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        if self._group.keys() - {id(param) for param in params.values()}:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} steps on tensors that are not the model's parameters, so its state has no names: "
+                "where an engine keeps it (DeepSpeed with ZeRO or half precision), save and load with the engine's own checkpoints"
+            )
 
     def trained(self) -> dict[str, int]:
         return {name: self._group[id(param)] for name, param in self._params.items() if id(param) in self._group}
@@ -117,7 +122,8 @@ def _is_elementwise(key: str, value: Any, param: torch.Tensor) -> bool:
 
 
 def _like_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    local = local.detach().clone().to(local_tensor(param).device)
+    """`local`, which nobody else uses, laid out as `param`."""
+    local = local.detach().to(local_tensor(param).device)
     if isinstance(param, DTensor):
         return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
     return local
