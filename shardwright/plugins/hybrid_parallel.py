@@ -121,8 +121,8 @@ class HybridParallelPlugin(Plugin):
             left, _ = validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=None)
             if dp_size != left:
                 raise ValueError(
-                    f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / (tensor {sizes['tp']} x pipeline {sizes['pp']}) "
-                    f"leave {left} data-parallel ranks; use data={left} or leave it out"
+                    f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / "
+                    f"(tensor {sizes['tp']} x pipeline {sizes['pp']}) leave {left} data-parallel ranks; use data={left} or leave it out"
                 )
         return cls(**flat)
 

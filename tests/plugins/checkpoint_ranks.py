@@ -125,8 +125,9 @@ def load_at(rank: int, world: int, name: str, layout: str, path: Path, saved: li
             for key, full in wanted.items():
                 mine = shard.master if key == "master" else shard.state[key]
                 theirs = shard.spec.shard(full, coordinate).flatten()[shard.start : shard.stop]
+                where = f"{source}, {shard.name}, {key}"
                 torch.testing.assert_close(
-                    mine[real], theirs[real], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, what=(source, shard.name, key): f"{what}: {text}"
+                    mine[real], theirs[real], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, where=where: f"{where}: {text}"
                 )
             assert float(shard.extra["step"]) == BEFORE + AFTER
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in plain_optimizer.param_groups]

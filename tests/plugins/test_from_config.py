@@ -49,8 +49,15 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         FULL,
         {
-            "zero_stage": 1, "zero_group_size": 8, "tp_size": 1, "pp_size": 1, "overlap_p2p": True, "overlap_communication": True,
-            "overlap_allgather": True, "zero_bucket_size_in_m": 536.870912, "max_norm": 1.0,
+            "zero_stage": 1,
+            "zero_group_size": 8,
+            "tp_size": 1,
+            "pp_size": 1,
+            "overlap_p2p": True,
+            "overlap_communication": True,
+            "overlap_allgather": True,
+            "zero_bucket_size_in_m": 536.870912,
+            "max_norm": 1.0,
         },
     ),
     (parallel(zero1=1), {"zero_stage": 0}),
