@@ -115,8 +115,8 @@ def _check_count(survey: Survey, num_stages: int) -> None:
         )
     if num_stages > cuts + 1:
         raise ValueError(
-            f"pp_size x num_model_chunks = {num_stages} pipeline stages need {num_stages - 1} cuts, but the model can be cut at {cuts} places "
-            f"only: other layers use inner values of one another (pairs {list(survey.joined)}); at most {cuts + 1} stages work"
+            f"pp_size x num_model_chunks = {num_stages} pipeline stages need {num_stages - 1} cuts, but the model can be cut at {cuts} "
+            f"places only: other layers use inner values of one another (pairs {list(survey.joined)}); at most {cuts + 1} stages work"
         )
 
 

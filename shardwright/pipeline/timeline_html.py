@@ -5,6 +5,7 @@ Both show what was measured and, below, what the simulator makes of the same cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -16,7 +17,7 @@ COLORS = {Kind.F: "#4c8bf5", Kind.B: "#2f9e5b", Kind.I: "#57b894", Kind.W: "#e8a
 WAIT = "#e3e3e3"
 LEGEND = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.REDUCE: "reduce"}
 
-_WIDTH, _LEFT, _ROW, _BAR = 1500, 70, 30, 24
+_WIDTH, _LEFT, _ROW, _BAR = 1100, 60, 30, 24
 
 
 def _bars(timeline: Timeline) -> Iterator[tuple[int, float, float, str, str, str]]:
@@ -51,32 +52,52 @@ def _svg(timeline: Timeline, seconds: float) -> str:
         if label and width > 7 * len(label):
             parts.append(f'<text x="{x + width / 2:.2f}" y="{rank * _ROW + 17}" class="label">{label}</text>')
         parts.append("</g>")
-    for tick in range(11):
-        x = _LEFT + tick / 10 * (_WIDTH - _LEFT)
-        parts.append(f'<text x="{min(x, _WIDTH - 40):.1f}" y="{height - 6}" class="tick">{1000 * seconds * tick / 10:.2f} ms</text>')
+    step = _nice_step(1000 * seconds / 8)
+    for tick in range(int(1000 * seconds / step) + 1):
+        x = _LEFT + tick * step / 1000 * scale
+        parts.append(f'<text x="{min(x, _WIDTH - 44):.1f}" y="{height - 6}" class="tick">{tick * step:g} ms</text>')
     parts.append("</svg>")
     return "".join(parts)
 
 
-def page(timeline: Timeline, title: str = "Pipeline step") -> str:
-    """The HTML page as text; it loads nothing from elsewhere."""
+def _nice_step(rough: float) -> float:
+    """The least of 1, 2, 5 times a power of ten that is at least `rough`."""
+    power = 10.0 ** math.floor(math.log10(max(rough, 1e-9)))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+
+
+STYLE = """
+.key { padding: 2px 8px; color: #fff; border-radius: 3px; }
+.label { font: 10px sans-serif; fill: #fff; text-anchor: middle; pointer-events: none; }
+.name, .tick { font: 12px sans-serif; fill: #444; }
+"""
+
+
+def figure(timeline: Timeline) -> str:
+    """Legend, the step as measured and the step as it would ideally be, as a piece of HTML that `STYLE` belongs to."""
     ideal = timeline.ideal()
     seconds = max(timeline.makespan, ideal.makespan)
-    legend = " ".join(f'<span class="key" style="background:{COLORS[kind]}">{name}</span>' for kind, name in LEGEND.items())
+    kinds = {span.action.kind for spans in timeline.ranks for span in spans}
+    keys = [f'<span class="key" style="background:{COLORS[kind]}">{name}</span>' for kind, name in LEGEND.items() if kind in kinds]
+    keys.append(f'<span class="key" style="background:{WAIT};color:#333">waiting for input</span>')
+    outlined = " outlined: second and later chunks," if timeline.placement.num_chunks > 1 else ""
+    return f"""<p>{" ".join(keys)}{outlined} numbers: microbatches</p>
+<h3>Measured: {1000 * timeline.makespan:.1f} ms, bubble {100 * timeline.bubble:.1f} %</h3>
+{_svg(timeline, seconds)}
+<h3>Ideal with the measured mean costs: {1000 * ideal.makespan:.1f} ms, bubble {100 * ideal.bubble:.1f} %</h3>
+{_svg(ideal, seconds)}"""
+
+
+def page(timeline: Timeline, title: str = "Pipeline step") -> str:
+    """The HTML page as text; it loads nothing from elsewhere."""
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>
-body {{ font: 14px sans-serif; margin: 24px; color: #222; }}
-.key {{ padding: 2px 8px; color: #fff; border-radius: 3px; }}
-.label {{ font: 10px sans-serif; fill: #fff; text-anchor: middle; pointer-events: none; }}
-.name, .tick {{ font: 12px sans-serif; fill: #444; }}
-</style></head><body>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1.5em; color: #222; background: #fff }}
+{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
-<p>{escape(timeline.summary())}</p>
-<p>{legend} <span class="key" style="background:{WAIT};color:#333">waiting for input</span> (outlined: second and later chunks)</p>
-<h2>Measured: bubble {100 * timeline.bubble:.1f} %</h2>
-{_svg(timeline, seconds)}
-<h2>Ideal with the measured mean costs: bubble {100 * ideal.bubble:.1f} %</h2>
-{_svg(ideal, seconds)}
+{figure(timeline)}
+<p>The bubble is the part of the ranks' time in which they did not compute. The ideal runs the same schedule with every action as long
+as it took on average, without jitter and with free transfers. Point at a bar to see its times.</p>
 </body></html>
 """
 

@@ -1,9 +1,10 @@
 """Plugins: how a model, its optimizer and its data are laid out over the processes."""
 
 from .base import Boosted, Plugin
+from .deepspeed import DeepSpeedPlugin
 from .hybrid_parallel import HybridParallelPlugin
 from .low_level_zero import LowLevelZeroPlugin
 from .torch_ddp import TorchDDPPlugin
 from .torch_fsdp import TorchFSDPPlugin
 
-__all__ = ["Boosted", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = ["Boosted", "DeepSpeedPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

@@ -1,7 +1,7 @@
 """README and docs say what is true: their code runs, their commands and links exist.
 
-A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks. ```python after=demo needs the results of a
-demo run and is run by tests/dist/test_demo.py.
+A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks, ```python torchrun=1,4 as one process and on
+four ranks. ```python after=demo needs the results of a demo run and is run by tests/dist/test_demo.py.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ PYTHON = [block for block in blocks("python") if "after" not in block.options]
 def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code)
-    command = [sys.executable, str(script)]
-    if "torchrun" in block.options:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", block.options["torchrun"]]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
+    for ranks in block.options.get("torchrun", "1").split(","):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks != "1" else []
+        command = [sys.executable, *launcher, str(script)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, f"{block.where} on {ranks} rank(s)\n{done.stdout}\n{done.stderr}"
 
 
 def environment() -> dict[str, str]:

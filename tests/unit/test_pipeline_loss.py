@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,6 +144,10 @@ def test_a_criterion_must_return_a_scalar() -> None:
         run(lambda outputs, inputs: None, num_microbatches=1)
 
 
+def count_call(calls: list[int], index: int, module: torch.nn.Module, args: Any) -> None:
+    calls[index] += 1
+
+
 def test_each_layer_is_recomputed_once() -> None:
     for ratio, expected in ((None, 1), (0.5, 2), (1.0, 2)):
         model = build("llama-causal-lm")
@@ -150,7 +155,7 @@ def test_each_layer_is_recomputed_once() -> None:
         chosen = PipelineSettings(num_microbatches=2, gradient_checkpoint_config=config)
         calls = [0] * 4
         for index, layer in enumerate(model.model.layers):
-            layer.mlp.register_forward_pre_hook(lambda module, args, index=index: calls.__setitem__(index, calls[index] + 1))
+            layer.mlp.register_forward_pre_hook(partial(count_call, calls, index))
         executor = PipelineExecutor(cut_model(model, chosen), chosen)
         executor.execute(iter([zoo.inputs("llama-causal-lm")]), None, torch.optim.SGD(model.parameters(), lr=0.1))
         recomputed = int((ratio or 0) * 4)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from shardwright.cli.demo.chart import Point, loss_chart
 from shardwright.cli.demo.grammar import IDS, STOP, UNKNOWN, questions
 from shardwright.cli.demo.records import History, Score
-from shardwright.pipeline.timeline_html import write_page
+from shardwright.pipeline import timeline_html
 
 SAMPLE_WORDS = 90
 
@@ -44,7 +44,7 @@ def write_results(history: History) -> None:
     (output / "report.html").write_text(report(history, chart))
     if history.timeline is not None:
         history.timeline.write_trace(output / "trace.json")
-        write_page(history.timeline, output / "timeline.html", title="One training step of the Shardwright demo")
+        timeline_html.write_page(history.timeline, output / "timeline.html", title="One training step of the Shardwright demo")
 
 
 @torch.no_grad()
@@ -88,6 +88,9 @@ def report(history: History, chart: str) -> str:
         "time": f"{history.seconds:.1f} s of training",
         **{f"questions: {kind}": f"{score} answered right" for kind, score in history.scores.items()},
     }
+    pipeline = ""
+    if history.timeline is not None:
+        pipeline = f"<h2>What the pipeline did in one step</h2>{timeline_html.figure(history.timeline)}"
     sample = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in history.sample)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Shardwright demo</title>
@@ -95,6 +98,7 @@ def report(history: History, chart: str) -> str:
   body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 800px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }}
   table {{ border-collapse: collapse }} td {{ padding: 2px 18px 2px 0; vertical-align: top }} td:first-child {{ color: #666 }}
   li {{ list-style: none }} ul {{ padding: 0 }} svg {{ width: 100% }}
+  {timeline_html.STYLE}
 </style></head><body>
 <h1>Shardwright demo</h1>
 <p>A Llama that began with random weights, trained on {history.layout}, on a small invented
@@ -102,6 +106,7 @@ language whose statistics are known exactly.</p>
 {chart}
 <h2>What came out</h2>{_table(facts)}
 <h2>How it was laid out</h2>{_table(history.layout.describe())}
+{pipeline}
 <h2>What the model writes now</h2><ul>{sample}</ul>
 </body></html>
 """

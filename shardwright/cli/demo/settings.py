@@ -21,7 +21,7 @@ class DemoSettings:
     output           directory for the results
     """
 
-    steps: int = 240
+    steps: int = 200
     world_size: int = DEFAULT_CPU_RANKS
     batch_size: int = 16
     sequence_length: int = 64
