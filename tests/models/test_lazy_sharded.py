@@ -20,6 +20,7 @@ from transformers import (
 from shardwright.lazy import LazyInitContext
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.init import LazyWeights
+from shardwright.shardformer.sharder import ModelSharder
 from shardwright.shardformer.shardformer import ShardFormer
 from shardwright.spec import get_spec
 from shardwright.testing import run_ranks
@@ -41,9 +42,17 @@ def _shards_are_slices(rank: int, world: int) -> None:
         with LazyInitContext(seed=3):
             model = cls(config)
         weights = LazyWeights.of(model)
-        model = ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD)).shard_model(model)
+        config_of_group = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
+        sharder = ModelSharder(model, None, config_of_group)
+        sharder.shard(materialize=False)
+        model = sharder.model
         assert all(param.is_meta for param in model.parameters())
         weights.materialize(model, {"tp": rank})
+        with LazyInitContext(seed=3):
+            at_once = cls(config)
+        at_once = ShardFormer(config_of_group).shard_model(at_once)
+        for one, other in zip(model.parameters(), at_once.parameters(), strict=True):
+            assert torch.equal(one, other)
         full = dict(whole.named_parameters())
         for name, param in model.named_parameters():
             spec = get_spec(param)
