@@ -22,9 +22,6 @@ _FLAGS = ("cpu_offload", "enable_all_optimization", "enable_flash_attention", "e
 _OTHER = ("sequence_parallelism_mode", "make_vocab_size_divisible_by", "num_layers_per_stage", "zero_bucket_size_in_m")
 
 
-_HELD_BACK = "left out, each has the plugin's own default"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and job")
     model.add_argument("--model", required=True, help=f"config.json, a directory with one, or one of {', '.join(PRESETS)}")
@@ -36,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--optimizer", choices=("adamw", "sgd", "muon", "none"), default="adamw", help="what trains the model")
     model.add_argument("--check", action="store_true", help="print one line instead of the report; the exit status tells the rest")
-    layout = parser.add_argument_group("arguments of HybridParallelPlugin", _HELD_BACK)
+    layout = parser.add_argument_group("arguments of HybridParallelPlugin", "left out, each has the plugin's own default")
     for name in _WHOLE:
         _add(layout, name, int)
     for name in _TEXT:
