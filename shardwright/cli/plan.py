@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--optimizer", choices=("adamw", "sgd", "muon", "none"), default="adamw", help="what trains the model")
     model.add_argument("--check", action="store_true", help="print one line instead of the report; the exit status tells the rest")
-    layout = parser.add_argument_group("arguments of HybridParallelPlugin")
+    layout = parser.add_argument_group("arguments of HybridParallelPlugin", "left out, each has the plugin's own default")
     for name in _WHOLE:
         _add(layout, name, int)
     for name in _TEXT:
         _add(layout, name, str)
     for name in _FLAGS:
-        layout.add_argument(_option(name), action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        layout.add_argument(_option(name), action="store_true", default=argparse.SUPPRESS, help=f"{name}=True")
     _add(layout, "sequence_parallelism_mode", str)
     _add(layout, "make_vocab_size_divisible_by", int)
     _add(layout, "zero_bucket_size_in_m", float)
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group: Any, name: str, kind: Callable[[str], Any]) -> None:
-    group.add_argument(
-        _option(name), type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.strip("_").upper(), help=argparse.SUPPRESS
-    )
+    group.add_argument(_option(name), type=kind, default=argparse.SUPPRESS, metavar=_METAVARS[kind], help=f"{name}=")
 
 
 def _option(name: str) -> str:
@@ -65,6 +63,9 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 4,4,4,4") from None
+
+
+_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "NAME", _numbers: "N,N,..."}
 
 
 def run(args: argparse.Namespace) -> int:

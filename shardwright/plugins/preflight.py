@@ -79,7 +79,11 @@ def preflight(
     specs = {id(decision.site.module.get_parameter(name)): spec for decision in decisions for name, spec in decision.specs.items()}
     if optimizer is not None and not is_elementwise(optimizer):
         _check_whole(entries, specs, optimizer)
-    return Preflight(plan, _Resolver(model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch).layout())
+    layout = _Resolver(model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch).layout()
+    if sharder is not None and not getattr(getattr(sharder.policy, "findings", None), "checked", True):
+        guessed = "the tensor-parallel plan follows from transformers' plan and from names; it was not tried on a small copy here"
+        layout = replace(layout, notes=(*layout.notes, guessed))
+    return Preflight(plan, layout)
 
 
 def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: PrecisionPolicy) -> list[Entry]:

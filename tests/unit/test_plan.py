@@ -86,6 +86,20 @@ def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_p
     assert "holds no config.json" in text
 
 
+def test_models_without_a_policy_are_planned_untried(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On real ranks their plan is tried on a small copy; one process that plays a rank has nobody to try it with."""
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+    config.architectures = ["Gemma2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    status, text = plan(capsys, f"--model {tmp_path} --world-size 2 --tp-size 2")
+    assert status == 0
+    assert "not tried on a small copy" in text
+
+
 def test_layouts_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "layout.py"
     file.write_text("parallel = dict(zero1=2, tensor=2, pipeline=dict(size=2))\ndata = dict(micro_num=4)\n")

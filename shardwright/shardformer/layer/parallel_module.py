@@ -32,6 +32,11 @@ class ParallelGroup:
     def rank(self) -> int:
         return self.group.rank()
 
+    @property
+    def is_played(self) -> bool:
+        """Whether there are no other ranks behind the group (torch's fake backend), so that nothing can be tried on it."""
+        return dist.get_backend(self.group) == "fake"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroup:
         return self
 

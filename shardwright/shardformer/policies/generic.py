@@ -60,6 +60,8 @@ class GenericPolicy(Policy):
         for region in regions:
             region.alternatives = [rules for rules in region.alternatives if self._is_possible(rules)]
         best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
+        if parallel.is_played:
+            return Findings(best)
         copied = small_copy(self.model, parallel.size)
         if copied is None:
             _LOGGER.warning(
