@@ -153,20 +153,20 @@ class Booster:
 
     def load(
         self,
-        path: StrPath,
+        path_or_run_dir: StrPath,
         model: nn.Module | None = None,
         optimizer: OptimizerWrapper | None = None,
         lr_scheduler: Any = None,
         dataloader: DataLoader | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Resume from `path`: a checkpoint, or a directory of checkpoints of which the newest whole one is taken.
+        """Resume from a checkpoint, or from a directory of checkpoints of which the newest whole one is taken.
 
         verify  compare checksums of all files before; False compares sizes only
 
         Returns {"step", "extra", "path" of the checkpoint taken, "skipped": why newer ones were not}.
         """
-        return self._checkpoints.load(path, model, optimizer, lr_scheduler, dataloader, verify)
+        return self._checkpoints.load(path_or_run_dir, model, optimizer, lr_scheduler, dataloader, verify)
 
     def wait(self) -> None:
         """Until the last asynchronous save is on disk; raises what went wrong there."""

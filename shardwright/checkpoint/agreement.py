@@ -17,15 +17,15 @@ import torch.distributed as dist
 from .errors import CheckpointError
 
 _PATIENCE = timedelta(hours=2)  # ranks wait here for the slowest writer
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the world group that it was made under
+_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}  # by the world group that they were made under, and purpose
 
 
 class Agreement:
-    """The ranks that save together; `world_size` 1 needs no process group."""
+    """The ranks that save together; `world_size` 1 needs no process group. Each purpose has a group, so that they may run at once."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, purpose: str = "checkpoints") -> None:
         self.world_size = world_size
-        self._group = _host_group() if world_size > 1 else None
+        self._group = _host_group(purpose) if world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every rank, by rank."""
@@ -63,15 +63,17 @@ class Agreement:
                 raise CheckpointError(f"{what} failed on rank {rank}: {text}")
 
 
-def _host_group() -> dist.ProcessGroup:
+def _host_group(purpose: str) -> dist.ProcessGroup:
+    """Made at its first use, by all ranks."""
     world = dist.group.WORLD
     assert world is not None
-    if world not in _groups:
+    if (world, purpose) not in _groups:
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(group, dist.ProcessGroup)
-        _groups.clear()
-        _groups[world] = group
-    return _groups[world]
+        for key in [key for key in _groups if key[0] is not world]:
+            del _groups[key]
+        _groups[world, purpose] = group
+    return _groups[world, purpose]
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:

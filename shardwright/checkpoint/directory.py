@@ -16,7 +16,6 @@ from .disk import make_directory, remove_tree, rename, sync_directory
 from .errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
 from .manifest import MANIFEST, MARKER, read_marker
 
-
 _NEW, _REMOVED = ".new", ".removed"
 
 

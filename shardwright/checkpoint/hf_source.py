@@ -54,10 +54,10 @@ class HfFiles:
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict):
             raise UnsafeCheckpoint(f"{path} has no weight_map")
-        paths = {file: inside(self.path, file) for file in dict.fromkeys(table.values()) if isinstance(file, str)}
+        paths: dict[str, Path] = {}
         for key, file in table.items():
-            if file not in paths:
-                raise UnsafeCheckpoint(f"{path} puts {key!r} in a file {file!r}")
+            if not isinstance(file, str) or file not in paths:
+                paths[file] = inside(self.path, file)
             self._file_of[key] = paths[file]
 
     def _add_file(self, path: Path) -> None:

@@ -54,6 +54,11 @@ class PlainParts:
         params = dict(model.named_parameters(remove_duplicate=False))
         self._params = {held.name: params[held.aliases[0]] for held in self._held if held.aliases[0] in params}
         self._group = {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        if self._group.keys() - {id(param) for param in params.values()}:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} steps on tensors that are not the model's parameters, so its state has no names: "
+                "where an engine keeps it (DeepSpeed with ZeRO or half precision), save and load with the engine's own checkpoints"
+            )
 
     def trained(self) -> dict[str, int]:
         return {name: self._group[id(param)] for name, param in self._params.items() if id(param) in self._group}

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..checkpoint.position import Position
 from ..interface import ModelWrapper, OptimizerWrapper
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
 
@@ -113,6 +114,15 @@ class DeepSpeedPlugin(Plugin):
         size, rank = super().data_parallel
         tp = int(self.config.get("tensor_parallel", {}).get("autotp_size", 1) or 1)
         return size // tp, rank // tp
+
+    def position(self, model: nn.Module | None = None) -> Position:
+        stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
+        if stage == 3 or self.data_parallel[0] != super().data_parallel[0]:
+            raise ValueError(
+                "booster checkpoints with DeepSpeedPlugin at ZeRO stage 3 or with tensor_parallel: the engine cuts the parameters itself; "
+                "use model.module.save_checkpoint(...) and load_checkpoint(...), or HybridParallelPlugin"
+            )
+        return super().position(model)
 
     def configure(
         self,
