@@ -130,8 +130,13 @@ class Exporter:
 
 
 def _class_name(cls: type) -> str:
-    """The class as its module knows it, below the subclasses that sharding and staging put on top."""
+    """The model class as its module knows it, below the subclasses that sharding, staging and FSDP2 put on top."""
     for base in cls.__mro__:
-        if getattr(sys.modules.get(base.__module__), base.__name__, None) is base and not base.__module__.startswith("shardwright."):
+        is_model = issubclass(base, sys.modules["transformers.modeling_utils"].PreTrainedModel)
+        if is_model and getattr(sys.modules.get(base.__module__), base.__name__, None) is base and not _is_own(base):
             return base.__name__
     return cls.__name__
+
+
+def _is_own(cls: type) -> bool:
+    return cls.__module__.startswith("shardwright.")
