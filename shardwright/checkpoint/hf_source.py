@@ -68,21 +68,23 @@ class HfFiles:
     def keys(self) -> list[str]:
         return list(self._file_of)
 
+    def _file(self, key: str) -> TensorFile:
+        path = self._file_of[key]
+        if path not in self._open:
+            self._open[path] = TensorFile(path)
+        if key not in self._open[path].tensors:
+            raise CheckpointDamaged(path, f"has no tensor {key!r}, which the index puts there")
+        return self._open[path]
+
     def tensor(self, key: str) -> torch.Tensor:
         """A view of the file."""
-        path = self._file_of[key]
-        if path not in self._open:
-            self._open[path] = TensorFile(path)
-        return self._open[path].tensor(key)
+        return self._file(key).tensor(key)
+
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        self._file(key).read(key, box, out)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        path = self._file_of[key]
-        if path not in self._open:
-            self._open[path] = TensorFile(path)
-        stored = self._open[path].tensors.get(key)
-        if stored is None:
-            raise CheckpointDamaged(path, f"has no tensor {key!r}, which the index puts there")
-        return stored.shape
+        return self._file(key).tensors[key].shape
 
 
 class HfSource:
@@ -106,8 +108,11 @@ class HfSource:
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
         stored = self._stored[name]
-        full = self._converted(name) if stored.converter is not None else self._files.tensor(stored.keys[0][0])
-        out.copy_(box.view(full, (0,) * full.ndim))
+        if stored.converter is None:
+            self._files.read(stored.keys[0][0], box, out)
+        else:
+            full = self._converted(name)
+            out.copy_(box.view(full, (0,) * full.ndim))
 
     def _converted(self, name: str) -> torch.Tensor:
         if self._last[0] != name:

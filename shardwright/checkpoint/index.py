@@ -112,13 +112,13 @@ class TensorIndex:
             if any(common.intersect(other) for other in found):
                 raise UnsafeCheckpoint(f"{self.directory}: chunks of {name} overlap")
             found.append(common)
-            stored = self._open(place.file).tensor(place.key)
-            if tuple(stored.shape) != place.box.size or stored.dtype != entry.dtype:
-                raise UnsafeCheckpoint(
-                    f"{self.directory / place.file}: chunk {place.key} of {name} is {tuple(stored.shape)} {stored.dtype}, "
-                    f"the index says {place.box.size} {entry.dtype}"
-                )
-            common.view(out, box.start).copy_(common.view(stored, place.box.start))
+            file = self._open(place.file)
+            stored = file.tensors.get(place.key)
+            if stored is None or (stored.shape, stored.dtype) != (place.box.size, entry.dtype):
+                held = "missing" if stored is None else f"{stored.shape} {stored.dtype}"
+                raise UnsafeCheckpoint(f"{file.path}: chunk {place.key} of {name} is {held}, the index says {place.box.size} {entry.dtype}")
+            start = tuple(a - b for a, b in zip(common.start, place.box.start, strict=True))
+            file.read(place.key, Box(start, common.size), common.view(out, box.start))
         if sum(part.numel for part in found) != box.numel:
             raise CheckpointDamaged(self.directory, f"does not hold all of {name}")
 

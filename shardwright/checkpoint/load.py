@@ -240,7 +240,9 @@ def _read_optimizer(opened: Opened, position: Position, parts: OptimizerParts) -
             dtype = index.entries[f"state/{key}/{shard.name}"].dtype
             if dtype == weights_dtype:  # states in the dtype of the weights follow it, others (fp32 moments of bf16 weights) keep theirs
                 dtype = shard.master.dtype
-            state[key] = torch.zeros(shard.stop - shard.start, dtype=dtype, device=shard.master.device)
+            padded = sum(part.box.numel for part in pieces) < shard.stop - shard.start
+            make = torch.zeros if padded else torch.empty
+            state[key] = make(shard.stop - shard.start, dtype=dtype, device=shard.master.device)
             for part in pieces:
                 index.read(f"state/{key}/{shard.name}", part.box, part.view(state[key]))
         extra = {key: index.read_whole(f"extra/{key}/{shard.name}") for key in whole_values.get(shard.name, ())}

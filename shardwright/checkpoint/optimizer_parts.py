@@ -122,7 +122,8 @@ def _is_elementwise(key: str, value: Any, param: torch.Tensor) -> bool:
 
 
 def _like_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    local = local.detach().clone().to(local_tensor(param).device)
+    """`local`, which nobody else uses, laid out as `param`."""
+    local = local.detach().to(local_tensor(param).device)
     if isinstance(param, DTensor):
         return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
     return local

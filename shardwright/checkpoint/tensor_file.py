@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from .boxes import Box
 from .disk import OutputFile
 from .errors import CheckpointDamaged, UnsafeCheckpoint
 
+_PIECE = 1 << 30  # bytes per system call
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _DTYPES = {
     "F64": torch.float64,
@@ -118,6 +122,8 @@ class TensorFile:
         with path.open("rb") as file:
             self.tensors = _read_header(file, size, path)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private: nothing can write through it to the file
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = self.tensors.get(name)
@@ -130,6 +136,35 @@ class TensorFile:
             return raw.view(stored.dtype).view(stored.shape)
         count = math.prod(stored.shape)
         return torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=stored.start).view(stored.shape)
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Copy `box` of a tensor into `out`, converting dtypes; straight from the file where both are contiguous and alike."""
+        stored = self.tensors.get(name)
+        run = None if stored is None else _run(box, stored.shape)
+        if stored is None or run is None or not out.is_contiguous() or out.dtype != stored.dtype or out.device.type != "cpu" or not run[1]:
+            tensor = self.tensor(name)
+            out.copy_(box.view(tensor, (0,) * tensor.ndim))
+            return
+        view, offset = out.view(-1).view(torch.uint8).numpy().data, stored.start + run[0] * stored.dtype.itemsize
+        while view:
+            count = os.preadv(self._descriptor, [view[:_PIECE]], offset)
+            if not count:
+                raise CheckpointDamaged(self.path, "was cut short while it was read")
+            view, offset = view[count:], offset + count
+
+
+def _run(box: Box, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """(first element, number of elements) of a box that is contiguous in a row-major tensor of `shape`, else None."""
+    sizes = list(box.size)
+    whole = len(shape)  # dims from here on are taken whole
+    while whole and sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    if any(size != 1 for size in sizes[: max(whole - 1, 0)]):
+        return None
+    first = 0
+    for start, size in zip(box.start, shape, strict=True):
+        first = first * size + start
+    return first, box.numel
 
 
 def _read_header(file: Any, size: int, path: Path) -> dict[str, Stored]:
