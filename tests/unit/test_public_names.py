@@ -123,7 +123,6 @@ VERBS = ("demo", "train", "plan", "models", "doctor", "env", "generate")
 
 # Beginnings of names; whatever starts with one of them may be missing.
 PENDING = (
-    "shardwright.booster.Booster.save_lora_as_pretrained",
     "shardwright.plugins.LowLevelZeroPlugin",
     "shardwright.plugins.DeepSpeedPlugin",
     "shardwright.shardformer.",
