@@ -84,6 +84,8 @@ def save_model(
     as_file = path.suffix == ".safetensors"
     if as_file and (options.shard or options.prefix is not None):
         raise ValueError(f"path={path.name!r} is one file: with shard=True or prefix= give the path of a directory")
+    if hasattr(model, "peft_config"):
+        raise ValueError("save_model of a model with LoRA adapters: use save_lora_as_pretrained, or merge them first (merge_and_unload)")
     exporter = Exporter(model)
     own, error = attempt(lambda: _collect(model, position, exporter))
     agreement.check(error, what)

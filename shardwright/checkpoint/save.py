@@ -179,10 +179,8 @@ def _write(
     error = None
     if position.rank == 0:
         merged = {name: (size, crc) for table in everyone for name, (size, crc) in table.items()}
-        _, error = attempt(lambda: _finish(path, directory, merged, contents, position))
+        _, error = attempt(lambda: _finish(path, directory, merged, contents, position, keep_last))
     agreement.check(error, what)
-    if keep_last is not None and position.rank == 0:
-        retain(path, keep_last)
 
 
 def _write_rank(directory: Path, contents: Contents, position: Position, size_per_file: int | None) -> dict[str, tuple[int, int]]:
@@ -214,9 +212,13 @@ def _split(chunks: Sequence[Chunk], limit: int | None) -> list[list[Chunk]]:
     return groups
 
 
-def _finish(path: Path, directory: Path, files: dict[str, tuple[int, int]], contents: Contents, position: Position) -> None:
+def _finish(
+    path: Path, directory: Path, files: dict[str, tuple[int, int]], contents: Contents, position: Position, keep_last: int | None
+) -> None:
     sync_directory(directory)
     others, _ = candidates(path.parent)
     saved_at = max([time.time_ns(), *(other.saved_at + 1 for other in others)])  # clocks may be set back
     commit(directory, Manifest(files, saved_at, contents.state.get("step"), position.world_size))
     publish(path)
+    if keep_last is not None:
+        retain(path, keep_last)

@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -154,13 +155,19 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
 
 
 def _leave() -> None:
-    """Close the process group at exit.
+    """Close the process groups at exit.
 
     gloo's threads abort the interpreter when they outlive it, also after an exception, where the abort would bury the
     traceback. NCCL may wait for its peers, so a failing rank leaves its communicators to the operating system.
+
+    A group that something still refers to (a sharded layer does) stays, and its threads with it. They take Python's lock once more after
+    a collective, to let go of its tensors, and a thread that asks for the lock while the interpreter is taken apart aborts it: they get
+    a moment to finish.
     """
     failed = hasattr(sys, "last_value")
     if dist.is_initialized() and not (failed and "nccl" in dist.get_backend()):
+        if "gloo" in dist.get_backend():
+            time.sleep(0.1)
         dist.destroy_process_group()
 
 

@@ -262,3 +262,17 @@ def test_errors_have_types() -> None:
     assert issubclass(CheckpointDamaged, CheckpointError)
     assert issubclass(CheckpointNotFound, CheckpointError)
     assert issubclass(CheckpointError, RuntimeError)
+
+
+def test_lazy_models_look_at_names_too(tmp_path: Path, opened: list[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from shardwright.lazy import LazyInitContext
+    from shardwright.testing import zoo
+
+    zoo.build("llama-causal-lm").save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = "../model/model-00001-of-00002.safetensors"
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with LazyInitContext(), pytest.raises(ValueError, match="plain names"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")

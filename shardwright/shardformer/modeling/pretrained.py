@@ -27,6 +27,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.modeling_utils import PreTrainedModel
 
 from shardwright.spec import ParamSpec
+from shardwright.utils.paths import inside
 
 from ..init import SOURCE
 
@@ -198,7 +199,8 @@ def _index(directory: Path) -> dict[str, str]:
     """File of every stored tensor."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
-        return dict(json.loads(index.read_text())["weight_map"])
+        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {key: inside(directory, file).name for key, file in file_of.items()}
     if single.exists():
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single.name)
