@@ -60,6 +60,7 @@ class WeightGradStore:
         """Postpone `compute() -> gradient of param`, to be accumulated into `param.grad`."""
         self._queues[self._key].append((param, compute))
 
+    @torch.no_grad()  # the computation too: x and dy may belong to graphs
     def run(self, key: Hashable = None) -> None:
         """Compute and accumulate the gradients of queue `key`, in the order in which backward met them."""
         queue = self._queues.pop(key, [])

@@ -27,6 +27,7 @@ LAYOUTS = [
     Layout("gpt2-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb"}, max_norm=0.1),
     Layout("bert-masked-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}),
     Layout("t5-conditional-generation", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}, checkpointing=True),
+    Layout("qwen3-moe-causal-lm", 2, {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "zero_stage": 2}, max_norm=0.05),
     Layout("qwen3-moe-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "num_model_chunks": 2}),
 ]
 
