@@ -18,7 +18,10 @@ def read_version() -> str:
 
 
 EXTRAS = {
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.12", "mypy>=1.15", "peft>=0.17", "hypothesis>=6", "psutil", "setuptools>=77"],
+    "test": [
+        *("pytest>=8", "pytest-timeout>=2.3", "ruff>=0.12", "mypy>=1.15", "hypothesis>=6", "psutil", "setuptools>=77"),
+        *("peft>=0.17", "deepspeed>=0.19", "datasets>=4"),  # what optional parts need, so that their tests run
+    ],
     "data": ["datasets"],
     "deepspeed": ["deepspeed"],
     "xformers": ["xformers"],

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -13,8 +14,6 @@ from torch import nn
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import compare_models, keep_float64, run_ranks, zoo
-
-peft = pytest.importorskip("peft")
 
 TWO = {"num_hidden_layers": 2}
 LLAMA = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
