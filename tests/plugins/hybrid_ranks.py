@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from habits import OPTIMIZERS, Habits, Reference, accumulating, as_embeds, criterion_of, prepare, values
 from torch import nn
 
 from shardwright import Booster
-from shardwright.plugins import HybridParallelPlugin
-from shardwright.testing import adamw, compare_models, keep_float64, loss_of, zoo
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
+from shardwright.testing import compare_models, keep_float64, zoo
 from shardwright.testing.compare import GRADIENT_FLOOR
 
-STEPS = 3
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+# What one rounding to the format of computation, or of gradients on the wire, may leave of a gradient as large as the largest.
+ROUNDED = {"bf16": 3e-2, "fp16": 1e-2, "fp32": 1e-6}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A job. `plugin` are arguments of HybridParallelPlugin; batches are those of all data-parallel ranks together."""
+    """A job. `plugin` are arguments of HybridParallelPlugin; batches are those of all data-parallel ranks together.
+
+    calls  the plain loop, model(**batch) and booster.backward, in place of execute_pipeline
+    zero   LowLevelZeroPlugin instead
+    """
 
     model: str
     world: int
@@ -31,22 +39,35 @@ class Layout:
     dtype: str = "fp64"
     batch: int = 4  # samples of one data-parallel rank
     accumulate: int = 1
-    max_norm: float = 0.0
     seed: int = 0
     checkpointing: bool = False
+    habits: Habits = field(default_factory=Habits)
+    steps: int = 3
+    calls: bool = False
+    zero: bool = False
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in asdict(self).items() if value not in (0, 0.0, False, {}))
+        shown = {name: value for name, value in asdict(self).items() if name != "habits" and value not in (0, 0.0, False, {})}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items()) + (f", {self.habits}" if str(self.habits) else "")
+
+    @property
+    def family(self) -> str:
+        return self.model.split("-")[0]
+
+    @property
+    def rounding(self) -> float | None:
+        """Tolerance where numbers are rounded on the way; None for that of the dtype."""
+        return ROUNDED.get(self.habits.half or self.habits.wire)
 
 
-def build(layout: Layout) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = zoo.build(layout.model, seed=layout.seed, dtype=DTYPES[layout.dtype], **layout.overrides)
-    return model, adamw(model)
+def build(layout: Layout, seed: int | None = None) -> nn.Module:
+    model = zoo.build(layout.model, seed=layout.seed if seed is None else seed, dtype=DTYPES[layout.dtype], **layout.overrides)
+    return prepare(model, layout.family, layout.habits)
 
 
 def batches(layout: Layout, step: int, replicas: int) -> list[dict[str, torch.Tensor]]:
     """The global batches of one step, one per accumulation; sequence lengths and label counts differ from one to the next."""
-    return [
+    found = [
         zoo.inputs(
             layout.model,
             batch_size=layout.batch * replicas,
@@ -57,80 +78,201 @@ def batches(layout: Layout, step: int, replicas: int) -> list[dict[str, torch.Te
         )
         for micro in range(layout.accumulate)
     ]
+    if layout.habits.embeds:
+        width = zoo.config(layout.model, **layout.overrides).hidden_size
+        found = [as_embeds(batch, width, DTYPES[layout.dtype]) for batch in found]
+    return found
 
 
 def rows(batch: dict[str, torch.Tensor], replica: int, size: int) -> dict[str, torch.Tensor]:
     return {name: value[replica * size : (replica + 1) * size] for name, value in batch.items()}
 
 
-def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
-    return loss_of(outputs)
-
-
 def run_layout(rank: int, world: int, layout: Layout) -> dict[str, Any]:
     """Train both sides in this process; raises where they differ. Returns what was compared."""
     with keep_float64() if layout.dtype == "fp64" else nullcontext():
-        return _run(world, layout)
+        return _Run(rank, world, layout).run()
 
 
-def _run(world: int, layout: Layout) -> dict[str, Any]:
-    settings = {"precision": "fp32", "max_norm": layout.max_norm, **layout.plugin}
-    booster = Booster(plugin=HybridParallelPlugin(**settings))
-    plugin = booster.plugin
-    assert isinstance(plugin, HybridParallelPlugin)
-    reference, reference_optimizer = build(layout)
-    model, optimizer = copy.deepcopy(reference), None
-    if layout.checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = adamw(model)
-    model, optimizer, *_ = booster.boost(model, optimizer, criterion)
-    assert optimizer is not None
-    replica, dtype = plugin.mesh.coordinate("dp"), DTYPES[layout.dtype]
-    losses: list[float] = []
-    expected: list[float] = []
-    held: set[str] = set()
-    for step in range(STEPS):
-        reference_optimizer.zero_grad()
-        optimizer.zero_grad()
-        for micro, batch in enumerate(batches(layout, step, plugin.dp_size)):
-            loss = loss_of(reference(**batch)) / layout.accumulate
-            loss.backward()
-            last = micro == layout.accumulate - 1
-            with nullcontext() if last else booster.no_sync(model, optimizer):
-                result = booster.execute_pipeline(
-                    iter([rows(batch, replica, layout.batch)]), model, _scaled(layout.accumulate), optimizer, return_loss=True
-                )
-            if plugin.stage_manager.is_last_stage():
-                losses.append(float(result["loss"]))
-                expected.append(float(loss.detach()))
-        gradients = optimizer.gradients()  # type: ignore[attr-defined]
-        report = compare_models(
-            reference,
-            model,
-            coordinate=plugin.mesh.coordinate,
-            losses=(torch.tensor(expected, dtype=dtype), torch.tensor(losses, dtype=dtype)) if losses else None,
-            gradients=gradients,
-            gradient_floor=GRADIENT_FLOOR if layout.dtype == "fp64" else 1.0,
+class _Run:
+    """Both sides of one layout: `reference` in this process, `model` over all of them."""
+
+    def __init__(self, rank: int, world: int, layout: Layout) -> None:
+        self.rank, self.world, self.layout = rank, world, layout
+        self.habits = layout.habits
+        self.plugin = self._plugin()
+        self.booster = Booster(plugin=self.plugin)
+        self.mesh = self.plugin.mesh
+        plain = build(layout)
+        self.reference = Reference(plain, self.habits)
+        self._boost(copy.deepcopy(plain))
+        self.refused: list[str] = []
+        self.held: set[str] = set()
+
+    def _plugin(self) -> Any:
+        layout, habits = self.layout, self.habits
+        settings: dict[str, Any] = {"precision": habits.half or "fp32", **layout.plugin}
+        settings["max_norm"] = habits.clip_at if habits.clip == "plugin" else 0.0
+        if habits.wire:
+            settings["communication_dtype"] = {"bf16": torch.bfloat16, "fp32": torch.float32}[habits.wire]
+        if habits.half == "fp16":
+            settings["initial_scale"] = 2**8
+        return (LowLevelZeroPlugin if layout.zero else HybridParallelPlugin)(**settings)
+
+    def _boost(self, model: nn.Module) -> None:
+        if self.layout.checkpointing:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        before = list(model.named_parameters())
+        self.model, self.optimizer, *_ = self.booster.boost(model, OPTIMIZERS[self.habits.optimizer](model))
+        self.optimizer: Any = self.optimizer
+        # Parameters stay the objects they were, unless layers or FSDP2 replace them.
+        stay = self.mesh.size("tp") == self.mesh.size("pp") == 1 and getattr(self.plugin, "zero_stage", None) != 3 and not self.layout.zero
+        self.captured = before if stay else list(self.model.named_parameters())
+
+    @property
+    def criterion(self) -> Any:
+        return criterion_of(self.habits, self.layout.accumulate)
+
+    def _everywhere(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def _agreed(self, refusal: str) -> bool:
+        """Whether all ranks refused; raises when only some did."""
+        said = self._everywhere(refusal)
+        assert all(said) or not any(said), f"refused on some ranks only: {said}"
+        if refusal:
+            self.refused.append(refusal)
+        return bool(refusal)
+
+    # One step.
+
+    def _backward(self, batch: dict[str, torch.Tensor], last: bool) -> torch.Tensor | None:
+        mine = rows(batch, self.mesh.coordinate("dp"), self.layout.batch)
+        with accumulating(self.booster, self.model, self.optimizer, last, self.habits):
+            if self.layout.calls or self.layout.zero:
+                loss = self.criterion(self.model(**mine), mine)
+                self.booster.backward(loss, self.optimizer)
+                loss = loss.detach() / self.mesh.size("dp")
+                dist.all_reduce(loss, group=self.mesh.group("dp"))
+                return loss
+            result = self.booster.execute_pipeline(iter([mine]), self.model, self.criterion, self.optimizer, return_loss=True)
+            return result["loss"]
+
+    def _reference_backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the global batch; the plain loop averages the losses of data-parallel ranks, as DDP does."""
+        if not (self.layout.calls or self.layout.zero):
+            return self.reference.backward(batch, self.criterion)
+        replicas = self.mesh.size("dp")
+        parts = [rows(batch, replica, self.layout.batch) for replica in range(replicas)]
+        return sum(self.reference.backward(part, lambda o, i: self.criterion(o, i) / replicas) for part in parts)  # type: ignore[return-value]
+
+    def _all_backwards(self, step: int) -> list[torch.Tensor | None]:
+        """Every backward of a step on the boosted side, the norm read in between where that is the habit."""
+        losses = []
+        todo = batches(self.layout, step, self.mesh.size("dp"))
+        for micro, batch in enumerate(todo):
+            losses.append(self._backward(batch, last=micro == len(todo) - 1))
+            if self.habits.read_norm:
+                self.optimizer.get_grad_norm()
+        return losses
+
+    def _try_backwards(self, step: int) -> list[torch.Tensor | None]:
+        """A criterion that is refused gives way to the model's own loss, on both sides."""
+        if not self.habits.criterion or step:
+            return self._all_backwards(step)
+        refusal, losses = "", []
+        try:
+            losses = self._all_backwards(step)
+        except ValueError as error:
+            refusal = str(error)
+        if self._agreed(refusal):
+            self.habits = Habits(**{**asdict(self.habits), "criterion": ""})
+            self.reference.habits = self.habits
+            self.optimizer.zero_grad()
+            losses = self._all_backwards(step)
+        return losses
+
+    def _clip(self) -> None:
+        habits = self.habits
+        if habits.clip == "norm":
+            self.optimizer.clip_grad_by_norm(habits.clip_at)
+        elif habits.clip == "value":
+            self.optimizer.clip_grad_by_value(habits.clip_at)
+        elif habits.clip == "outside":
+            refusal = ""
+            try:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), habits.clip_at)
+            except ValueError as error:
+                refusal = str(error)
+            if self._agreed(refusal):
+                self.optimizer.clip_grad_by_norm(habits.clip_at)
+
+    def _step(self, step: int) -> None:
+        """Step, unless clipping from outside is noticed only now: then the step is done again by the book."""
+        if self.habits.clip != "outside":
+            self.optimizer.step()
+            return
+        refusal = ""
+        try:
+            self.optimizer.step()
+        except ValueError as error:
+            refusal = str(error)
+        if self._agreed(refusal):
+            self.optimizer.zero_grad()
+            self._all_backwards(step)
+            self.optimizer.clip_grad_by_norm(self.habits.clip_at)
+            self.optimizer.step()
+
+    def _compare(self, step: int, losses: list[torch.Tensor | None], expected: list[torch.Tensor]) -> None:
+        layout, dtype = self.layout, DTYPES[self.layout.dtype]
+        seen = [loss for loss in losses if loss is not None]
+        pair = (torch.stack(expected).to(dtype).cpu(), torch.stack(seen).to(dtype).cpu()) if seen else None
+        compare_models(
+            self.reference.masters,
+            self.model,
+            coordinate=self.mesh.coordinate,
+            losses=pair,
+            gradients=self.optimizer.gradients(),
+            gradient_floor=GRADIENT_FLOOR if layout.dtype == "fp64" and layout.rounding is None else 1.0,
             weights=False,
+            tolerance=layout.rounding,
         )
-        if layout.max_norm:
-            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), layout.max_norm)
-            mine = optimizer.get_grad_norm()
-            assert mine is not None
-            assert abs(float(norm) - mine) <= 1e-5 * float(norm), (float(norm), mine)
-        reference_optimizer.step()
-        optimizer.step()
-        report = compare_models(reference, model, coordinate=plugin.mesh.coordinate, gradients=False)
-        held |= report.held
-    everywhere: list[Any] = [None] * world
-    dist.all_gather_object(everywhere, held)
-    missing = {name for name, _ in reference.named_parameters(remove_duplicate=False)} - set().union(*everywhere)
-    assert not missing, f"held by no rank: {sorted(missing)}"
-    return {"losses": losses, "held": len(held)}
 
+    def run(self) -> dict[str, Any]:
+        layout, losses = self.layout, []
+        for step in range(layout.steps):
+            self.optimizer.zero_grad()
+            losses = self._try_backwards(step)
+            expected = [self._reference_backward(batch) for batch in batches(layout, step, self.mesh.size("dp"))]
+            self._compare(step, losses, expected)
+            mine = self.optimizer.get_grad_norm()
+            norm = self.reference.clip()
+            assert abs(norm - mine) <= (layout.rounding or 1e-5) * norm, f"norm {mine}, one process {norm}"
+            self._clip()
+            self._step(step)
+            self.reference.step()
+            seen = values(self.captured) if self.habits.captured else {}
+            report = compare_models(
+                self.reference.masters, self.model, coordinate=self.mesh.coordinate, gradients=False, tolerance=layout.rounding
+            )
+            self.held |= report.held
+            for name, param in self.captured:
+                assert name not in seen or torch.equal(seen[name], param), f"{name} was read before it was whole"
+            if self.habits.resume and step == 0:
+                self._resume()
+        held = set().union(*self._everywhere(self.held))
+        missing = {name for name, _ in self.reference.masters.named_parameters(remove_duplicate=False)} - held
+        assert not missing, f"held by no rank: {sorted(missing)}"
+        return {"losses": losses, "held": len(self.held), "refused": self.refused}
 
-def _scaled(accumulate: int) -> Any:
-    def scaled(outputs: Any, inputs: Any) -> torch.Tensor:
-        return criterion(outputs, inputs) / accumulate
-
-    return scaled
+    def _resume(self) -> None:
+        """Go on with a model of other weights that loads what was saved."""
+        path = self._everywhere(tempfile.mkdtemp(prefix="shardwright-fuzz-") if self.rank == 0 else None)[0]
+        self.booster.save(f"{path}/saved", model=self.model, optimizer=self.optimizer)
+        self._boost(build(self.layout, seed=self.layout.seed + 1))
+        self.booster.load(f"{path}/saved", model=self.model, optimizer=self.optimizer)
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(path)

@@ -1,10 +1,12 @@
-"""Random legal layouts: model, sizes, schedule, ZeRO stage, batch. The same seed draws the same layout on every machine."""
+"""Random legal layouts: model, sizes, schedule, ZeRO stage, batch, and how the user trains. A seed draws the same on every machine."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+from habits import CRITERIA, LORA_TARGETS, OPTIMIZERS, Habits
 from hybrid_ranks import Layout
 
 WORLDS = (1, 2, 2, 3, 4, 4, 4, 4, 6, 8)
@@ -59,18 +61,70 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["parallel_output"] = rng.random() < 0.8
     plugin["make_vocab_size_divisible_by"] = rng.choice([1, 8, 64])
     plugin["dp_outside"] = rng.random() < 0.8
-    return Layout(
+    layout = Layout(
         model,
         world,
         plugin,
         _overrides(rng, family, pp * chunks, plugin),
         dtype="fp64" if rng.random() < 0.85 else "fp32",
         batch=batch,
-        accumulate=rng.choice([1, 1, 1, 2]),
-        max_norm=rng.choice([0.0, 0.05]),
+        accumulate=rng.choice([1, 1, 2, 3]),
         seed=seed,
         checkpointing=rng.random() < 0.25,
+        calls=pp == 1 and rng.random() < 0.3,
     )
+    if tp == pp == 1 and rng.random() < 0.3:
+        layout = _as_zero_plugin(rng, layout)
+    if rng.random() < 0.02 and not layout.calls and not layout.zero:
+        plugin.pop("microbatch_size", None)
+        plugin["num_microbatches"] = 256
+        layout = replace(layout, batch=256, accumulate=1, steps=1)
+    return _with_habits(rng, layout)
+
+
+def _as_zero_plugin(rng: random.Random, layout: Layout) -> Layout:
+    """The same job under LowLevelZeroPlugin, which has no batches to split."""
+    old = layout.plugin
+    plugin = {
+        "stage": max(old["zero_stage"], 1),
+        "zero_group_size": old.get("zero_group_size"),
+        "overlap_communication": old["overlap_communication"] or old["zero_stage"] == 3,
+        "reduce_bucket_size_in_m": 12 if old["zero_stage"] == 3 else old.get("zero_bucket_size_in_m", 12),
+    }
+    if "overlap_allgather" in old:
+        plugin["overlap_allgather"] = old["overlap_allgather"]
+    return replace(layout, plugin=plugin, zero=True, calls=False)
+
+
+def _with_habits(rng: random.Random, layout: Layout) -> Layout:
+    """Each habit with a probability of its own; those that exclude one another give way in the order in which they stand here."""
+    plugin, stage = layout.plugin, layout.plugin.get("zero_stage", layout.plugin.get("stage"))
+    whole = plugin.get("tp_size", 1) == 1  # element-wise or not, every optimizer may have any parameter
+    habits: dict[str, Any] = {"bare": rng.random() < 0.4, "read_norm": rng.random() < 0.25, "captured": rng.random() < 0.4}
+    habits["clip"] = rng.choice(["", "plugin", "plugin", "norm", "value", "outside"])
+    habits["clip_at"] = 0.003 if habits["clip"] == "value" else 0.05
+    if rng.random() < 0.4:
+        habits["optimizer"] = rng.choice(sorted(OPTIMIZERS) if whole else [name for name in sorted(OPTIMIZERS) if "own" not in name])
+    if rng.random() < 0.12 and layout.family in LORA_TARGETS and not layout.zero:
+        habits["lora"] = True
+    elif rng.random() < 0.25:
+        habits["frozen" if rng.random() < 0.5 else "unused"] = True
+    if layout.model.endswith("causal-lm") and rng.random() < 0.35:
+        habits["criterion"] = rng.choice(sorted(CRITERIA))
+        if layout.calls and plugin.get("tp_size", 1) > 1:
+            plugin["parallel_output"] = False  # outside of execute_pipeline a criterion meets the logits as they are
+    if layout.family in ("llama", "qwen2") and layout.model.endswith("causal-lm") and rng.random() < 0.15:
+        habits["embeds"] = True
+    if not habits.get("lora") and rng.random() < 0.2:
+        habits["resume"] = True
+    precise = layout.family not in ("t5", "qwen3")  # T5 keeps some layers in fp32, routers choose other experts after a rounding
+    if precise and layout.dtype == "fp32" and rng.random() < 0.6:
+        habits["half"] = rng.choice(["bf16", "fp16"])
+    elif stage != 3 and rng.random() < 0.12:
+        habits["wire"] = "fp32" if layout.dtype == "fp64" else "bf16"
+    if habits.get("half") or habits.get("wire"):
+        habits["optimizer"] = rng.choice(["sgd", "own adagrad"] if whole else ["sgd"])  # whose steps follow the size of gradients
+    return replace(layout, habits=Habits(**habits))
 
 
 def _overrides(rng: random.Random, family: str, stages: int, plugin: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from habits import Habits
 from hybrid_ranks import Layout, run_layout
 
 from shardwright import Booster
@@ -14,20 +15,49 @@ from shardwright.lazy import LazyInitContext
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, compare_models, keep_float64, run_ranks, zoo
 
+CLIPPED = Habits(clip="plugin", clip_at=0.05)
 LAYOUTS = [
     Layout("llama-causal-lm", 1),
     Layout("llama-causal-lm", 2, {"tp_size": 2}),
     Layout("llama-causal-lm", 2, {"zero_stage": 1}),
     Layout("llama-causal-lm", 2, {"pp_size": 2, "num_microbatches": 3}),
-    Layout("llama-tied-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, max_norm=0.1),
-    Layout("llama-tied-causal-lm", 4, {"pp_size": 2, "num_microbatches": 3, "zero_stage": 1}, max_norm=0.1, accumulate=2),
-    Layout("llama-tied-causal-lm", 4, {"pp_size": 2, "num_microbatches": 3, "zero_stage": 2}, max_norm=0.1, accumulate=2),
-    Layout("llama-tied-causal-lm", 4, {"pp_size": 2, "num_microbatches": 3, "zero_stage": 3}, max_norm=0.1, accumulate=2),
-    Layout("llama-causal-lm", 4, {"tp_size": 2, "zero_stage": 3}, max_norm=0.1),
-    Layout("gpt2-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb"}, max_norm=0.1),
+    Layout("llama-tied-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, habits=CLIPPED),
+    Layout(
+        "llama-tied-causal-lm",
+        4,
+        {"pp_size": 2, "num_microbatches": 3, "zero_stage": 1},
+        habits=CLIPPED,
+        accumulate=2,
+    ),
+    Layout(
+        "llama-tied-causal-lm",
+        4,
+        {"pp_size": 2, "num_microbatches": 3, "zero_stage": 2},
+        habits=CLIPPED,
+        accumulate=2,
+    ),
+    Layout(
+        "llama-tied-causal-lm",
+        4,
+        {"pp_size": 2, "num_microbatches": 3, "zero_stage": 3},
+        habits=CLIPPED,
+        accumulate=2,
+    ),
+    Layout("llama-causal-lm", 4, {"tp_size": 2, "zero_stage": 3}, habits=CLIPPED),
+    Layout(
+        "gpt2-causal-lm",
+        4,
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb"},
+        habits=CLIPPED,
+    ),
     Layout("bert-masked-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}),
     Layout("t5-conditional-generation", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}, checkpointing=True),
-    Layout("qwen3-moe-causal-lm", 2, {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "zero_stage": 2}, max_norm=0.05),
+    Layout(
+        "qwen3-moe-causal-lm",
+        2,
+        {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "zero_stage": 2},
+        habits=CLIPPED,
+    ),
     Layout("qwen3-moe-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "num_model_chunks": 2}),
 ]
 
