@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -27,8 +28,19 @@ from ..spec import ParamSpec
 ZERO_BUBBLE = ("zb", "zbv")
 
 
-def deferred_shares(model: nn.Module, plan: CutPlan, decisions: Sequence[Decision], specs: Mapping[int, ParamSpec]) -> list[float]:
-    """For every stage, the share of its matrix elements (of one rank, experts by how often a token visits them) that W can take."""
+class WeightWork(NamedTuple):
+    """Elements of one rank's matrices that need a weight gradient, experts by how often a token visits them; W takes `postponed`."""
+
+    postponed: float
+    all: float
+
+    @property
+    def share(self) -> float:
+        return self.postponed / self.all if self.all else 0.0
+
+
+def weight_work(model: nn.Module, plan: CutPlan, decisions: Sequence[Decision], specs: Mapping[int, ParamSpec]) -> list[WeightWork]:
+    """The work of every stage. Without `decisions`, that is without sharded linears, nothing is postponed."""
     assert plan.survey is not None
     deferring = {
         id(decision.site.module.weight)
@@ -39,7 +51,7 @@ def deferred_shares(model: nn.Module, plan: CutPlan, decisions: Sequence[Decisio
     }
     params = dict(model.named_parameters(remove_duplicate=False))
     tables, visited = lookup_tables(model), visited_share(model)
-    shares = []
+    found = []
     for units in plan.stages:
         is_last = units.stop == plan.survey.num_units
         together = postponed = 0.0
@@ -53,13 +65,13 @@ def deferred_shares(model: nn.Module, plan: CutPlan, decisions: Sequence[Decisio
             amount = elements * (visited if any(".experts" in alias for alias in aliases) else 1.0)
             together += amount
             postponed += amount if id(param) in deferring else 0.0
-        shares.append(postponed / together if together else 0.0)
-    return shares
+        found.append(WeightWork(postponed, together))
+    return found
 
 
-def costs_with(shares: Sequence[float]) -> Costs:
+def costs_with(work: Sequence[WeightWork]) -> Costs:
     """Costs of the stages' actions, see the head of this file."""
-    return Costs(input_grad=[2.0 - share for share in shares], weight_grad=list(shares))
+    return Costs(input_grad=[2.0 - stage.share for stage in work], weight_grad=[stage.share for stage in work])
 
 
 def deferral_warning(pp_style: str, share: float, zero_stage: int, bubble: float | None, possible: float | None) -> str | None:

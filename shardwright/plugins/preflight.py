@@ -38,7 +38,7 @@ from ..zero.entries import collect_entries
 from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets
 from .argument_types import is_whole
 from .base import require_own_parameters, require_parameters
-from .deferral import ZERO_BUBBLE, costs_with, deferral_warning, deferred_shares
+from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .settings import HybridSettings
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
@@ -299,7 +299,7 @@ class _Resolver:
         """Bubble and most activations held."""
         if microbatches is None or self.plan.placement.num_ranks == 1:
             return (None, None) if microbatches is None else (0.0, 1)
-        run = simulate(self._actions(microbatches), None if self._shares is None else costs_with(self._shares))
+        run = simulate(self._actions(microbatches), None if self._weight_work is None else costs_with(self._weight_work))
         return run.bubble, max(run.peak_live)
 
     def _actions(self, microbatches: int) -> Schedule:
@@ -307,21 +307,17 @@ class _Resolver:
         return schedules.get(options.pp_style, self.mesh.size("pp"), microbatches, options.num_model_chunks)
 
     @cached_property
-    def _shares(self) -> list[float] | None:
+    def _weight_work(self) -> list[WeightWork] | None:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
         if self.settings.pipeline.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
             return None
-        if self.settings.reduction.zero_stage == 3:
-            return [0.0] * len(self.plan.stages)
-        return deferred_shares(self.model, self.plan, self.decisions, self.specs)
+        postponing = self.decisions if self.settings.reduction.zero_stage < 3 else ()
+        return weight_work(self.model, self.plan, postponing, self.specs)
 
     @property
     def _deferred(self) -> float | None:
-        """Over all stages, by their cost."""
-        if self._shares is None:
-            return None
-        costs = self._stage_costs()
-        return sum(share * cost for share, cost in zip(self._shares, costs, strict=True)) / sum(costs)
+        work = self._weight_work
+        return None if work is None else WeightWork(*map(sum, zip(*work, strict=True))).share
 
     def _decisions_of(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> list[Decision]:
         ids = {id(params[name]) for name in names}
