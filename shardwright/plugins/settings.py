@@ -278,7 +278,8 @@ class HybridSettings:
 
 
 def check_communication_dtype(dtype: object) -> None:
-    """Gradients travel in a dtype that collectives can add up."""
     if dtype is not None and dtype not in WIRE_DTYPES:
-        known = "one of the floating-point dtypes that collectives add up: " + ", ".join(map(str, WIRE_DTYPES))
-        raise ValueError(f"communication_dtype={dtype} must be {known}; or None for the dtype that gradients accumulate in")
+        raise ValueError(
+            f"communication_dtype={dtype} must be a floating-point dtype of 16 bits or more, in which ranks can sum, such as "
+            "torch.bfloat16, or None"
+        )

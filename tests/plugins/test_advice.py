@@ -249,7 +249,7 @@ FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
     ("use zero_stage=0, 1 or 2, where unused", lambda: [HybridParallelPlugin(zero_stage=s, find_unused_parameters=True) for s in range(3)]),
     ("when they are sharded; use zero_stage=1", lambda: HybridParallelPlugin(zero_stage=1, cpu_offload=True)),
     ("use zero_stage=1 or 2, or overlap_allgather", lambda: HybridParallelPlugin(zero_stage=2, overlap_allgather=True)),
-    ("dtypes that collectives add up", lambda: HybridParallelPlugin(communication_dtype=torch.bfloat16)),
+    ("in which ranks can sum, such as torch.bfloat16", lambda: HybridParallelPlugin(communication_dtype=torch.bfloat16)),
     ("leave it False and use torch.compile", lambda: Booster(plugin=HybridParallelPlugin()).boost(torch.compile(nn.Linear(2, 2)))),
     (
         "use 0.0 and None, and the plugin's cpu_offload=True",
