@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright import Booster
+from shardwright.comm.compat import world_group_for_ddp
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 from shardwright.testing import run_ranks
 from tests.plugins.option_observers import recorded
@@ -45,7 +46,7 @@ def _x(rank: int, step: int) -> torch.Tensor:
 
 
 def _plain(rank: int, world: int) -> None:
-    reference: Any = DistributedDataParallel(_model(rank))
+    reference: Any = DistributedDataParallel(_model(rank), process_group=world_group_for_ddp())
     step_by = torch.optim.SGD(reference.parameters(), lr=0.1)
     kept: list[dict[str, torch.Tensor]] = []
     for step in range(3):

@@ -118,10 +118,9 @@ def test_every_extra_is_for_something_that_is_imported() -> None:
     block = re.search(r"^EXTRAS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)
     assert block is not None
     extras = {name: [re.split(r"[<>=]", package)[0] for package in packages] for name, packages in eval(block[1]).items()}
-    tools = extras.pop("test")
+    extras.pop("test")
     code = "\n".join(path.read_text() for folder in ("shardwright", "examples", "benchmarks") for path in (root / folder).rglob("*.py"))
     for name, packages in extras.items():
         for package in packages:
             module = package.replace("-", "_")
             assert re.search(rf"^\s*(import|from) {module}\b", code, re.MULTILINE), f"nothing imports {package} of extra {name!r}"
-    assert not set(tools) & {package for packages in extras.values() for package in packages}
