@@ -24,12 +24,7 @@ EXTRAS = {
     ],
     "data": ["datasets"],
     "deepspeed": ["deepspeed"],
-    "xformers": ["xformers"],
-    "flash": ["flash-attn"],
-    "kernels": ["liger-kernel", "triton"],
     "viz": ["matplotlib"],
-    "trackers": ["tensorboard", "wandb"],
-    "docs": ["mkdocs", "mkdocs-material"],
 }
 
 setup(

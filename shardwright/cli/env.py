@@ -35,6 +35,12 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str]:
+    """What decides on the numbers of a run."""
+    found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
+    return {"shardwright": __version__, **found, "python": platform.python_version()}
+
+
 def report() -> dict[str, str]:
     import torch
     import torch.distributed as dist

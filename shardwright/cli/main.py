@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from shardwright._version import __version__
@@ -12,6 +14,9 @@ from shardwright.cli.demo import command as demo
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module level,
 # so that `--help` and a mistyped option answer at once.
 VERBS = {"demo": demo, "env": env, "doctor": doctor, "plan": plan}
+
+
+_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,5 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `shardwright doctor | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would try to flush once more
+        return _CLOSED
     return status

@@ -1,5 +1,7 @@
 """`shardwright plan`: what a layout comes to for a model, on any machine, without a GPU or a second process.
 
+The exit status is 0 for a layout that works, 1 for one that does not, 2 where the question cannot be asked: no such model, no such file.
+
 One process plays rank 0 of the whole job on torch's fake backend; the model is built without its weights.
 """
 
@@ -72,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        layout = _resolve(args)
+        config = _load(args.model)
+        form = _load_form(args)
+    except ValueError as error:
+        args.fail(str(error))  # nothing was learnt about the layout
+    try:
+        layout = _resolve(args, config, form)
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
@@ -80,18 +87,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resolve(args: argparse.Namespace) -> Any:
+def _load_form(args: argparse.Namespace) -> dict[str, Any]:
+    """The dict form that `--config` names; the numbers of the job are looked at too."""
+    from shardwright.cluster.config import load_config
+
+    for option, value in (("--world-size", args.world_size), ("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} {value} must be at least 1")
+    return load_config(args.config)
+
+
+def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> Any:
     """The `ResolvedLayout`; ValueError says what does not fit."""
     import torch
 
-    from shardwright.cluster.config import load_config
     from shardwright.cluster.launch import launch
     from shardwright.lazy import LazyInitContext
     from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
     from shardwright.plugins import HybridParallelPlugin
 
-    if args.world_size < 1:
-        raise ValueError(f"--world-size {args.world_size} must be at least 1")
     given = {name: getattr(args, name) for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if hasattr(args, name)}
     if args.dp_inside:
         given["dp_outside"] = False
@@ -101,9 +115,9 @@ def _resolve(args: argparse.Namespace) -> Any:
         given["num_microbatches"] = 2 * given["pp_size"]
     launch(0, args.world_size, None, None, backend="fake")
     try:
-        plugin = HybridParallelPlugin.from_config(load_config(args.config), **given)
+        plugin = HybridParallelPlugin.from_config(form, **given)
         with LazyInitContext():
-            model = _build(_load(args.model))
+            model = _build(config)
         optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         if args.optimizer == "muon":
             optimizer: Any = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
@@ -130,7 +144,7 @@ def _load(name: str) -> Any:
         except (OSError, KeyError, ValueError) as error:
             raise ValueError(f"--model {file} is no config that this transformers knows: {error}") from error
     if name not in PRESETS:
-        raise ValueError(f"--model {name} is neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+        raise ValueError(f"there is no model {name!r}: neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
     kind, settings = PRESETS[name]
     return CONFIG_MAPPING[kind](**settings)
 

@@ -59,7 +59,7 @@ def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
         raise ValueError(
             f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a class named in "
             "_no_split_modules, derived from GradientCheckpointingLayer, or of config.num_hidden_layers equal children. "
-            "Use pp_size=1, or name the lists in the policy"
+            "Use pp_size=1, or name the lists in layer_lists of a policy: custom_policy="
         )
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         encoders = [item for item in candidates if "encoder" in item[0].split(".")]

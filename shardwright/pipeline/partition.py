@@ -24,14 +24,9 @@ EMBEDDING_SHARE = 0.05
 
 def unit_costs(model: nn.Module, survey: Survey) -> list[float]:
     """Cost of each unit, that of the embeddings added to the first and that of the head to the last."""
-    tables = {
-        f"{name}.{parameter}" if name else parameter
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        for parameter, _ in module.named_parameters(recurse=False)
-    }
+    tables = lookup_tables(model)
     sizes = {name: float(parameter.numel()) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    visited = _visited_share(model)
+    visited = visited_share(model)
     three_dims = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.dim() == 3 and ".experts" in name}
 
     def cost(name: str, last: bool) -> float:
@@ -46,7 +41,17 @@ def unit_costs(model: nn.Module, survey: Survey) -> list[float]:
     return costs
 
 
-def _visited_share(model: nn.Module) -> float:
+def lookup_tables(model: nn.Module) -> set[str]:
+    """Names of the parameters of embeddings: looked up, not multiplied."""
+    return {
+        f"{name}.{parameter}" if name else parameter
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        for parameter, _ in module.named_parameters(recurse=False)
+    }
+
+
+def visited_share(model: nn.Module) -> float:
     """Share of the experts that one token visits; 1 for models without experts."""
     config = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)

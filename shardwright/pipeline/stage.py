@@ -270,7 +270,7 @@ class StagedModel:
             if not known:
                 raise ValueError(
                     f"{name} runs on this batch, but did not in the dry run from which the pipeline stages were cut; pass a batch like "
-                    "this one as example_inputs, so that every stage that needs it gets it"
+                    "this one as example_inputs= to the plugin, so that every stage that needs it gets it"
                 )
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))

@@ -155,7 +155,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
                 failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     raise ValueError(
         f"{type(model).__name__} could not be run on a guessed batch to learn where it can be cut ({'; '.join(dict.fromkeys(failures))}); "
-        "pass example_inputs, a batch like the real ones, or use pp_size=1"
+        "pass example_inputs=, a batch like the real ones, to the plugin, or use pp_size=1"
     )
 
 

@@ -6,6 +6,7 @@ these would work in some places and fail, or mean something else, in others; so 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -17,14 +18,23 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def check_types(home: type, values: Mapping[str, Any]) -> None:
     """Refuse values that are not of the type that the field of dataclass `home` is annotated with."""
     for field in fields(home):
-        annotation = str(field.type)
-        optional = annotation.endswith(" | None")
-        check = _CHECKS.get(annotation.removesuffix(" | None"))
-        value = values[field.name]
-        if check is not None and not (optional and value is None):
-            problem = check(value)
-            if problem is not None:
-                raise ValueError(f"{field.name}={value!r} must be {problem}{' or None' if optional else ''}")
+        _check(field.name, str(field.type), values[field.name])
+
+
+def check_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """The same for keyword arguments of a function."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in values:
+            _check(name, str(parameter.annotation), values[name])
+
+
+def _check(name: str, annotation: str, value: Any) -> None:
+    optional = annotation.endswith(" | None")
+    check = _CHECKS.get(annotation.removesuffix(" | None"))
+    if check is not None and not (optional and value is None):
+        problem = check(value)
+        if problem is not None:
+            raise ValueError(f"{name}={value!r} must be {problem}{' or None' if optional else ''}")
 
 
 def is_whole(value: Any) -> bool:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..utils.errors import nearest
+from .without_effect import WithoutEffect
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SCHEDULES = {"1f1b": "1f1b", "zbh1": "zb", "zbv": "zbv", "interleaved": "interleaved", "gpipe": "gpipe"}
 _SECTIONS = ("parallel", "hybrid_zero_optimizer", "model", "data", "grad_scaler")
 
 Flat = dict[str, Any]
+_UNUSED = "without_effect"  # where readers leave keys that mean nothing, beside the plugin's arguments
 
 
-def flat_arguments(config: Mapping[str, Any]) -> Flat:
+class Reading(NamedTuple):
+    """Keyword arguments of the plugin, and the keys that mean nothing beside the others."""
+
+    arguments: Flat
+    without_effect: tuple[WithoutEffect, ...]
+
+
+def read_config(config: Mapping[str, Any]) -> Reading:
     """Keyword arguments of `HybridParallelPlugin` for a configuration such as
 
         dict(parallel=dict(zero1=8, tensor=1, pipeline=dict(size=1, interleaved_overlap=True), sequence_parallel=False),
@@ -40,8 +49,8 @@ def flat_arguments(config: Mapping[str, Any]) -> Flat:
         if not isinstance(given, Mapping):
             raise ValueError(f"config[{section!r}]={given!r} must be a dict")
         _read(section, given, readers, flat)
-    _settle(flat)
-    return flat
+    unused: list[WithoutEffect] = flat.pop(_UNUSED, [])
+    return Reading(flat, (*unused, *_settle(flat)))
 
 
 def _is_constant(key: Any, value: Any) -> bool:
@@ -117,7 +126,15 @@ def _sequence_parallel(value: Any, flat: Flat) -> None:
 
 
 def _weight(value: Any, flat: Flat) -> None:
-    if _size("parallel.weight", value, {"overlap": lambda *_: None, "memory_pool": lambda *_: None}, flat) > 1:
+    def idle(key: str) -> Callable[[Any, Flat], None]:
+        def read(wanted: Any, into: Flat) -> None:
+            if wanted:
+                why = "weight parallelism is off, and is not offered"
+                into.setdefault(_UNUSED, []).append(WithoutEffect(f"parallel.weight.{key}", wanted, why))
+
+        return read
+
+    if _size("parallel.weight", value, {"overlap": idle("overlap"), "memory_pool": idle("memory_pool")}, flat) > 1:
         raise ValueError(
             f"parallel.weight={value!r}: weight parallelism is not offered; use parallel.zero1=dict(size=..., fsdp=True) for ZeRO-3"
         )
@@ -147,17 +164,17 @@ def _fp16(value: Any, flat: Flat) -> None:
     _read("grad_scaler.fp16", value, {name: _to(name) for name in ("initial_scale", "min_scale", "growth_interval")}, flat)
 
 
-def _settle(flat: Flat) -> None:
-    """What the sections mean together."""
+def _settle(flat: Flat) -> Iterator[WithoutEffect]:
+    """What the sections mean together; yields the keys that lose."""
     if flat.get("num_model_chunks", 1) > 1 and "pp_style" not in flat:
         flat["pp_style"] = "interleaved"  # chunks without a schedule of their own
-    if flat.get("pp_size", 1) == 1:  # nothing to interleave
-        flat.pop("pp_style", None)
-        flat.pop("num_model_chunks", None)
-    if flat.get("zero_stage", 0) not in (1, 2):  # no weights are gathered after a step, so there is nothing to overlap
-        flat.pop("overlap_allgather", None)
-    if "num_microbatches" in flat:
-        flat.pop("microbatch_size", None)
+    stage = flat.get("zero_stage", 0)
+    if stage not in (1, 2) and flat.pop("overlap_allgather", False):
+        why = f"zero_stage={stage} gathers no weights after a step"
+        yield WithoutEffect("hybrid_zero_optimizer.overlap_sync_param", True, why)
+    if "num_microbatches" in flat and "microbatch_size" in flat:
+        size = flat.pop("microbatch_size")
+        yield WithoutEffect("data.micro_bsz", size, "data.micro_num splits the batch")
 
 
 _READERS: dict[str, dict[str, Callable[[Any, Flat], None]]] = {

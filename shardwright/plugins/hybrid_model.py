@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ class HybridModel(ModelWrapper):
 
     settle    completes what still changes the parameters (a gather under way); called before anybody but forward sees the module
     adapters  where the LoRA parameters of the whole model are to be found
+    share_buffers  gives all data-parallel ranks rank 0's running statistics; called before a forward that trains
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class HybridModel(ModelWrapper):
         policy: PrecisionPolicy,
         settle: Callable[[], None] | None = None,
         adapters: Mapping[str, Home] | None = None,
+        share_buffers: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(module)
         self.executor = executor
         self._policy = policy
         self._settle = settle
         self.adapters = dict(adapters or {})
+        self.share_buffers = share_buffers
 
     def unwrap(self) -> nn.Module:
         if self._settle is not None:
@@ -47,6 +51,8 @@ class HybridModel(ModelWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)
+        if self.share_buffers is not None and self.training and torch.is_grad_enabled():
+            self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         return self.module(*args, **kwargs)
 

@@ -23,7 +23,7 @@ from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
 from ..pipeline.schedules import get_placement
 from ..pipeline.tied import create_tied_process_groups
-from ..precision.policy import BATCH_NORMS, PRECISIONS, PrecisionPolicy
+from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.init import LazyWeights
 from ..shardformer.sharder import ModelSharder
@@ -32,12 +32,14 @@ from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
 from .base import Boosted, Plugin, mesh_position, require_process_group
-from .config_form import flat_arguments
+from .config_form import read_config
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
 from .lora import adapter_homes, add_lora, gather_adapters
-from .preflight import BatchShape, preflight
+from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
 from .settings import HybridSettings
+from .shared_buffers import SharedBuffers, share_all
+from .without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
 
 
 class HybridParallelPlugin(Plugin):
@@ -96,6 +98,7 @@ class HybridParallelPlugin(Plugin):
         inner_ring_size: int | None = None,
         fp8_communication: bool = False,
         use_fp8: bool = False,
+        example_inputs: Any = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)
@@ -106,6 +109,9 @@ class HybridParallelPlugin(Plugin):
         self.stage_manager = StageManager(
             get_placement(pp_style if pp_size > 1 else "1f1b", pp_size, num_model_chunks if pp_size > 1 else 1), self.mesh.coordinate("pp")
         )
+        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, self.mesh.size("zero"))
+        self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
+        tell(self.without_effect)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None = None, **overrides: Any) -> HybridParallelPlugin:
@@ -113,7 +119,8 @@ class HybridParallelPlugin(Plugin):
 
         `overrides` are arguments of the plugin itself, for what the dict form cannot say.
         """
-        flat = {**flat_arguments(get_launch_config() if config is None else config), **overrides}
+        flat, unused = read_config(get_launch_config() if config is None else config)
+        flat.update(overrides)
         dp_size = flat.pop("dp_size", None)
         if dp_size not in (None, -1, "auto"):
             require_process_group("HybridParallelPlugin")
@@ -124,7 +131,10 @@ class HybridParallelPlugin(Plugin):
                     f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / (tensor {sizes['tp']} x "
                     f"pipeline {sizes['pp']}) leave {left} data-parallel ranks; use data={left} or leave it out"
                 )
-        return cls(**flat)
+        plugin = cls(**flat)
+        tell(unused)
+        plugin.without_effect += unused
+        return plugin
 
     # Where this rank is.
 
@@ -207,7 +217,11 @@ class HybridParallelPlugin(Plugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
-        return preflight(model, optimizer, self.settings, self.mesh, self.policy, self._sharder(model), batch).layout
+        return self._preflight(model, optimizer, self._sharder(model), batch).layout
+
+    def _preflight(self, model: nn.Module, optimizer: Optimizer | None, sharder: ModelSharder | None, batch: BatchShape) -> Preflight:
+        found = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, batch)
+        return found._replace(layout=replace(found.layout, without_effect=tuple(map(str, self.without_effect))))
 
     # Boosting: the order in which things are applied.
 
@@ -220,7 +234,10 @@ class HybridParallelPlugin(Plugin):
         lr_scheduler: Any = None,
     ) -> Boosted:
         sharder = self._sharder(model)
-        plan, self.layout = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, BatchShape())  # sees it whole
+        plan, self.layout = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
+        if self.mesh.rank == 0:
+            for warning in self.layout.warnings:
+                warn_once(warning)
         adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
         weights = LazyWeights.of(model)
@@ -237,8 +254,11 @@ class HybridParallelPlugin(Plugin):
             groups.rebind(model)
         tied = self._describe_tied(model, plan)
         wrapped = self._optimizer(model, optimizer, tied)
+        share_all(model, self.mixed_dp_group)
         executor = self._executor(cut, wrapped)
-        boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None), adapters)
+        boosted = HybridModel(
+            model, executor, self.policy, getattr(wrapped, "settle", None), adapters, self._buffer_sharing(model, wrapped)
+        )
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
     def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
@@ -331,6 +351,18 @@ class HybridParallelPlugin(Plugin):
             dist.broadcast(param.data, group=self.mesh.group("dp_sp"), group_src=0)
         self.policy.cast_buffers(model)
 
+    def _buffer_sharing(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> Callable[[], None] | None:
+        """What a training forward begins with: rank 0's buffers, as DistributedDataParallel does outside of no_sync. None: nothing."""
+        buffers = SharedBuffers(model, self.mixed_dp_group)
+        if optimizer is None or not self.settings.reduction.broadcast_buffers or not buffers.are_needed:
+            return None
+
+        def share() -> None:
+            if getattr(optimizer, "require_sync", True):
+                buffers.share()
+
+        return share
+
     def _executor(self, cut: CutModel, optimizer: OptimizerWrapper | None) -> PipelineExecutor:
         return PipelineExecutor(
             cut,
@@ -358,17 +390,11 @@ class HybridParallelPlugin(Plugin):
         """As `Booster.execute_pipeline`; without a criterion the loss is the model's own."""
         if not isinstance(model, HybridModel):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
-        if self.settings.reduction.broadcast_buffers and optimizer is not None:
-            self._share_statistics(model)
+        if model.share_buffers is not None and optimizer is not None:
+            model.share_buffers()
         if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
             optimizer.reopen()
         return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
-
-    def _share_statistics(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, BATCH_NORMS):
-                for buffer in module.buffers(recurse=False):
-                    dist.broadcast(buffer, group=self.mesh.group("dp_sp"), group_src=0)
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

@@ -20,8 +20,12 @@ from ..precision.scaler import ScalerConfig
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
+from .argument_types import check_arguments
 from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
 from .lora import add_lora
+from .settings import check_communication_dtype
+from .shared_buffers import share_all
+from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
 
 
 class LowLevelZeroModel(ModelWrapper):
@@ -61,7 +65,9 @@ class LowLevelZeroPlugin(Plugin):
     zero_group_size          ZeRO-1.5: shard inside groups of this many ranks; None or <= 0 over all ranks, 1 not at all
     extra_dp_size            the same from the other side: number of such groups; give one of the two
     cast_inputs              cast floating-point inputs of the model to the working dtype
-    verbose                  print the layout of the buckets on rank 0
+    verbose                  print the layout of the buckets, at stage 3 that of the parameters, on rank 0
+
+    Options that a combination has no use for are named in `without_effect` and once in the log.
     """
 
     def __init__(
@@ -91,6 +97,8 @@ class LowLevelZeroPlugin(Plugin):
         *,
         zero_group_size: int | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        check_arguments(LowLevelZeroPlugin.__init__, arguments)
         require_process_group("LowLevelZeroPlugin")
         require_precision(precision, list(PRECISIONS))
         if stage not in (1, 2, 3):
@@ -104,10 +112,9 @@ class LowLevelZeroPlugin(Plugin):
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
         if reduce_bucket_size_in_m <= 0:
             raise ValueError(f"reduce_bucket_size_in_m={reduce_bucket_size_in_m} must be positive (12 is usual)")
-        if communication_dtype is not None and not communication_dtype.is_floating_point:
-            raise ValueError(f"communication_dtype={communication_dtype} must be a floating-point dtype such as torch.bfloat16")
+        check_communication_dtype(communication_dtype)
         if stage == 3:
-            _check_stage_3(master_weights=master_weights, precision=precision)
+            _check_stage_3(master_weights=master_weights, precision=precision, overlap_allgather=overlap_allgather)
         self.stage = stage
         self.precision = precision
         self.policy = PrecisionPolicy(precision)
@@ -124,6 +131,9 @@ class LowLevelZeroPlugin(Plugin):
             "master_weights": master_weights,
         }
         self.mesh = ParallelMesh(zero_group_size=_group_size(zero_group_size, extra_dp_size))
+        facts = Facts(precision, stage, self.mesh.size("dp"), sharing=self.mesh.size("zero"))
+        self.without_effect = find_without_effect(LowLevelZeroPlugin.__init__, arguments, LOW_LEVEL_ZERO, facts)
+        tell(self.without_effect)
 
     def position(self, model: nn.Module | None = None) -> Position:
         return mesh_position(self.mesh)
@@ -152,7 +162,7 @@ class LowLevelZeroPlugin(Plugin):
             self._cast_only(model)
         else:
             wrapped = self._configure_flat(model, optimizer)
-        self._share_buffers(model)
+        share_all(model, self.mesh.group("dp"))
         return Boosted(
             LowLevelZeroModel(model, self.policy, self.cast_inputs, getattr(wrapped, "settle", None)),
             wrapped,
@@ -186,6 +196,9 @@ class LowLevelZeroPlugin(Plugin):
             communication_dtype=self.settings["communication_dtype"],
             cpu_offload=self.settings["cpu_offload"],
         )
+        if self.verbose and dist.get_rank() == 0:
+            for name, param in model.named_parameters():
+                print(f"{name}: {tuple(param.shape)}, {param.numel():,} elements over {self.mesh.size('zero')} ranks")
         if optimizer is None:
             return None
         return FsdpOptimizer(optimizer, model, self.mesh, renamed, precision=self.policy, scaler=self.scaler, max_norm=self.max_norm)
@@ -196,11 +209,6 @@ class LowLevelZeroPlugin(Plugin):
             param.data = param.data.to(dtypes[name])
             dist.broadcast(param.data, src=0)
         self.policy.cast_buffers(model)
-
-    def _share_buffers(self, model: nn.Module) -> None:
-        """Start all ranks from rank 0's buffers (running statistics)."""
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
@@ -227,7 +235,12 @@ def _group_size(zero_group_size: int | None, extra_dp_size: int) -> int | None:
     return world // extra_dp_size
 
 
-def _check_stage_3(*, master_weights: bool, precision: str) -> None:
+def _check_stage_3(*, master_weights: bool, precision: str, overlap_allgather: bool) -> None:
+    if overlap_allgather:
+        raise ValueError(
+            "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step; use stage=1 or 2, or "
+            "overlap_allgather=False"
+        )
     if not master_weights and precision != "fp32":
         raise ValueError(
             "master_weights=False with stage=3: FSDP2 keeps parameters in fp32 and casts them; use master_weights=True or stage 1, 2"

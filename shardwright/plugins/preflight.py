@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from ..pipeline import schedules
 from ..pipeline.executor import CutPlan, plan_cut
 from ..pipeline.microbatch import microbatch_sizes
 from ..pipeline.partition import unit_costs
-from ..pipeline.simulate import simulate
+from ..pipeline.schedules import Schedule
+from ..pipeline.simulate import peak_live, simulate
 from ..precision.policy import PrecisionPolicy
 from ..shardformer.init import LazyWeights
 from ..shardformer.plan import Decision
@@ -36,6 +38,7 @@ from ..zero.entries import collect_entries
 from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets
 from .argument_types import is_whole
 from .base import require_own_parameters, require_parameters
+from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .settings import HybridSettings
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
@@ -74,16 +77,26 @@ def preflight(
     copy by all ranks, which is why that comes last.
     """
     entries = _check_job(model, optimizer, precision)
-    plan = plan_cut(model, settings.pipeline.settings, mesh.size("pp"))
+    lists = sharder.layer_lists(pipeline=mesh.size("pp") > 1) if sharder is not None else None
+    examples = _as_call(settings.pipeline.example_inputs)
+    plan = plan_cut(model, settings.pipeline.settings, mesh.size("pp"), layer_lists=lists, example_inputs=examples)
     decisions = sharder.prepare() if sharder is not None else []
     specs = {id(decision.site.module.get_parameter(name)): spec for decision in decisions for name, spec in decision.specs.items()}
     if optimizer is not None and not is_elementwise(optimizer):
         _check_whole(entries, specs, optimizer)
-    layout = _Resolver(model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch).layout()
+    kernels = sharder.kernels() if sharder is not None else ""
+    layout = _Resolver(model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch, kernels).layout()
     if sharder is not None and not getattr(getattr(sharder.policy, "findings", None), "checked", True):
         guessed = "the tensor-parallel plan follows from transformers' plan and from names; it was not tried on a small copy here"
         layout = replace(layout, notes=(*layout.notes, guessed))
     return Preflight(plan, layout)
+
+
+def _as_call(batch: Any) -> Any:
+    """A batch as a dict of keyword arguments or a tuple of positional ones."""
+    if batch is None:
+        return None
+    return dict(batch) if isinstance(batch, Mapping) else (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
 
 
 def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: PrecisionPolicy) -> list[Entry]:
@@ -124,6 +137,7 @@ class _Resolver:
     specs: Mapping[int, ParamSpec]
     entries: Sequence[Entry]
     batch: BatchShape
+    kernels: str
 
     def layout(self) -> ResolvedLayout:
         params = dict(self.model.named_parameters())
@@ -133,6 +147,7 @@ class _Resolver:
         # The busiest pipeline position stands for all of them.
         busiest = max(range(len(shapes)), key=lambda rank: shapes[rank][0].trained)
         bubble, peak = self._schedule(microbatches)
+        costs = self._stage_costs()
         tokens = Tokens.of(self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize())
         traffic = [
             *self._data_traffic(shapes[busiest][1], shapes[busiest][0], microbatches),
@@ -153,11 +168,15 @@ class _Resolver:
             num_microbatches=microbatches,
             bubble=bubble,
             peak_live=peak,
-            imbalance=self._imbalance(),
+            deferred=self._deferred,
+            imbalance=_over_mean(costs),
+            rank_imbalance=_over_mean(self._by_rank(costs)),
+            kernels=self.kernels,
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
             traffic=tuple(traffic),
             notes=tuple(self._notes(microbatches)),
+            warnings=tuple(self._warnings(microbatches, bubble)),
         )
 
     @property
@@ -195,16 +214,21 @@ class _Resolver:
                 self.plan.placement.rank_of(stage),
                 tuple(self.plan.units[unit].layer for unit in units),
                 sum(params[name].numel() for name in self._of_stage(stage, params)),
+                self.plan.checkpointed[self.plan.placement.rank_of(stage)].get(stage, 0),
             )
             for stage, units in enumerate(self.plan.stages)
         )
 
-    def _imbalance(self) -> float | None:
+    def _stage_costs(self) -> list[float]:
+        """Parameters that a token meets, by stage; one stage where nothing was surveyed."""
         if self.plan.survey is None:
-            return None
+            return [1.0]
         units = unit_costs(self.model, self.plan.survey)
-        costs = [sum(units[unit] for unit in stage) for stage in self.plan.stages]
-        return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
+        return [sum(units[unit] for unit in stage) for stage in self.plan.stages]
+
+    def _by_rank(self, costs: Sequence[float]) -> list[float]:
+        placement = self.plan.placement
+        return [sum(costs[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
 
     # Bytes.
 
@@ -272,11 +296,28 @@ class _Resolver:
         return options.num_microbatches or 1
 
     def _schedule(self, microbatches: int | None) -> tuple[float | None, int | None]:
+        """Bubble and most activations held."""
         if microbatches is None or self.plan.placement.num_ranks == 1:
             return (None, None) if microbatches is None else (0.0, 1)
-        options = self.settings.pipeline
-        run = simulate(schedules.get(options.pp_style, self.mesh.size("pp"), microbatches, options.num_model_chunks))
+        run = simulate(self._actions(microbatches), None if self._weight_work is None else costs_with(self._weight_work))
         return run.bubble, max(run.peak_live)
+
+    def _actions(self, microbatches: int) -> Schedule:
+        options = self.settings.pipeline
+        return schedules.get(options.pp_style, self.mesh.size("pp"), microbatches, options.num_model_chunks)
+
+    @cached_property
+    def _weight_work(self) -> list[WeightWork] | None:
+        """By stage, what a zero-bubble schedule postpones; None for other schedules."""
+        if self.settings.pipeline.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
+            return None
+        postponing = self.decisions if self.settings.reduction.zero_stage < 3 else ()
+        return weight_work(self.model, self.plan, postponing, self.specs)
+
+    @property
+    def _deferred(self) -> float | None:
+        work = self._weight_work
+        return None if work is None else WeightWork(*map(sum, zip(*work, strict=True))).share
 
     def _decisions_of(self, names: Sequence[str], params: Mapping[str, nn.Parameter]) -> list[Decision]:
         ids = {id(params[name]) for name in names}
@@ -331,13 +372,49 @@ class _Resolver:
         notes = []
         if self.optimizer is None:
             notes.append("no optimizer was given: bytes are those of the weights alone")
+        reduction = self.settings.reduction
+        if ranks > 1 and self.mesh.size("dp") > 1 and reduction.zero_stage < 3 and reduction.overlap_communication:
+            notes.append("gradients are reduced once, behind the last microbatch: overlap_communication finds nothing to overlap with")
         if microbatches is not None and microbatches < ranks:
             notes.append(
                 f"{microbatches} microbatches on {ranks} pipeline ranks leave ranks idle; num_microbatches={2 * ranks} would fill them"
             )
         if options.num_microbatches is not None and self.batch.samples is not None and self.batch.samples < options.num_microbatches:
             notes.append(f"batch_size={self.batch.samples} has fewer samples than num_microbatches={options.num_microbatches}")
+        if options.pp_style == "interleaved" and microbatches is not None and microbatches > ranks > 1 and microbatches % ranks:
+            nearby = {-(-microbatches // ranks) * ranks: 0, microbatches: 0}
+            nearby = {number: max(map(peak_live, self._actions(number).actions)) for number in nearby}
+            (fitting, fewer), (_, held) = nearby.items()
+            if held > fewer:
+                notes.append(
+                    f"{microbatches} microbatches are no multiple of {ranks} pipeline ranks: rounds get longer and a rank holds up to "
+                    f"{held} chunks of microbatches; with num_microbatches={fitting} it would hold {fewer}"
+                )
         return notes
+
+    def _warnings(self, microbatches: int | None, bubble: float | None) -> list[str]:
+        pipeline = self.settings.pipeline
+        found = []
+        if self._deferred is not None:
+            possible = None if microbatches is None else simulate(self._actions(microbatches)).bubble
+            found.append(deferral_warning(pipeline.pp_style, self._deferred, self.settings.reduction.zero_stage, bubble, possible))
+        config = pipeline.gradient_checkpoint_config
+        ratio = config.gradient_checkpointing_ratio if config is not None else None
+        if ratio and not self._recomputes():
+            most = max(map(len, self.plan.stages))
+            found.append(
+                f"gradient_checkpointing_ratio={ratio:g} of at most {most} layers per stage rounds down to none: nothing is recomputed; "
+                f"{math.ceil(1000 / most) / 1000:g} is the least that has an effect"
+            )
+        if self.settings.sharding.enable_all_optimization and not self.kernels:
+            found.append(
+                f"enable_all_optimization=True: {type(self.model).__name__} has neither attention nor norms that have fused kernels here"
+            )
+        return [text for text in found if text is not None]
+
+
+def _over_mean(costs: Sequence[float]) -> float | None:
+    return None if len(costs) < 2 else max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
 
 
 def _times(factor: int | None, amount: int) -> int | None:

@@ -13,12 +13,14 @@ class StageShape:
     rank        position in the pipeline; a rank with several chunks holds several stages
     layers      names of its layers, in order
     parameters  of the whole stage, before tensor parallelism divides them (tied copies count in every stage that holds one)
+    recomputed  layers under activation checkpointing
     """
 
     stage: int
     rank: int
     layers: tuple[str, ...]
     parameters: int
+    recomputed: int = 0
 
     @property
     def span(self) -> str:
@@ -77,8 +79,14 @@ class ResolvedLayout:
     num_microbatches, bubble, peak_live
                     of one step: how many there are, which part of the ranks' time is idle when all stages cost the same (backward
                     twice a forward), most microbatches whose activations a rank holds; None while the batch is not known
-    imbalance       cost of the dearest stage over the mean
+    deferred        share of the weight-gradient work that a zero-bubble schedule postpones; the bubble is that with this share. None for
+                    other schedules
+    imbalance, rank_imbalance
+                    cost of the dearest stage, and of the dearest rank with all its stages, over the mean
+    kernels         which attention and norms the layers compute with; empty where the model does not say
     notes           what a user may want to know about this combination
+    warnings        what a user will want to change; also logged when a model is boosted
+    without_effect  options that this layout has no use for, as name=value (why)
     """
 
     model: str
@@ -94,11 +102,16 @@ class ResolvedLayout:
     num_microbatches: int | None
     bubble: float | None
     peak_live: int | None
+    deferred: float | None
     imbalance: float | None
+    rank_imbalance: float | None
+    kernels: str
     stages: tuple[StageShape, ...]
     ranks: tuple[RankShape, ...]
     traffic: tuple[Traffic, ...]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
@@ -107,25 +120,36 @@ class ResolvedLayout:
             f"{self.model}: {human(self.parameters)} parameters, {human(self.trained)} of them trained",
             f"{self.world_size} ranks = {sizes} (outermost first: {', '.join(self.order)}), {self.precision}, {zero}",
             "",
-            *_table(
-                ("stage", "rank", "layers", "parameters"),
-                [(str(stage.stage), str(stage.rank), stage.span, human(stage.parameters)) for stage in self.stages],
-            ),
+            *self._stage_table(),
             "",
             *_table(
                 ("pipeline rank", "parameters", "optimizer shard", "weights", "gradients", "masters", "states", "together"),
                 [_rank_row(rank) for rank in self.ranks],
             ),
+            "bytes kept between steps; without activations and what a step needs for a while",
             "",
             self._schedule(),
         ]
+        if self.kernels:
+            lines.append(self.kernels)
         if self.traffic:
             rows = [
                 (t.axis, t.what, "?" if t.count is None else str(t.count), "?" if t.sent is None else size(t.sent)) for t in self.traffic
             ]
             lines += ["", *_table(("axis", "per step and rank", "calls", "sent"), rows)]
         lines += [f"note: {note}" for note in self.notes]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"without effect here: {option}" for option in self.without_effect]
         return "\n".join(lines)
+
+    def _stage_table(self) -> list[str]:
+        """Stages, with a column for recomputed layers where there are any."""
+        head = ("stage", "rank", "layers", "parameters")
+        rows = [(str(stage.stage), str(stage.rank), stage.span, human(stage.parameters)) for stage in self.stages]
+        if not any(stage.recomputed for stage in self.stages):
+            return _table(head, rows)
+        counts = [f"{stage.recomputed} of {len(stage.layers)} layers" for stage in self.stages]
+        return _table((*head, "recomputed"), [(*row, count) for row, count in zip(rows, counts, strict=True)])
 
     def _schedule(self) -> str:
         if self.sizes["pp"] == 1:
@@ -133,9 +157,12 @@ class ResolvedLayout:
         if self.num_microbatches is None:
             return f"schedule {self.pp_style}: microbatches and bubble depend on the batch size"
         assert self.bubble is not None
+        deferred = "" if self.deferred is None else f" with {self.deferred:.0%} of weight gradients postponed"
+        several = len(self.stages) > len(self.ranks)
+        rank = f", dearest rank {self.rank_imbalance:.2f} x the mean" if several else ""
         return (
-            f"schedule {self.pp_style}: {self.num_microbatches} microbatches, ideal bubble {self.bubble:.1%}, "
-            f"at most {self.peak_live} microbatches held, dearest stage {self.imbalance:.2f} x the mean"
+            f"schedule {self.pp_style}: {self.num_microbatches} microbatches, ideal bubble {self.bubble:.1%}{deferred}, "
+            f"at most {self.peak_live} {'chunks of ' * several}microbatches held, dearest stage {self.imbalance:.2f} x the mean{rank}"
         )
 
 

@@ -21,6 +21,9 @@ from ..shardformer.policies.base import Policy
 from ..utils.errors import one_of
 from .argument_types import check_types
 
+SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
+WIRE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSettings:
@@ -48,6 +51,14 @@ class LayoutSettings:
         if self.sp_size not in (None, 1):
             raise ValueError(
                 f"sp_size={self.sp_size}: this version does not cut sequences yet; use sp_size=1 and tp_size, pp_size or more data"
+            )
+
+    def check(self, zero_stage: int) -> None:
+        """Refuse what does not fit ZeRO of this stage."""
+        if zero_stage == 0 and self.zero_group_size is not None:
+            raise ValueError(
+                f"zero_group_size={self.zero_group_size} with zero_stage=0: stage 0 shards nothing, so there are no groups to shard in; "
+                "use zero_stage=1, 2 or 3, or leave zero_group_size out"
             )
 
 
@@ -107,7 +118,9 @@ class ShardingSettings:
     make_vocab_size_divisible_by: int
 
     def __post_init__(self) -> None:
-        if self.enable_sequence_parallelism or self.sequence_parallelism_mode is not None or self.enable_sequence_overlap:
+        if self.sequence_parallelism_mode not in (None, *SEQUENCE_MODES):
+            raise one_of("sequence_parallelism_mode", self.sequence_parallelism_mode, SEQUENCE_MODES)
+        if self.enable_sequence_parallelism or self.enable_sequence_overlap:
             raise ValueError(
                 f"enable_sequence_parallelism={self.enable_sequence_parallelism}, "
                 f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
@@ -127,7 +140,10 @@ class ShardingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`)."""
+    """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`).
+
+    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned
+    """
 
     pp_style: str
     num_model_chunks: int
@@ -137,6 +153,7 @@ class PipelineOptions:
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None
     overlap_p2p: bool
     enable_metadata_cache: bool
+    example_inputs: Any
 
     def check(self, pp_size: int) -> None:
         """Refuse what does not fit a pipeline of `pp_size` ranks."""
@@ -147,6 +164,11 @@ class PipelineOptions:
         config = self.gradient_checkpoint_config
         if config is not None and not isinstance(config, PipelineGradientCheckpointConfig):
             raise ValueError(f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None")
+        if self.example_inputs is not None and not isinstance(self.example_inputs, Mapping | tuple | list | torch.Tensor):
+            raise ValueError(
+                f"example_inputs={self.example_inputs!r} must be a batch as the model takes it: a dict of keyword arguments, a list or "
+                "tuple of positional ones, or one tensor; next(iter(dataloader)) is one"
+            )
         get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
         if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
@@ -161,7 +183,8 @@ class PipelineOptions:
 
     @property
     def settings(self) -> PipelineSettings:
-        return PipelineSettings(**{field.name: getattr(self, field.name) for field in fields(self)})
+        names = {field.name for field in fields(PipelineSettings)}
+        return PipelineSettings(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +195,10 @@ class ReductionSettings:
     max_norm                clip the global gradient norm at every step; 0 does not
     zero_bucket_size_in_m   elements per bucket in millions, for zero_stage >= 1
     ddp_bucket_cap_mb       megabytes of fp32 gradients per bucket, for zero_stage=0
-    broadcast_buffers       every training step starts with rank 0's running statistics on all data-parallel ranks
-    find_unused_parameters, static_graph, gradient_as_bucket_view
-                            promises and wishes of DistributedDataParallel that always hold here: parameters without a gradient are
-                            found at no cost, gradients are views of buckets
+    broadcast_buffers       every training forward starts with rank 0's persistent buffers (running statistics) on all data-parallel ranks
+    find_unused_parameters  parameters without a gradient are always found, at no cost; refused at stage 3, which cannot
+    static_graph, gradient_as_bucket_view
+                            wishes of DistributedDataParallel that always hold here: gradients are views of buckets
     """
 
     zero_stage: int
@@ -200,11 +223,11 @@ class ReductionSettings:
         for name in ("zero_bucket_size_in_m", "ddp_bucket_cap_mb"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)")
-        if self.communication_dtype is not None and not (
-            isinstance(self.communication_dtype, torch.dtype) and self.communication_dtype.is_floating_point
-        ):
+        check_communication_dtype(self.communication_dtype)
+        if self.find_unused_parameters and self.zero_stage == 3:
             raise ValueError(
-                f"communication_dtype={self.communication_dtype} must be a floating-point torch dtype such as torch.bfloat16, or None"
+                "find_unused_parameters=True with zero_stage=3: every rank must use the same parameters in a step, because all ranks "
+                "gather them together; use zero_stage=0, 1 or 2, where unused parameters are always found"
             )
         if self.check_reduction:
             raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel and has no counterpart; leave it False")
@@ -250,4 +273,13 @@ class HybridSettings:
             check_types(home, flat)
         settings = cls(**{group: home(**{name: flat[name] for name in names[group]}) for group, home in homes.items()})  # type: ignore[arg-type]
         settings.pipeline.check(settings.layout.pp_size)
+        settings.layout.check(settings.reduction.zero_stage)
         return settings
+
+
+def check_communication_dtype(dtype: object) -> None:
+    if dtype is not None and dtype not in WIRE_DTYPES:
+        raise ValueError(
+            f"communication_dtype={dtype} must be a floating-point dtype of 16 bits or more, in which ranks can sum, such as "
+            "torch.bfloat16, or None"
+        )

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ..comm.compat import world_group_for_ddp
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.device import get_current_device
+from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
 
 # torch 2.13 renamed the argument; passing the old name warns there.
@@ -46,14 +47,17 @@ class TorchDDPPlugin(Plugin):
     def __init__(
         self,
         broadcast_buffers: bool = True,
-        bucket_cap_mb: int = 25,
+        bucket_cap_mb: float = 25,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         fp8_communication: bool = False,
     ) -> None:
+        check_arguments(TorchDDPPlugin.__init__, locals())
         require_process_group("TorchDDPPlugin")
+        if check_reduction:
+            raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel, which ignores it; leave it False")
         if fp8_communication:
             raise ValueError("TorchDDPPlugin(fp8_communication=True): gradients are reduced in their own dtype here; leave it False")
         if bucket_cap_mb <= 0:
@@ -62,7 +66,6 @@ class TorchDDPPlugin(Plugin):
             _BUFFERS: broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
-            "check_reduction": check_reduction,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }

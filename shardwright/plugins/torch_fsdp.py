@@ -19,7 +19,9 @@ from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
+from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
+from .without_effect import warn_once
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,6 +58,7 @@ class TorchFSDPPlugin(Plugin):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         fp8_communication: bool = False,
     ) -> None:
+        check_arguments(TorchFSDPPlugin.__init__, locals())
         require_process_group("TorchFSDPPlugin")
         if fp8_communication:
             raise ValueError("TorchFSDPPlugin(fp8_communication=True): parameters travel in mixed_precision's dtype; leave it False")
@@ -87,6 +90,11 @@ class TorchFSDPPlugin(Plugin):
         require_own_parameters(model, optimizer)
         blocks = self._blocks(model)
         if self.activation_checkpointing:
+            if not blocks:
+                raise ValueError(
+                    f"activation_checkpointing=True: {type(model).__name__} has no repeated blocks to recompute; name them with "
+                    "auto_wrap_policy=, or leave activation_checkpointing False"
+                )
             checkpoint_blocks(blocks)
         old_names = {id(param): name for name, param in model.named_parameters()}
         self._shard(model, blocks)
@@ -122,6 +130,8 @@ class TorchFSDPPlugin(Plugin):
             raise ValueError(
                 "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
             )
+        if not on_meta and self.param_init_fn is not None and dist.get_rank() == 0:
+            warn_once(f"without effect: param_init_fn ({type(model).__name__} has its weights, and it fills those on the meta device)")
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)

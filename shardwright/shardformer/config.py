@@ -16,7 +16,7 @@ class ShardConfig:
 
     tensor_parallel_process_group       ranks that share every layer; None means all ranks
     sequence_parallel_process_group, pipeline_stage_manager, gradient_checkpoint_config
-                                        set and read by `HybridParallelPlugin`, which cuts stages and sequences
+                                        refused: stages and sequences are cut, and layers recomputed, by `HybridParallelPlugin`
     enable_tensor_parallelism           shard over the group; without it every rank keeps the whole model
     enable_all_optimization             flash attention and fused norms wherever the model can have them
     enable_flash_attention              attention through torch's fused kernels (sdpa)

@@ -38,6 +38,23 @@ class ModelSharder:
         self.policy = policy if policy is not None else get_autopolicy(self._native)
         self._decisions: list[Decision] | None = None
 
+    def layer_lists(self, pipeline: bool) -> list[str] | None:
+        """Names of the ModuleLists that the policy wants the model cut along; None leaves finding them to the pipeline."""
+        if pipeline:
+            self.policy.check_pipeline()
+        self.policy.set_model(self._native)
+        return self.policy.layer_lists_in(self.model)
+
+    def kernels(self) -> str:
+        """Which fused kernels the settings bring to this model, in words; empty where there are none."""
+        found = []
+        if _wants_sdpa(self._native, self.shard_config):
+            already = getattr(getattr(self._native, "config", None), "_attn_implementation", None) == "sdpa"
+            found.append("attention sdpa" + " (which it had by itself)" * already)
+        if _wants_fused_norms(self.shard_config) and has_fusable_norms(self._native):
+            found.append("RMS norms fused")
+        return ", ".join(found)
+
     def prepare(self) -> list[Decision]:
         """Check settings and plan, and say what `shard` will do to the parameters; no parameter is touched yet."""
         if self._decisions is None:
@@ -192,11 +209,13 @@ def _check_supported(config: ShardConfig) -> None:
         raise ValueError(
             "enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; use the plugin or False"
         )
-    if config.gradient_checkpoint_config is not None and config.pipeline_stage_manager is None:
+    if config.gradient_checkpoint_config is not None:
         raise ValueError(
             "gradient_checkpoint_config: which layers recompute is decided per pipeline stage by HybridParallelPlugin; "
             "use the plugin, or model.gradient_checkpointing_enable()"
         )
+    if config.pipeline_stage_manager is not None:
+        raise ValueError("pipeline_stage_manager: ShardFormer alone cuts no stages; use HybridParallelPlugin(pp_size=...), or leave it out")
     if config.enable_jit_fused:
         raise ValueError("enable_jit_fused=True: no operation of this version has a just-in-time fused form; use torch.compile or False")
     if config.fp8_communication:
@@ -211,10 +230,18 @@ def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
 
 
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if (config.enable_flash_attention or config.enable_all_optimization) and _has_sdpa(model):
+    if _wants_sdpa(model, config):
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
-    if config.enable_fused_normalization or config.enable_all_optimization:
+    if _wants_fused_norms(config):
         fuse_norms(model)
+
+
+def _wants_sdpa(model: nn.Module, config: ShardConfig) -> bool:
+    return (config.enable_flash_attention or config.enable_all_optimization) and _has_sdpa(model)
+
+
+def _wants_fused_norms(config: ShardConfig) -> bool:
+    return config.enable_fused_normalization or config.enable_all_optimization
 
 
 def _has_sdpa(model: nn.Module) -> bool:

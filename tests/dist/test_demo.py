@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -45,6 +46,8 @@ def test_it_leaves_what_it_says(on_two_ranks: tuple[Path, str]) -> None:
     assert json.loads((results / "layout.json").read_text())["ranks"] == 2
     report = (results / "report.html").read_text()
     assert "<svg" in report
+    assert "shardwright demo --world-size=2 --steps=12 --batch-size=8" in report
+    assert f"<td>torch</td><td>{importlib.metadata.version('torch')}</td>" in report
     assert not re.search(r"(src|href)=", report), "the report must need no other file"
 
 

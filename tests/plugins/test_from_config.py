@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwright
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.plugins.config_form import flat_arguments
+from shardwright.plugins.config_form import read_config
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 
 
@@ -58,6 +58,7 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "overlap_allgather": True,
             "zero_bucket_size_in_m": 536.870912,
             "max_norm": 1.0,
+            "num_model_chunks": 1,
         },
     ),
     (parallel(zero1=1), {"zero_stage": 0}),
@@ -84,7 +85,7 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {**parallel(pipeline={"size": 2, "mode": "ZBV"}), "model": {"num_chunks": 2}},
         {"pp_size": 2, "num_model_chunks": 2, "pp_style": "zbv"},
     ),
-    ({**parallel(pipeline=1), "model": {"num_chunks": 2}}, {"pp_size": 1}),
+    ({**parallel(pipeline=1), "model": {"num_chunks": 2}}, {"pp_size": 1, "num_model_chunks": 2, "pp_style": "interleaved"}),
     ({"model": {"dtype": "torch.bfloat16"}}, {"precision": "bf16"}),
     ({"model": {"dtype": "float16"}}, {"precision": "fp16"}),
     ({"model": {"dtype": torch.float32, "parallel_output": False}}, {"precision": "fp32", "parallel_output": False}),
@@ -119,7 +120,43 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("config", "flat"), FORMS, ids=lambda value: str(value)[:60])
 def test_forms(config: dict[str, Any], flat: dict[str, Any]) -> None:
-    assert flat_arguments(config) == flat
+    assert read_config(config).arguments == flat
+
+
+UNUSED: list[tuple[dict[str, Any], list[str]]] = [
+    (FULL, []),
+    (
+        parallel(weight={"size": 1, "overlap": True, "memory_pool": True}),
+        ["parallel.weight.overlap=True (weight parallelism is off", "parallel.weight.memory_pool=True (weight"],
+    ),
+    (parallel(weight={"size": 1, "overlap": False, "memory_pool": False}), []),
+    ({"data": {"micro_num": 4, "micro_bsz": 2}}, ["data.micro_bsz=2 (data.micro_num splits the batch)"]),
+    (
+        {**parallel(zero1=1), "hybrid_zero_optimizer": {"overlap_sync_param": True}},
+        ["hybrid_zero_optimizer.overlap_sync_param=True (zero_stage=0 gathers no weights"],
+    ),
+    (
+        {**parallel(zero1={"size": -1, "fsdp": True}), "hybrid_zero_optimizer": {"overlap_sync_param": True}},
+        ["hybrid_zero_optimizer.overlap_sync_param=True (zero_stage=3 gathers"],
+    ),
+    ({**parallel(pipeline=1), "model": {"num_chunks": 2}}, ["pp_style='interleaved' (pp_size=1", "num_model_chunks=2 (pp_size=1"]),
+    ({"grad_scaler": {"growth_factor": 3}}, ["growth_factor=3 (only precision='fp16'"]),
+    (parallel(pipeline={"size": 1, "interleaved_overlap": False}), ["overlap_p2p=False (pp_size=1"]),
+    ({"model": {"parallel_output": False}}, ["parallel_output=False (logits are whole"]),
+    ({**parallel(zero1=1), "hybrid_zero_optimizer": {"reduce_bucket_size": 1000}}, ["zero_bucket_size_in_m=0.001 (zero_stage=0"]),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), UNUSED, ids=lambda value: str(value)[:60])
+def test_keys_without_effect_are_named(config: dict[str, Any], said: list[str], world: Callable[..., None]) -> None:
+    """In the plugin and in the layout report; the tested ones and no others."""
+    world(8)
+    plugin = HybridParallelPlugin.from_config(config)
+    assert len(plugin.without_effect) == len(said), plugin.without_effect
+    report = str(plugin.preflight(torch.nn.Linear(3, 3)))
+    for found, words in zip(plugin.without_effect, said, strict=True):
+        assert words in str(found)
+        assert f"without effect here: {found}" in report
 
 
 REFUSED: list[tuple[Any, list[str]]] = [
@@ -152,7 +189,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
 @pytest.mark.parametrize(("config", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_forms(config: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        flat_arguments(config)
+        read_config(config)
     for word in words:
         assert word in str(caught.value)
 

@@ -123,6 +123,12 @@ SETTINGS: dict[str, Case] = {
     "a zero stage as text": Case({"zero_stage": "2"}, ["zero_stage='2'", "use 2"]),
     "a sub-group that does not divide dp": Case({"zero_stage": 1, "zero_group_size": 3}, ["zero_group_size=3", "dp_size=2", "1, 2"]),
     "a sub-group as text": Case({"zero_group_size": "2"}, ["zero_group_size='2'", "use 2", "or None"]),
+    "a sub-group of nothing": Case({"zero_group_size": 2}, ["zero_group_size=2 with zero_stage=0", "zero_stage=1, 2 or 3"]),
+    "unused parameters where there may be none": Case(
+        {"find_unused_parameters": True, "zero_stage": 3}, ["find_unused_parameters=True", "zero_stage=0, 1 or 2"]
+    ),
+    "fp8 gradients": Case({"communication_dtype": torch.float8_e4m3fn}, ["communication_dtype=torch.float8_e4m3fn", "torch.bfloat16"]),
+    "a sequence mode that does not exist": Case({"sequence_parallelism_mode": "rings"}, ["'rings'", "did you mean 'ring'"]),
     "offload without sharding": Case({"cpu_offload": True}, ["cpu_offload=True", "zero_stage=0", "use zero_stage=1"]),
     "offload as text": Case({"cpu_offload": "yes"}, ["cpu_offload='yes'", "use True"]),
     "overlapped gather without one": Case({"overlap_allgather": True, "zero_stage": 3}, ["overlap_allgather=True", "zero_stage=1 or 2"]),
@@ -155,6 +161,7 @@ SETTINGS: dict[str, Case] = {
     "negative microbatches": Case({"microbatch_size": -2}, ["microbatch_size=-2", "at least 1"]),
     "layers as text": Case({**PIPE, "num_layers_per_stage": "2,2"}, ["num_layers_per_stage='2,2'", "[4, 4]"]),
     "layers of text": Case({**PIPE, "num_layers_per_stage": [2, "2"]}, ["num_layers_per_stage=[2, '2']", "whole numbers"]),
+    "a batch by name": Case({**PIPE, "example_inputs": "batch"}, ["example_inputs='batch'", "next(iter(dataloader))"]),
     "checkpointing as flag": Case(
         {"gradient_checkpoint_config": True}, ["gradient_checkpoint_config=True", "PipelineGradientCheckpointConfig"]
     ),

@@ -63,3 +63,64 @@ def test_doctor_says_how_to_fix_what_is_too_old(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(("version", "expected"), [("2.13.0+cpu", (2, 13)), ("5.17.0.dev0", (5, 17)), ("0.5", (0, 5))])
 def test_release(version: str, expected: tuple[int, int]) -> None:
     assert release(version) == expected
+
+
+PLAN = ["plan", "--world-size", "2", "--model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([*PLAN, "lama-8b"], "there is no model 'lama-8b'"),
+        ([*PLAN, "lama-8b"], "did you mean 'llama-8b'?"),
+        ([*PLAN, "nothing/here"], "there is no model 'nothing/here'"),
+        ([*PLAN, "llama-tiny", "--config", "missing.py"], "config='missing.py' must be a dict or an existing Python file"),
+        ([*PLAN, "llama-tiny", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["plan", "--model", "llama-tiny", "--world-size", "0"], "--world-size 0 must be at least 1"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_is_no_verdict_on_a_layout(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(options)
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert words in said.err.splitlines()[-1]
+    assert "layout does not work" not in said.out + said.err
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    """As `shardwright doctor | head -1` does: the pipe is closed before the last line is written."""
+    code = (
+        "import sys, time, shardwright.cli.doctor as doctor\n"
+        "doctor.checks = lambda: (time.sleep(0.3) or doctor.Check(f'check {n}', True, 'x' * 70000, '') for n in range(4))\n"
+        "from shardwright.cli.main import main\n"
+        "sys.exit(main(['doctor']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert said == ""
+
+
+def test_every_extra_is_for_something_that_is_imported() -> None:
+    """A package that an extra installs is imported somewhere, or is a tool of the tests."""
+    import re
+    from pathlib import Path
+
+    root = Path(shardwright.__file__).parents[1]
+    text = (root / "setup.py").read_text()
+    block = re.search(r"^EXTRAS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    extras = {name: [re.split(r"[<>=]", package)[0] for package in packages] for name, packages in eval(block[1]).items()}
+    extras.pop("test")
+    code = "\n".join(path.read_text() for folder in ("shardwright", "examples", "benchmarks") for path in (root / folder).rglob("*.py"))
+    for name, packages in extras.items():
+        for package in packages:
+            module = package.replace("-", "_")
+            assert re.search(rf"^\s*(import|from) {module}\b", code, re.MULTILINE), f"nothing imports {package} of extra {name!r}"

@@ -109,6 +109,8 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         (["--world-size", "-2"], "-2 is too small"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--output", __file__], "is a file; name a directory"),
+        (["--output", f"{__file__}/below"], "cannot be written to (Not a directory); name another directory"),
+        (["--output", "/proc/nowhere"], "cannot be written to ("),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 from shardwright.cli.demo.layout import nearest_worlds
@@ -36,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     world_size = getattr(args, "world_size", None)
-    if args.output.exists() and not args.output.is_dir():
-        args.fail(f"--output {args.output} is a file; name a directory, which is made if it does not exist")
+    problem = _problem_with(args.output)
+    if problem is not None:
+        args.fail(f"--output {args.output} {problem}")
     gpus = 0 if args.device == "cpu" else _count_gpus()
     if args.device == "cuda" and gpus == 0:
         args.fail("--device cuda, but torch sees no CUDA device here; use --device cpu, or see `shardwright doctor`")
@@ -61,6 +63,18 @@ def _settings(args: argparse.Namespace, world_size: int) -> DemoSettings:
     except ValueError as error:
         args.fail(str(error))
         raise
+
+
+def _problem_with(output: Path) -> str | None:
+    """Why results could not be written there, found out now and not when the training is over."""
+    if output.exists() and not output.is_dir():
+        return "is a file; name a directory, which is made if it does not exist"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            return None
+    except OSError as error:
+        return f"cannot be written to ({error.strerror}); name another directory"
 
 
 def _default_world_size(gpus: int, batch_size: int) -> int:

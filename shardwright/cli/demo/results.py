@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from shardwright.cli.demo.chart import Point, loss_chart
 from shardwright.cli.demo.grammar import IDS, STOP, UNKNOWN, questions
 from shardwright.cli.demo.records import History, Score
+from shardwright.cli.env import versions
 from shardwright.pipeline import timeline_html
 
 SAMPLE_WORDS = 90
@@ -88,6 +89,7 @@ def report(history: History, chart: str) -> str:
         "time": f"{history.seconds:.1f} s of training",
         **{f"questions: {kind}": f"{score} answered right" for kind, score in history.scores.items()},
     }
+    made_with = {"command": history.settings.command_line, **versions()}
     pipeline = ""
     if history.timeline is not None:
         pipeline = f"<h2>What the pipeline did in one step</h2>{timeline_html.figure(history.timeline)}"
@@ -108,6 +110,7 @@ language whose statistics are known exactly.</p>
 <h2>How it was laid out</h2>{_table(history.layout.describe())}
 {pipeline}
 <h2>What the model writes now</h2><ul>{sample}</ul>
+<h2>How it was made</h2>{_table(made_with)}
 </body></html>
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,11 @@ class DemoSettings:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.sequence_length
+
+    @property
+    def command_line(self) -> str:
+        """The command that does the same again."""
+        return shlex.join(["shardwright", "demo", f"--world-size={self.world_size}", *self.to_arguments()])
 
     def to_arguments(self) -> list[str]:
         """The options that make a rank process see these settings."""

@@ -35,6 +35,12 @@ def shape_of(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
     return tuple(module.get_parameter(parameter).shape)
 
 
+def computes_plainly(module: nn.Module) -> bool:
+    """Whether a linear's native forward is y = x W^T + b and nothing else, so that the fused operations can stand in for it."""
+    forward = getattr(native_class(module), "forward", None)
+    return forward is nn.Linear.forward or getattr(forward, "__qualname__", "") == "Conv1D.forward"
+
+
 def output_size(module: nn.Module) -> int:
     """Output features of a linear or Conv1D."""
     return shape_of(module)[1 if is_conv1d(module) else 0]
@@ -68,12 +74,6 @@ class _ParallelLinear(ParallelModule):
     def _native_forward(self, x: Tensor) -> Tensor:
         return super().forward(x)  # type: ignore[misc]
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the native forward is y = x W^T + b and nothing else, so that the fused operations can stand in for it."""
-        forward = getattr(native_class(self), "forward", None)
-        return forward is nn.Linear.forward or getattr(forward, "__qualname__", "") == "Conv1D.forward"
-
     def _update_sizes(self) -> None:
         """Sizes that the module tells about itself, those of the shard from now on."""
         if is_conv1d(self):
@@ -98,7 +98,7 @@ class ColumnParallel(_ParallelLinear):
         layer = cls.adopt(module, parallel)
         layer.gather_output = gather_output
         layer._gathered_pieces = specs["weight"].pieces
-        layer._plain = layer._is_plain
+        layer._plain = computes_plainly(layer)
         layer._update_sizes()
         return layer
 
@@ -127,7 +127,7 @@ class RowParallel(_ParallelLinear):
         layer = cls.adopt(module, parallel)
         layer.split_input = split_input
         layer._input_sizes = [sum(piece.length for piece in pieces) for pieces in specs["weight"].pieces]
-        layer._plain = layer._is_plain
+        layer._plain = computes_plainly(layer)
         layer._update_sizes()
         return layer
 

@@ -49,7 +49,9 @@ def get_autopolicy(model: nn.Module) -> Policy:
         module, name = _OWN[kind]
         return getattr(import_module(f"shardwright.shardformer.policies.{module}"), name)()
     if kind is None:
-        raise ValueError(f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=")
+        raise ValueError(
+            f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the plugin custom_policy="
+        )
     from shardwright.shardformer.policies.generic import GenericPolicy
 
     return GenericPolicy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +52,14 @@ class Policy:
 
     Write `rules` (a plan relative to the base model) for a transformers model, `plan` for any other, `module_policy` to
     replace children class by class; all three may be combined. The other methods have defaults that do nothing.
+
+    layer_lists     names of the ModuleLists that a pipeline cuts along, in the order in which they run, relative to the base model like
+                    `rules`; for models whose layers are not found by themselves
     """
 
     model: nn.Module
     shard_config: ShardConfig
+    layer_lists: Sequence[str] | None = None
 
     @property
     def config(self) -> Any:
@@ -94,12 +98,41 @@ class Policy:
         return self.model
 
     def get_held_layers(self) -> list[nn.Module]:
-        """Modules that this rank keeps when a pipeline cuts the model; all of them without one."""
+        """Modules that this rank keeps: all of them. Stages follow from the model itself; a policy with its own word on them is refused."""
         return list(self.model.children())
 
     def get_shared_params(self) -> list[dict[int, torch.Tensor]]:
-        """For every group of tied parameters, stage -> the stage's copy. Empty where stages do not split ties."""
+        """What `ShardFormer.optimize` returns as shared parameters. Those that stages share are found by the pipeline."""
         return []
+
+    @property
+    def acts_without_sharding(self) -> bool:
+        """Whether this policy does anything to a model whose layers are not sharded."""
+        others = ("module_policy", "preprocess", "postprocess", "config_sanity_check")
+        return self.layer_lists is not None or any(getattr(type(self), name) is not getattr(Policy, name) for name in others)
+
+    def check_pipeline(self) -> None:
+        """Refuse a policy that decides by hand what a pipeline finds out: it would be ignored."""
+        instead = {
+            "get_held_layers": "the layers of every stage follow from the model; remove it, name the lists of layers in layer_lists where "
+            "they are not found, and say how many layers a stage has with num_layers_per_stage=",
+            "get_shared_params": "parameters that stages share are found in the model; remove it",
+        }
+        for name, what in instead.items():
+            if getattr(type(self), name) is not getattr(Policy, name):
+                raise ValueError(f"{type(self).__name__}.{name} with pp_size above 1: {what}")
+
+    def layer_lists_in(self, model: nn.Module) -> list[str] | None:
+        """`layer_lists` by their names in `model`, which is the policy's model or holds it; None where the policy names none."""
+        if self.layer_lists is None:
+            return None
+        if isinstance(self.layer_lists, str):
+            raise ValueError(
+                f"{type(self).__name__}.layer_lists={self.layer_lists!r} must be a list of names, such as [{self.layer_lists!r}]"
+            )
+        base = getattr(self.model, "base_model", self.model)
+        prefix = next((f"{name}." if name else "" for name, module in model.named_modules() if module is base), self.base_prefix())
+        return [f"{prefix}{name}" for name in self.layer_lists]
 
     def base_prefix(self) -> str:
         """Name of the base model inside the model, with a dot; empty when the model is the base model."""

@@ -49,7 +49,7 @@ class GenericPolicy(Policy):
         if not regions:
             raise ValueError(
                 f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are "
-                "recognised; pass policy="
+                "recognised; pass policy=, to the plugin custom_policy="
             )
         regions.append(Region("vocabulary", [vocabulary]))
         self.findings = self._find(regions)
@@ -83,7 +83,7 @@ class GenericPolicy(Policy):
         if rules is None:
             raise ValueError(
                 f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give its gradients; "
-                "pass policy="
+                "pass policy=, to the plugin custom_policy="
             )
         _LOGGER.warning(
             f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed the check"

@@ -1,0 +1,128 @@
+"""Options that a layout has no use for, so that none of them is ignored without a word.
+
+An option that asks for what cannot be had is refused. One that merely finds nothing to act on (a schedule without a pipeline, a loss
+scale in bf16) is accepted, because one configuration often serves many layouts, and is named: in the plugin's `without_effect`, in the
+layout report, and once in the log of rank 0. Only values that differ from the default count: a default asks for nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..shardformer.policies.base import Policy
+
+_LOGGER = logging.getLogger(__name__)
+
+SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale")
+
+
+class WithoutEffect(NamedTuple):
+    """One option of the user's, and why this layout has no use for it."""
+
+    name: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        return f"{self.name}={shown if len(shown) <= 60 else '...'} ({self.why})"
+
+
+class Facts(NamedTuple):
+    """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO sub-group."""
+
+    precision: str
+    stage: int
+    dp: int
+    pp: int = 1
+    tp: int = 1
+    sharing: int = 1
+
+
+class Rule(NamedTuple):
+    """`options` have no effect where `holds`."""
+
+    options: Sequence[str]
+    holds: Callable[[Facts], bool]
+    why: str
+
+
+_ALONE = "there is one data-parallel rank, so nothing is exchanged"
+_SCALE = "only precision='fp16' scales the loss"
+_FSDP_OVERLAP = "ZeRO-3 always reduces gradients while backward runs"
+
+HYBRID: Sequence[Rule] = (
+    Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
+    Rule(
+        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs"),
+        lambda facts: facts.pp == 1,
+        "pp_size=1 has no pipeline",
+    ),
+    Rule(("dp_outside",), lambda facts: facts.pp == 1 or facts.dp == 1, "only pipeline and data-parallel ranks can change places"),
+    Rule(("make_vocab_size_divisible_by",), lambda facts: facts.tp == 1, "tp_size=1 keeps the vocabulary whole"),
+    Rule(("parallel_output",), lambda facts: facts.tp == 1, "logits are whole with tp_size=1"),
+    Rule(("sequence_parallelism_mode",), lambda facts: True, "enable_sequence_parallelism=False"),
+    Rule(("ddp_bucket_cap_mb",), lambda facts: facts.stage > 0, "zero_stage=0 alone uses it; from stage 1 on zero_bucket_size_in_m counts"),
+    Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 0, "zero_stage=0 takes ddp_bucket_cap_mb"),
+    Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "zero_stage=3 reduces layer by layer"),
+    Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("overlap_communication",), lambda facts: facts.stage == 3, _FSDP_OVERLAP),
+    Rule(("overlap_communication",), lambda facts: facts.pp > 1, "a pipeline reduces gradients once, behind its last microbatch"),
+    Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
+    Rule(("find_unused_parameters",), lambda facts: True, "parameters without a gradient are always found"),
+    Rule(("gradient_as_bucket_view",), lambda facts: facts.stage < 3, "gradients always are views of buckets"),
+    Rule(("gradient_as_bucket_view",), lambda facts: facts.stage == 3, "zero_stage=3 has no buckets"),
+    Rule(("static_graph",), lambda facts: True, "nothing here is faster for a graph that never changes"),
+)
+
+LOW_LEVEL_ZERO: Sequence[Rule] = (
+    Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
+    Rule(("master_weights",), lambda facts: facts.precision == "fp32", "parameters in fp32 are their own masters"),
+    Rule(("cast_inputs",), lambda facts: facts.precision == "fp32", "precision='fp32' casts no inputs"),
+    Rule(("reduce_bucket_size_in_m",), lambda facts: facts.stage == 3, "stage=3 reduces layer by layer"),
+    Rule(("communication_dtype",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("overlap_communication",), lambda facts: facts.stage == 3, _FSDP_OVERLAP),
+    Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
+)
+
+
+def find_without_effect(
+    constructor: Callable[..., Any], given: Mapping[str, Any], rules: Iterable[Rule], facts: Facts
+) -> tuple[WithoutEffect, ...]:
+    """The arguments in `given` that differ from the defaults of `constructor` and that a rule says nothing looks at; each once."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(constructor).parameters.items()}
+    found: dict[str, WithoutEffect] = {}
+    for options, holds, why in rules:
+        if holds(facts):
+            for name in options:
+                if not _is_default(given[name], defaults[name]):
+                    found.setdefault(name, WithoutEffect(name, given[name], why))
+    policy = given.get("custom_policy")
+    if facts.tp == 1 and isinstance(policy, Policy) and not policy.acts_without_sharding:
+        why = "its rules shard over tp_size=1 ranks, and it changes nothing else"
+        found["custom_policy"] = WithoutEffect("custom_policy", type(policy).__name__, why)
+    return tuple(found.values())
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default if default is None else bool(value == default)
+
+
+def tell(found: Sequence[WithoutEffect]) -> None:
+    """Name the options once in the log of rank 0."""
+    if found and dist.get_rank() == 0:
+        warn_once("without effect in this layout: " + "; ".join(map(str, found)))
+
+
+@cache
+def warn_once(text: str) -> None:
+    """A warning that a process gives once however many plugins it makes."""
+    _LOGGER.warning(text)

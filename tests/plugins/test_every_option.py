@@ -1,0 +1,344 @@
+"""Every argument of every plugin changes something that can be measured, or is refused, or is named as without effect.
+
+`OPTIONS` has entries for each argument, found with inspect.signature: a new argument without one fails here.
+
+    Changes(see, value, base, world)    with `value` on top of `base` the observer `see` sees something else
+    Refused(value, words, base)         a ValueError with these words
+    Idle(value, base)                   accepted, and named in `without_effect` and in the layout report
+
+An argument that acts in one combination and not in another has an entry for both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright
+from shardwright.plugins import DeepSpeedPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.plugins.without_effect import HYBRID, LOW_LEVEL_ZERO
+from shardwright.shardformer import ModulePolicyDescription, PipelineGradientCheckpointConfig, Policy
+from shardwright.shardformer.policies.llama import LlamaPolicy
+from shardwright.testing import run_ranks
+from tests.plugins import option_observers as see
+from tests.plugins.test_advice import TowerPolicy, _batch
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Changes:
+    see: Callable[[type, Settings], Any]
+    value: Any
+    base: Settings = field(default_factory=dict)
+    world: int = 2
+
+
+@dataclass(frozen=True)
+class Refused:
+    value: Any
+    words: str
+    base: Settings = field(default_factory=dict)
+    world: int = 2
+
+
+@dataclass(frozen=True)
+class Idle:
+    value: Any
+    base: Settings = field(default_factory=dict)
+    world: int = 2
+
+
+class Marking(Policy):
+    """Leaves a mark on every MLP."""
+
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        return {"LlamaMLP": ModulePolicyDescription(attribute_replacement={"marked": True})}
+
+
+F32: Settings = {"precision": "fp32"}
+FP16: Settings = {"precision": "fp16"}
+SCALER: Settings = {**FP16, "initial_scale": 1024.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 1.0, "max_scale": 4096.0}
+PIPE: Settings = {"pp_size": 2, "num_microbatches": 4}
+CHUNKS: Settings = {**PIPE, "pp_style": "interleaved", "num_model_chunks": 2}
+HALF = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
+TP: Settings = {"tp_size": 2, **F32}
+
+
+def scaler_options() -> dict[str, list[Any]]:
+    """The loss scale's: each moves it in fp16, none is used otherwise."""
+    values = {
+        "initial_scale": 512.0,
+        "min_scale": 300.0,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 2,
+        "hysteresis": 1,
+    }
+    options: dict[str, list[Any]] = {name: [Changes(see.loss_scales, value, SCALER), Idle(value)] for name, value in values.items()}
+    return {**options, "max_scale": [Changes(see.loss_scales, 1024.0, SCALER), Idle(2.0**20)]}
+
+
+HYBRID_OPTIONS: dict[str, list[Any]] = {
+    **scaler_options(),
+    "tp_size": [Changes(see.modules, 2)],
+    "pp_size": [Changes(see.report, 2, {"num_microbatches": 4})],
+    "sp_size": [Refused(2, "sp_size=2: this version does not cut sequences")],
+    "precision": [Changes(see.modules, "fp16")],
+    "zero_stage": [Changes(see.traffic, stage, F32) for stage in (1, 2, 3)],
+    "enable_all_optimization": [Changes(see.modules, True)],
+    "enable_fused_normalization": [Changes(see.modules, True)],
+    "enable_flash_attention": [Changes(see.report, True)],
+    "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
+    "enable_sequence_parallelism": [Refused(True, "does not cut sequences yet")],
+    "sequence_parallelism_mode": [
+        Idle("all_to_all"),
+        Refused("circle", "sequence_parallelism_mode='circle' is not one of"),
+        Refused("ring", "does not cut sequences yet", {"enable_sequence_parallelism": True}),
+    ],
+    "enable_sequence_overlap": [Refused(True, "does not cut sequences yet")],
+    "parallel_output": [Changes(see.outputs, False, TP), Idle(False)],
+    "num_microbatches": [Changes(see.layer_calls, 2)],
+    "microbatch_size": [Changes(see.layer_calls, 1), Refused(1, "give one of them", {"num_microbatches": 2})],
+    "max_norm": [Changes(see.step_size, 0.5, F32)],
+    "broadcast_buffers": [Changes(see.buffers, False), Idle(False, world=1)],
+    "ddp_bucket_cap_mb": [Changes(see.traffic, 0.01, F32), Idle(0.01, {"zero_stage": 1})],
+    "find_unused_parameters": [Idle(True), Refused(True, "every rank must use the same parameters", {"zero_stage": 3})],
+    "check_reduction": [Refused(True, "check_reduction=True was withdrawn")],
+    "gradient_as_bucket_view": [Idle(True), Idle(True, {"zero_stage": 3})],
+    "static_graph": [Idle(True)],
+    "zero_bucket_size_in_m": [Changes(see.traffic, 0.002, {**F32, "zero_stage": 1}), Idle(1.0), Idle(1.0, {"zero_stage": 3})],
+    "cpu_offload": [
+        Changes(see.masters, True, {**F32, "zero_stage": 1}),
+        Changes(see.report, True, {**F32, "zero_stage": 2}),
+        Refused(True, "cpu_offload=True with zero_stage=0"),
+    ],
+    "communication_dtype": [
+        Changes(see.traffic, torch.bfloat16, {**F32, "zero_stage": 1}),
+        Changes(see.traffic, torch.bfloat16, {"zero_stage": 2}),
+        Changes(see.report, torch.bfloat16, {"zero_stage": 3}),
+        Refused(torch.float8_e4m3fn, "in which ranks can sum"),
+        Idle(torch.bfloat16, world=1),
+    ],
+    "overlap_communication": [
+        Changes(see.traffic, False, {**F32, "zero_stage": 1, "zero_bucket_size_in_m": 0.002}),
+        Idle(False, {"zero_stage": 3}),
+        Idle(False, PIPE, world=4),
+        Idle(False, world=1),
+    ],
+    "overlap_allgather": [
+        Changes(see.traffic, True, {**F32, "zero_stage": 1}),
+        Refused(True, "only stages 1 and 2 gather"),
+        Refused(True, "only stages 1 and 2 gather", {"zero_stage": 3}),
+        Idle(True, {"zero_stage": 1, "zero_group_size": 1}),
+    ],
+    "zero_group_size": [Changes(see.traffic, 2, {**F32, "zero_stage": 1}, world=4), Refused(2, "zero_group_size=2 with zero_stage=0")],
+    "custom_policy": [Changes(see.modules, Marking()), Idle(LlamaPolicy())],
+    "pp_style": [Changes(see.report, "gpipe", PIPE), Idle("gpipe")],
+    "num_model_chunks": [Changes(see.report, 4, CHUNKS), Idle(2, {"pp_style": "interleaved"})],
+    "num_layers_per_stage": [Changes(see.report, [3, 5], PIPE), Refused("1,3", "list of whole numbers")],
+    "overlap_p2p": [Idle(False)],  # see test_messages_between_stages
+    "enable_metadata_cache": [Idle(False)],  # see test_messages_between_stages
+    "gradient_checkpoint_config": [Changes(see.layer_calls, HALF), Changes(see.report, HALF, PIPE)],
+    "make_vocab_size_divisible_by": [Changes(see.modules, 1, TP), Idle(32)],
+    "dp_outside": [Changes(see.places, False, PIPE, world=4), Idle(False), Idle(False, PIPE)],
+    "inner_ring_size": [Refused(2, "inner_ring_size=2")],
+    "fp8_communication": [Refused(True, "fp8_communication=True")],
+    "use_fp8": [Refused(True, "use_fp8=True")],
+    "example_inputs": [
+        Changes(see.cuts_a_tower, _batch(), {**PIPE, "custom_policy": TowerPolicy()}),
+        Refused("a batch", "next(iter(dataloader))", PIPE),
+        Idle(_batch()),
+    ],
+}
+
+ZERO_OPTIONS: dict[str, list[Any]] = {
+    **scaler_options(),
+    "stage": [Changes(see.gradients_kept, 2), Changes(see.traffic, 3, F32), Refused(0, "stage=0 must be 1"), Refused("2", "use 2")],
+    "precision": [Changes(see.modules, "fp16")],
+    "max_norm": [Changes(see.step_size, 0.5, F32)],
+    "norm_type": [Refused(1.0, "norm_type=1.0 must be 2.0")],
+    "reduce_bucket_size_in_m": [Changes(see.traffic, 0.002, F32), Idle(1.0, {"stage": 3})],
+    "communication_dtype": [
+        Changes(see.traffic, torch.bfloat16, F32),
+        Refused(torch.float8_e4m3fn, "in which ranks can sum"),
+        Refused("bf16", "communication_dtype=bf16"),
+        Idle(torch.bfloat16, world=1),
+    ],
+    "overlap_communication": [
+        Changes(see.traffic, False, {**F32, "reduce_bucket_size_in_m": 0.002}),
+        Idle(False, {"stage": 3}),
+        Idle(False, world=1),
+    ],
+    "overlap_allgather": [
+        Changes(see.traffic, True, F32),
+        Refused(True, "overlap_allgather=True with stage=3", {"stage": 3}),
+        Idle(True, {"zero_group_size": 1}),
+    ],
+    "cpu_offload": [Changes(see.masters, True, F32), Refused("yes", "use True")],
+    "master_weights": [Changes(see.masters, False), Refused(False, "master_weights=False with stage=3", {"stage": 3}), Idle(False, F32)],
+    "verbose": [Changes(see.printed, True), Changes(see.printed, True, {"stage": 3})],
+    "cast_inputs": [Changes(see.input_dtype, False), Idle(False, F32)],
+    "fp8_communication": [Refused(True, "fp8_communication=True")],
+    "use_fp8": [Refused(True, "use_fp8=True")],
+    "extra_dp_size": [
+        Changes(see.traffic, 2, F32, world=4),
+        Refused(3, "extra_dp_size=3 does not divide"),
+        Refused(2, "say the same thing", {"zero_group_size": 2}),
+    ],
+    "zero_group_size": [Changes(see.traffic, 2, F32, world=4)],
+}
+
+DDP_OPTIONS: dict[str, list[Any]] = {
+    "broadcast_buffers": [Changes(see.ddp_settings, False, world=1)],
+    "bucket_cap_mb": [Changes(see.ddp_settings, 1, world=1), Refused(0, "bucket_cap_mb=0"), Refused("25", "use 25")],
+    "find_unused_parameters": [Changes(see.ddp_settings, True, world=1)],
+    "check_reduction": [Refused(True, "check_reduction=True was withdrawn")],
+    "gradient_as_bucket_view": [Changes(see.ddp_settings, True, world=1)],
+    "static_graph": [Changes(see.ddp_settings, True, world=1)],
+    "fp8_communication": [Refused(True, "fp8_communication=True")],
+}
+
+FSDP_OPTIONS: dict[str, list[Any]] = {
+    "mixed_precision": [Changes(see.fsdp_state, "bf16"), Refused("half", "mixed_precision='half'")],
+    "reshard_after_forward": [Changes(see.fsdp_state, False)],
+    "shard_size": [Changes(see.modules, 2, world=4), Refused(3, "shard_size=3")],
+    "cpu_offload": [Changes(see.fsdp_state, True), Refused("yes", "cpu_offload='yes'")],
+    "activation_checkpointing": [Changes(see.layer_calls, True)],
+    "auto_wrap_policy": [Changes(see.fsdp_state, ["LlamaMLP"])],
+    "param_init_fn": [],  # see test_param_init_fn
+    "fp8_communication": [Refused(True, "fp8_communication=True")],
+}
+
+OPTIONS: dict[type, dict[str, list[Any]]] = {
+    HybridParallelPlugin: HYBRID_OPTIONS,
+    LowLevelZeroPlugin: ZERO_OPTIONS,
+    TorchDDPPlugin: DDP_OPTIONS,
+    TorchFSDPPlugin: FSDP_OPTIONS,
+}
+ENTRIES = [(plugin, name, entry) for plugin, options in OPTIONS.items() for name, entries in options.items() for entry in entries]
+
+
+def _id(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else value if isinstance(value, str) else type(value).__name__
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    yield lambda size: shardwright.launch(0, size, None, None, backend="fake" if size > 1 else "gloo")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("plugin", OPTIONS, ids=_id)
+def test_every_argument_has_an_entry(plugin: type) -> None:
+    assert set(inspect.signature(plugin).parameters) == set(OPTIONS[plugin])
+
+
+@pytest.mark.parametrize(("plugin", "rules"), [(HybridParallelPlugin, HYBRID), (LowLevelZeroPlugin, LOW_LEVEL_ZERO)])
+def test_every_rule_is_for_an_argument_and_has_an_entry(plugin: type, rules: Any) -> None:
+    named = {name for rule in rules for name in rule.options}
+    idle = {name for name, entries in OPTIONS[plugin].items() if any(isinstance(entry, Idle) for entry in entries)}
+    assert named | ({"custom_policy"} if plugin is HybridParallelPlugin else set()) == idle
+
+
+@pytest.mark.parametrize(("plugin", "name", "entry"), ENTRIES, ids=_id)
+def test_it_acts_or_is_refused_or_is_named(plugin: type, name: str, entry: Any, start: Callable[[int], None]) -> None:
+    start(entry.world)
+    if isinstance(entry, Refused):
+        with pytest.raises(ValueError) as caught:
+            plugin(**{**entry.base, name: entry.value})
+        assert entry.words in str(caught.value)
+        assert name in str(caught.value)
+    elif isinstance(entry, Idle):
+        made = plugin(**{**entry.base, name: entry.value})
+        assert name in [found.name for found in made.without_effect]  # type: ignore[attr-defined]
+        if hasattr(made, "preflight"):
+            [said] = [str(found) for found in made.without_effect if found.name == name]
+            assert f"without effect here: {said}" in str(made.preflight(see.build(num_hidden_layers=4)))
+    else:
+        given = {**entry.base, name: entry.value}
+        without, with_it = entry.see(plugin, entry.base), entry.see(plugin, given)
+        assert with_it != without, f"{name}={entry.value!r} on top of {entry.base} changes nothing that {entry.see.__name__} sees"
+        made = plugin(**given)
+        assert name not in [found.name for found in getattr(made, "without_effect", ())]
+
+
+@pytest.mark.xfail(strict=True, reason="stage 0 reduces in fp32 whatever is asked for")
+def test_stage_0_reduces_in_the_dtype_that_is_asked_for(start: Callable[[int], None]) -> None:
+    start(2)
+    sent = see.traffic(HybridParallelPlugin, {**F32, "communication_dtype": torch.bfloat16})
+    assert torch.bfloat16 in {event[1] for event in sent if event[0] == "all_reduce"}
+
+
+def messages(rank: int, world: int) -> list[list[Any]]:
+    """What pipelines with and without each option of messages send in two steps, and when they wait."""
+    found = []
+    for option in ({}, {"overlap_p2p": False}, {"enable_metadata_cache": False}):
+        plugin = HybridParallelPlugin(**PIPE, **F32, **option)
+        booster, model, optimizer = see.boosted(plugin)
+        with see.recorded() as events:
+            for _ in range(2):
+                booster.execute_pipeline(iter([see.batch()]), model, None, optimizer)  # type: ignore[arg-type]
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(events)
+    return found
+
+
+def test_messages_between_stages() -> None:
+    """overlap_p2p: waits come later than posts; enable_metadata_cache: descriptions of messages travel once."""
+    for plain, waiting, describing in run_ranks(messages, 2):
+        kinds = [[event[0] if event[0] == "wait" else event for event in events] for events in (plain, waiting)]
+        assert kinds[0] != kinds[1]
+        assert len(describing) > len(plain)
+
+
+def test_a_default_is_silent(start: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
+    """Written out, too: who names a default asks for nothing."""
+    start(2)
+    for plugin in (HybridParallelPlugin, LowLevelZeroPlugin):
+        defaults = {name: parameter.default for name, parameter in inspect.signature(plugin).parameters.items()}
+        assert plugin(**defaults).without_effect == ()  # type: ignore[attr-defined]
+    assert not caplog.records
+
+
+def test_what_has_no_effect_is_logged_once(start: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
+    start(2)
+    for _ in range(2):
+        HybridParallelPlugin(pp_style="gpipe", growth_factor=7.0)
+    [record] = [record.getMessage() for record in caplog.records]
+    assert "pp_style='gpipe' (pp_size=1 has no pipeline)" in record
+    assert "growth_factor=7.0 (only precision='fp16' scales the loss)" in record
+
+
+def test_param_init_fn(start: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
+    """It fills modules on the meta device, and is named where there are none."""
+    start(2)
+    filled: list[nn.Module] = []
+
+    def fill(module: nn.Module) -> None:
+        filled.append(module)
+        module.reset_parameters()  # type: ignore[operator]
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    see.boosted(TorchFSDPPlugin(param_init_fn=fill), model)
+    assert len(filled) == 2
+    see.boosted(TorchFSDPPlugin(param_init_fn=fill), nn.Sequential(nn.Linear(4, 4)))
+    assert any("without effect: param_init_fn" in record.getMessage() for record in caplog.records)
+    with pytest.raises(ValueError, match="activation_checkpointing=True: Linear has no repeated blocks"):
+        see.boosted(TorchFSDPPlugin(activation_checkpointing=True), nn.Linear(4, 4))
+
+
+def test_deepspeed_has_one_argument() -> None:
+    """Its keys are DeepSpeed's business; tests/plugins/test_deepspeed.py walks those that are changed on the way."""
+    assert list(inspect.signature(DeepSpeedPlugin).parameters) == ["config"]
