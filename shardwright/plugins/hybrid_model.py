@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..interface import ModelWrapper
+from ..interface import ModelWrapper, OptimizerWrapper
 from ..pipeline.executor import CutModel, PipelineExecutor
 from ..pipeline.placement import Placement
 from ..pipeline.stage import PLAIN_CALL
@@ -21,7 +21,7 @@ class HybridModel(ModelWrapper):
 
     Without a pipeline it is called like the model itself; with one, `booster.execute_pipeline` runs it.
 
-    settle    completes what still changes the parameters (a gather under way); called before anybody but forward sees the module
+    optimizer trains it
     adapters  where the LoRA parameters of the whole model are to be found
     """
 
@@ -30,25 +30,21 @@ class HybridModel(ModelWrapper):
         module: nn.Module,
         executor: PipelineExecutor,
         policy: PrecisionPolicy,
-        settle: Callable[[], None] | None = None,
+        optimizer: OptimizerWrapper | None = None,
         adapters: Mapping[str, Home] | None = None,
     ) -> None:
         super().__init__(module)
         self.executor = executor
         self._policy = policy
-        self._settle = settle
+        self._trained_by(optimizer)
         self.adapters = dict(adapters or {})
-
-    def unwrap(self) -> nn.Module:
-        if self._settle is not None:
-            self._settle()
-        return super().unwrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
-        return self.module(*args, **kwargs)
+        with self._running():
+            return self.module(*args, **kwargs)
 
     @property
     def cut(self) -> CutModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -238,7 +238,7 @@ class HybridParallelPlugin(Plugin):
         tied = self._describe_tied(model, plan)
         wrapped = self._optimizer(model, optimizer, tied)
         executor = self._executor(cut, wrapped)
-        boosted = HybridModel(model, executor, self.policy, getattr(wrapped, "settle", None), adapters)
+        boosted = HybridModel(model, executor, self.policy, wrapped, adapters)
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
     def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
@@ -362,7 +362,8 @@ class HybridParallelPlugin(Plugin):
             self._share_statistics(model)
         if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
             optimizer.reopen()
-        return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+        with optimizer.plain_parameters() if isinstance(optimizer, OptimizerWrapper) else nullcontext():
+            return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
 
     def _share_statistics(self, model: nn.Module) -> None:
         for module in model.modules():

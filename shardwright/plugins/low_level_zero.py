@@ -18,6 +18,7 @@ from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.device import get_current_device
+from ..zero.collectives import SUMMED, can_be_summed
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
 from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
@@ -25,23 +26,19 @@ from .lora import add_lora
 
 
 class LowLevelZeroModel(ModelWrapper):
-    """Runs the forward on inputs cast to the working dtype; whoever looks at the module finds its parameters up to date."""
+    """Runs the forward on inputs cast to the working dtype."""
 
-    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, settle: Callable[[], None] | None = None) -> None:
+    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, optimizer: OptimizerWrapper | None = None) -> None:
         super().__init__(module)
-        self._settle = settle
+        self._trained_by(optimizer)
         self._policy = policy
         self._cast_inputs = cast_inputs
-
-    def unwrap(self) -> nn.Module:
-        if self._settle is not None:
-            self._settle()
-        return super().unwrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cast_inputs:
             args, kwargs = self._policy.cast_inputs((args, kwargs))
-        return self.module(*args, **kwargs)
+        with self._running():
+            return self.module(*args, **kwargs)
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -104,8 +101,8 @@ class LowLevelZeroPlugin(Plugin):
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
         if reduce_bucket_size_in_m <= 0:
             raise ValueError(f"reduce_bucket_size_in_m={reduce_bucket_size_in_m} must be positive (12 is usual)")
-        if communication_dtype is not None and not communication_dtype.is_floating_point:
-            raise ValueError(f"communication_dtype={communication_dtype} must be a floating-point dtype such as torch.bfloat16")
+        if communication_dtype is not None and not can_be_summed(communication_dtype):
+            raise ValueError(f"communication_dtype={communication_dtype} {SUMMED}")
         if stage == 3:
             _check_stage_3(master_weights=master_weights, precision=precision)
         self.stage = stage
@@ -154,7 +151,7 @@ class LowLevelZeroPlugin(Plugin):
             wrapped = self._configure_flat(model, optimizer)
         self._share_buffers(model)
         return Boosted(
-            LowLevelZeroModel(model, self.policy, self.cast_inputs, getattr(wrapped, "settle", None)),
+            LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped),
             wrapped,
             criterion,
             dataloader,

@@ -19,6 +19,7 @@ from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.policies.base import Policy
 from ..utils.errors import one_of
+from ..zero.collectives import SUMMED, can_be_summed
 from .argument_types import check_types
 
 
@@ -201,11 +202,9 @@ class ReductionSettings:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)")
         if self.communication_dtype is not None and not (
-            isinstance(self.communication_dtype, torch.dtype) and self.communication_dtype.is_floating_point
+            isinstance(self.communication_dtype, torch.dtype) and can_be_summed(self.communication_dtype)
         ):
-            raise ValueError(
-                f"communication_dtype={self.communication_dtype} must be a floating-point torch dtype such as torch.bfloat16, or None"
-            )
+            raise ValueError(f"communication_dtype={self.communication_dtype} {SUMMED}")
         if self.check_reduction:
             raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel and has no counterpart; leave it False")
         if self.cpu_offload and self.zero_stage == 0:

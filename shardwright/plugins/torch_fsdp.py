@@ -28,6 +28,7 @@ class TorchFSDPModel(ModelWrapper):
     """Holds the sharded module, whose parameters are DTensors."""
 
     module: FSDPModule  # type: ignore[assignment]
+    syncs = True  # whether backward reduces gradients
 
 
 class TorchFSDPPlugin(Plugin):
@@ -122,6 +123,8 @@ class TorchFSDPPlugin(Plugin):
             raise ValueError(
                 "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
             )
+        if not on_meta:
+            _share_weights(model)
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
@@ -146,11 +149,27 @@ class TorchFSDPPlugin(Plugin):
         """Keeps unsharded gradients on every rank until the first backward outside: memory for communication."""
         module = model.module if isinstance(model, ModelWrapper) else model
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(False)
+        before = getattr(model, "syncs", True)
+        _set_syncs(model, module, False)
         try:
             yield
         finally:
-            module.set_requires_gradient_sync(True)
+            _set_syncs(model, module, before)
+
+
+def _set_syncs(model: nn.Module, module: FSDPModule, value: bool) -> None:
+    module.set_requires_gradient_sync(value)
+    if isinstance(model, TorchFSDPModel):
+        model.syncs = value
+
+
+def _share_weights(model: nn.Module) -> None:
+    """Start all ranks from rank 0's parameters and buffers, as DistributedDataParallel does: each rank is to keep a part of the same."""
+    device = get_current_device()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        value = tensor.data.to(device)
+        dist.broadcast(value, src=0)
+        tensor.data.copy_(value)
 
 
 def _precision_policy(mixed_precision: str | MixedPrecisionPolicy | Any | None) -> MixedPrecisionPolicy:
