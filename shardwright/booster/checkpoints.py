@@ -30,14 +30,24 @@ class Checkpoints:
     def __init__(self, plugin: Plugin | None) -> None:
         self._plugin = plugin
         self._background = Background()
-        self._model_of: weakref.WeakKeyDictionary[Any, nn.Module] = weakref.WeakKeyDictionary()
-        self._optimizer_of: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        # References on both sides: a dictionary that holds a value forever would hold the key that the value knows.
+        self._models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     def note(self, model: nn.Module, optimizer: Any) -> None:
         """Remember that boost returned these together."""
         if optimizer is not None:
-            self._model_of[optimizer] = model
-            self._optimizer_of[model] = optimizer
+            self._models[optimizer] = weakref.ref(model)
+            self._optimizers[model] = weakref.ref(optimizer)
+            optimizer.boosted_with = model  # an optimizer alone can be saved, and needs the names
+
+    def _model_of(self, optimizer: Any) -> nn.Module | None:
+        found = None if optimizer is None else self._models.get(optimizer)
+        return None if found is None else found()
+
+    def _optimizer_of(self, model: nn.Module) -> Any:
+        found = self._optimizers.get(model)
+        return None if found is None else found()
 
     def wait(self) -> None:
         self._background.wait()
@@ -63,7 +73,7 @@ class Checkpoints:
         use_async: bool,
         keep_last: int | None,
     ) -> None:
-        owner = self._model_of.get(optimizer) if optimizer is not None else None
+        owner = self._model_of(optimizer)
         position, agreement = self._setting(model if model is not None else owner)
 
         def gather() -> Contents:
@@ -84,10 +94,10 @@ class Checkpoints:
         self, path: StrPath, model: nn.Module | None, optimizer: Any, lr_scheduler: Any, dataloader: Any, check: bool
     ) -> dict[str, Any]:
         self.wait()
-        owner = self._model_of.get(optimizer) if optimizer is not None else None
+        owner = self._model_of(optimizer)
         position, agreement = self._setting(model if model is not None else owner)
         if model is not None and optimizer is None:
-            trained_by = self._optimizer_of.get(model)
+            trained_by = self._optimizer_of(model)
             if trained_by is not None:
                 raise ValueError("load(model=...) of a model with an optimizer: pass optimizer= too, or use load_model for weights alone")
         return load(
@@ -121,10 +131,10 @@ class Checkpoints:
     def load_model(self, model: nn.Module, path: StrPath, strict: bool) -> LoadReport:
         self.wait()
         position, agreement = self._setting(model)
-        return load_model(_path(path), _module(model), self._optimizer_of.get(model), position, agreement, strict)
+        return load_model(_path(path), _module(model), self._optimizer_of(model), position, agreement, strict)
 
     def save_optimizer(self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool) -> None:
-        owner = self._model_of.get(optimizer)
+        owner = self._model_of(optimizer)
         position, agreement = self._setting(owner)
         size = _bytes(size_per_shard) if shard else None
 
@@ -135,7 +145,7 @@ class Checkpoints:
 
     def load_optimizer(self, optimizer: Any, path: StrPath) -> None:
         self.wait()
-        owner = self._model_of.get(optimizer)
+        owner = self._model_of(optimizer)
         position, agreement = self._setting(owner)
         load(_path(path), position, agreement, optimizer=optimizer, owner=_unwrapped(owner), with_rng=False)
 

@@ -16,7 +16,7 @@ from ..interface.optimizer import gradients
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..utils.device import get_current_device
 from ..utils.errors import one_of
-from ..utils.tensors import local_tensor
+from ..utils.tensors import local_tensor, multiply_
 
 
 class MixedPrecision(ABC):
@@ -79,13 +79,22 @@ class ScaledOptimizer(OptimizerWrapper):
         super().__init__(optim, optim.max_norm)
         self.scaler = scaler
         self._found_inf: torch.Tensor | None = None  # set while the gradients are unscaled
+        self._overflow: torch.Tensor | None = None  # found before gradients were scaled again for more of them
+        self._scaled_backward = False  # whether a backward of this step has scaled its loss
 
     def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+        self._scale_again()
+        self._scaled_backward = True
         super().backward(loss * self.scaler.scale, inputs, retain_graph)
 
     def unscale(self) -> torch.Tensor:
         """Divide the gradients by the scale, once per step; returns 1.0 where any rank found an inf or nan, else 0.0."""
         if self._found_inf is None:
+            if not self._scaled_backward and gradients(self.parameters()):
+                raise ValueError(
+                    "gradients from a backward whose loss was not scaled for fp16, so that they would be divided by the loss scale: write "
+                    "booster.backward(loss, optimizer) instead of loss.backward(), after optimizer.zero_grad()"
+                )
             found = torch.zeros((), dtype=torch.float32, device=self.scaler.scale.device)
             grads = [local_tensor(grad) for grad in gradients(self.parameters())]
             if grads:
@@ -96,8 +105,14 @@ class ScaledOptimizer(OptimizerWrapper):
                     grad.mul_(inverse.to(grad.device, grad.dtype) if grad.dtype is torch.float64 else inverse.float().to(grad.device))
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            self._found_inf = found
+            self._found_inf = found if self._overflow is None else torch.maximum(found, self._overflow)
         return self._found_inf
+
+    def _scale_again(self) -> None:
+        """Before more gradients are added to those that were unscaled: both must carry the scale."""
+        if self._found_inf is not None:
+            multiply_([local_tensor(grad) for grad in gradients(self.parameters())], self.scaler.scale)
+            self._found_inf, self._overflow = None, self._found_inf
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         self.unscale()
@@ -116,12 +131,12 @@ class ScaledOptimizer(OptimizerWrapper):
         overflowed = bool(found)  # the step is a host decision: torch optimizers cannot be skipped on the device
         result = None if overflowed else super().step(closure)
         self.scaler.update(found)
-        self._found_inf = None
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._found_inf = None
+        self._found_inf = self._overflow = None
+        self._scaled_backward = False
 
     def unwrap(self) -> Optimizer:
         return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim

@@ -51,3 +51,8 @@ def outputs_are_recorded() -> bool:
     Checked on torch 2.13: `torch._C._len_torch_dispatch_stack`.
     """
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What `register_post_accumulate_grad_hook` has put on `tensor`, in order. Torch has no public name for it (2.11 to 2.13)."""
+    return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]

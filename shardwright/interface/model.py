@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+
+from .optimizer import OptimizerWrapper
 
 
 class ModelWrapper(nn.Module):
@@ -17,6 +21,24 @@ class ModelWrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._optimizer: weakref.ref[OptimizerWrapper] | None = None
+
+    def _trained_by(self, optimizer: OptimizerWrapper | None) -> None:
+        """Note who lays out the parameters; not owned, since the optimizer knows the model."""
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def _running(self) -> AbstractContextManager[None]:
+        """Context of everything that runs the model."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return nullcontext() if optimizer is None else optimizer.plain_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `optimizer.zero_grad()`, where boost returned an optimizer that keeps gradients in buffers of its own."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None:
+            super().zero_grad(set_to_none)
+        else:
+            optimizer.zero_grad(set_to_none)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ class OptimizerWrapper(Optimizer):
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
         return self.optim.step()
+
+    def plain_parameters(self) -> AbstractContextManager[None]:
+        """Context in which the model runs; optimizers that watch reads of gradients do not inside."""
+        return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)

@@ -14,8 +14,8 @@ gradients, which nobody waits for). The functions of `ops.linear` ask `active_st
 
 `run` accumulates into `parameter.grad` as autograd would: in place where there is a gradient (a view of a flat buffer stays one), in
 `parameter.grad_dtype` where that is set. The result is bitwise that of the immediate backward, as long as a parameter is used once per
-backward. Autograd hooks on the parameter do not fire, because autograd never sees the gradient: whoever defers also
-reduces, after `run`.
+backward. Hooks for after the accumulation fire, so that whoever counts gradients sees these too; hooks on the gradient itself do not,
+because autograd never sees it.
 
 Activation checkpointing: tensors that autograd unpacks are detached aliases, so the queue holds the `Parameter` object itself.
 """
@@ -29,6 +29,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from shardwright.comm.compat import post_accumulate_hooks
 
 WeightGrad = Callable[[], Tensor]
 
@@ -117,3 +119,5 @@ def accumulate_grad(param: Parameter, grad: Tensor) -> None:
         param.grad.add_(grad)
     else:
         param.grad = grad.to(getattr(param, "grad_dtype", None) or param.dtype)
+    for hook in post_accumulate_hooks(param):
+        hook(param)

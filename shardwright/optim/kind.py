@@ -31,7 +31,9 @@ _ELEMENTWISE_ELSEWHERE = (
     "deepspeed.ops.adam.fused_adam.FusedAdam",
     "apex.optimizers.fused_adam.FusedAdam",
 )
-# Not SGD: its fused kernel fails when one parameter has a momentum buffer and another none yet (torch 2.13).
+# Whose `step`, with fused=True, divides gradients by `grad_scale` and does nothing where `found_inf` is set.
+_FUSED: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+# Switched to it unasked. Not SGD: its fused kernel fails when one parameter has a momentum buffer and another none yet (torch 2.13).
 _FUSABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -47,7 +49,12 @@ def is_elementwise(optim: Optimizer) -> bool:
         return bool(declared)
     if f"{type(optim).__module__}.{type(optim).__qualname__}" in _ELEMENTWISE_ELSEWHERE:
         return True
-    return any(isinstance(optim, cls) and _undecorated(type(optim).step) is _undecorated(cls.step) for cls in ELEMENTWISE)
+    return _keeps_step(optim, ELEMENTWISE)
+
+
+def _keeps_step(optim: Optimizer, classes: tuple[type[Optimizer], ...]) -> bool:
+    """Whether `optim` steps as one of `classes` does: a subclass with a `step` of its own is another optimizer."""
+    return any(isinstance(optim, cls) and _undecorated(type(optim).step) is _undecorated(cls.step) for cls in classes)
 
 
 def _undecorated(step: Any) -> Any:
@@ -68,11 +75,14 @@ def check_supported(optim: Optimizer) -> None:
 
 
 def choose_fused(optim: Optimizer, device: torch.device) -> bool:
-    """Switch groups that leave the kernel open to torch's fused one where it exists; returns whether all groups are fused."""
-    fusable = any(isinstance(optim, cls) for cls in _FUSABLE) and device.type in ("cpu", "cuda")
+    """Switch groups that leave the kernel open to torch's fused one where it exists; returns whether all groups step with it.
+
+    Only then does the step read `grad_scale` and `found_inf`: others may have a key "fused" in their groups and mean something else.
+    """
+    fusable = _keeps_step(optim, _FUSABLE) and device.type in ("cpu", "cuda")
     if fusable and not (isinstance(optim, torch.optim.Adagrad) and device.type != "cpu"):
         for group in optim.param_groups:
             open_choice = group.get("fused") is None and group.get("foreach") is None
             if open_choice and not group.get("differentiable") and not group.get("capturable"):
                 group["fused"] = True
-    return all(bool(group.get("fused")) for group in optim.param_groups)
+    return _keeps_step(optim, _FUSED) and all(bool(group.get("fused")) for group in optim.param_groups)

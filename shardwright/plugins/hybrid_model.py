@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..interface import ModelWrapper
+from ..interface import ModelWrapper, OptimizerWrapper
 from ..pipeline.executor import CutModel, PipelineExecutor
 from ..pipeline.placement import Placement
 from ..pipeline.stage import PLAIN_CALL
@@ -22,7 +22,7 @@ class HybridModel(ModelWrapper):
 
     Without a pipeline it is called like the model itself; with one, `booster.execute_pipeline` runs it.
 
-    settle    completes what still changes the parameters (a gather under way); called before anybody but forward sees the module
+    optimizer trains it
     adapters  where the LoRA parameters of the whole model are to be found
     share_buffers  gives all data-parallel ranks rank 0's running statistics; called before a forward that trains
     """
@@ -32,21 +32,16 @@ class HybridModel(ModelWrapper):
         module: nn.Module,
         executor: PipelineExecutor,
         policy: PrecisionPolicy,
-        settle: Callable[[], None] | None = None,
+        optimizer: OptimizerWrapper | None = None,
         adapters: Mapping[str, Home] | None = None,
         share_buffers: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(module)
         self.executor = executor
         self._policy = policy
-        self._settle = settle
+        self._trained_by(optimizer)
         self.adapters = dict(adapters or {})
         self.share_buffers = share_buffers
-
-    def unwrap(self) -> nn.Module:
-        if self._settle is not None:
-            self._settle()
-        return super().unwrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
@@ -54,7 +49,8 @@ class HybridModel(ModelWrapper):
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))
-        return self.module(*args, **kwargs)
+        with self._running():
+            return self.module(*args, **kwargs)
 
     @property
     def cut(self) -> CutModel:

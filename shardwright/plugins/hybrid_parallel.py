@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -256,9 +256,7 @@ class HybridParallelPlugin(Plugin):
         wrapped = self._optimizer(model, optimizer, tied)
         share_all(model, self.mixed_dp_group)
         executor = self._executor(cut, wrapped)
-        boosted = HybridModel(
-            model, executor, self.policy, getattr(wrapped, "settle", None), adapters, self._buffer_sharing(model, wrapped)
-        )
+        boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped))
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
     def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
@@ -394,7 +392,8 @@ class HybridParallelPlugin(Plugin):
             model.share_buffers()
         if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
             optimizer.reopen()
-        return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+        with optimizer.plain_parameters() if isinstance(optimizer, OptimizerWrapper) else nullcontext():
+            return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

@@ -29,23 +29,19 @@ from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
 
 
 class LowLevelZeroModel(ModelWrapper):
-    """Runs the forward on inputs cast to the working dtype; whoever looks at the module finds its parameters up to date."""
+    """Runs the forward on inputs cast to the working dtype."""
 
-    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, settle: Callable[[], None] | None = None) -> None:
+    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, optimizer: OptimizerWrapper | None = None) -> None:
         super().__init__(module)
-        self._settle = settle
+        self._trained_by(optimizer)
         self._policy = policy
         self._cast_inputs = cast_inputs
-
-    def unwrap(self) -> nn.Module:
-        if self._settle is not None:
-            self._settle()
-        return super().unwrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cast_inputs:
             args, kwargs = self._policy.cast_inputs((args, kwargs))
-        return self.module(*args, **kwargs)
+        with self._running():
+            return self.module(*args, **kwargs)
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -164,7 +160,7 @@ class LowLevelZeroPlugin(Plugin):
             wrapped = self._configure_flat(model, optimizer)
         share_all(model, self.mesh.group("dp"))
         return Boosted(
-            LowLevelZeroModel(model, self.policy, self.cast_inputs, getattr(wrapped, "settle", None)),
+            LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped),
             wrapped,
             criterion,
             dataloader,

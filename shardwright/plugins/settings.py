@@ -19,10 +19,10 @@ from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.policies.base import Policy
 from ..utils.errors import one_of
+from ..zero.collectives import SUMMED, can_be_summed
 from .argument_types import check_types
 
 SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
-WIRE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,8 +278,5 @@ class HybridSettings:
 
 
 def check_communication_dtype(dtype: object) -> None:
-    if dtype is not None and dtype not in WIRE_DTYPES:
-        raise ValueError(
-            f"communication_dtype={dtype} must be a floating-point dtype of 16 bits or more, in which ranks can sum, such as "
-            "torch.bfloat16, or None"
-        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and can_be_summed(dtype)):
+        raise ValueError(f"communication_dtype={dtype} {SUMMED}")

@@ -30,6 +30,7 @@ class TorchFSDPModel(ModelWrapper):
     """Holds the sharded module, whose parameters are DTensors."""
 
     module: FSDPModule  # type: ignore[assignment]
+    syncs = True  # whether backward reduces gradients
 
 
 class TorchFSDPPlugin(Plugin):
@@ -132,6 +133,8 @@ class TorchFSDPPlugin(Plugin):
             )
         if not on_meta and self.param_init_fn is not None and dist.get_rank() == 0:
             warn_once(f"without effect: param_init_fn ({type(model).__name__} has its weights, and it fills those on the meta device)")
+        if not on_meta:
+            _share_weights(model)
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
@@ -156,11 +159,27 @@ class TorchFSDPPlugin(Plugin):
         """Keeps unsharded gradients on every rank until the first backward outside: memory for communication."""
         module = model.module if isinstance(model, ModelWrapper) else model
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(False)
+        before = getattr(model, "syncs", True)
+        _set_syncs(model, module, False)
         try:
             yield
         finally:
-            module.set_requires_gradient_sync(True)
+            _set_syncs(model, module, before)
+
+
+def _set_syncs(model: nn.Module, module: FSDPModule, value: bool) -> None:
+    module.set_requires_gradient_sync(value)
+    if isinstance(model, TorchFSDPModel):
+        model.syncs = value
+
+
+def _share_weights(model: nn.Module) -> None:
+    """Start all ranks from rank 0's parameters and buffers, as DistributedDataParallel does: each rank is to keep a part of the same."""
+    device = get_current_device()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        value = tensor.data.to(device)
+        dist.broadcast(value, src=0)
+        tensor.data.copy_(value)
 
 
 def _precision_policy(mixed_precision: str | MixedPrecisionPolicy | Any | None) -> MixedPrecisionPolicy:

@@ -1,14 +1,16 @@
 """What optimizers of all ZeRO stages share: loss scaling, overflow, the norm, clipping and the inner step.
 
 Gradients lie in the buffers as *raw* sums; everything that multiplies them (the mean over data-parallel ranks, the inverse loss
-scale, the clip coefficient) is collected in one factor and applied once, inside torch's fused kernel where there is one. Nothing
-here waits for the device unless the caller asks for a number, or fp16 meets an optimizer without a fused kernel.
+scale, the clip coefficient) is collected in one factor and applied once, inside torch's fused kernel where there is one. Which call
+may do what to them when: [Note: states of gradients]. Nothing here waits for the device unless the caller asks for a number, or fp16
+meets an optimizer without a fused kernel.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch.optim import Optimizer
 
 from ..interface import OptimizerWrapper
 from ..optim.kind import choose_fused
+from ..utils.tensors import multiply_
 from .grad_norm import clip_coefficient, power_sum, total_norm
+from .grad_state import GradState
 from .scaler import DynamicScaler
 
 
@@ -44,11 +48,15 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self.scaler = scaler
         self.device = device
         self.norm_group = norm_group
+        self.grad_state = GradState.ACCUMULATING
         self._divisor = divisor
         self._clip: torch.Tensor | None = None
         self._raw_norm: torch.Tensor | None = None
-        self._applied = False  # whether the gradients have been multiplied by the factor
+        self._overflow: torch.Tensor | None = None  # 1.0 where gradients were non-finite before they were clamped or handed out
+        self._has_gradients = False  # whether a backward has run since zero_grad
+        self._has_stepped = False
         self._fused = choose_fused(optim, device)
+        self._constants: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     # What a subclass brings.
 
@@ -65,15 +73,18 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         """The gradients that this rank counts in the norm (see `precision.grad_norm`)."""
 
     @abstractmethod
+    def _set_aside(self, scale: float | torch.Tensor) -> None:
+        """More backwards follow: keep reduced gradients, times `scale`, apart from what will accumulate, until that is reduced too."""
+
+    @abstractmethod
     def _publish(self) -> None:
         """Bring updated weights to the model."""
 
     # The face of OptimizerWrapper.
 
     def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
-        self._before_backward()
-        super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph)
-        self._after_backward()
+        with self._running_backward():
+            super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
         self,
@@ -83,17 +94,29 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         retain_graph: bool = False,
     ) -> None:
         """As in `OptimizerWrapper`; `grads` come from a scaled loss already."""
-        self._before_backward()
-        super().backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
-        self._after_backward()
+        with self._running_backward():
+            super().backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on: multiplied by the loss scale in fp16, else itself."""
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
+    @contextmanager
+    def _running_backward(self) -> Iterator[None]:
+        self._before_backward()
+        self._has_gradients = True
+        yield
+        self._after_backward()
+
     def _before_backward(self) -> None:
-        if self._applied:
+        """From here on gradients accumulate; those of the step that were reduced before are set aside."""
+        if self._has_stepped:
             raise ValueError("backward after step without zero_grad: the last gradients are still there; call zero_grad() first")
+        if self.grad_state is GradState.CONSUMED:
+            self._set_aside(1.0 / self._base_factor())
+        else:
+            self._set_aside(1.0 if self._clip is None else self._clip)
+        self.grad_state = GradState.ACCUMULATING
         self._clip = None
         self._raw_norm = None
         self._grad_norm = None
@@ -101,28 +124,31 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _after_backward(self) -> None:
         """Called when a backward started through this wrapper has returned."""
 
+    def _note_written(self) -> None:
+        """Called when the gradients have been written to in place."""
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
             return super().step(closure)  # raises: gradients are reduced once per step
         self._finish_gradients()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
-        found_inf = None
-        if self.scaler is not None:
-            if self._raw_norm is None:
-                self._measure()
-            assert self._raw_norm is not None
-            found_inf = (~self._raw_norm.isfinite()).float()
+        found_inf = self._found_inf() if self.scaler is not None else None
         self._inner_step(found_inf)
+        self._note_written()
         if self.scaler is not None and found_inf is not None:
             self.scaler.update(found_inf)
+        self._has_stepped = self._has_gradients
         self._publish()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._applied = False
+        self.grad_state = GradState.ACCUMULATING
         self._clip = None
         self._raw_norm = None
+        self._overflow = None
+        self._has_gradients = False
+        self._has_stepped = False
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the global norm of the step's gradients; returns the norm before, a 0-d tensor. All ranks must call."""
@@ -130,26 +156,33 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is non-finite: {float(norm)}")
         coefficient = clip_coefficient(norm, max_norm)
-        if self._applied:
-            torch._foreach_mul_(list(self._stepped_gradients()), coefficient.float())
+        if self.grad_state is GradState.CONSUMED:
+            multiply_(self._stepped_gradients(), coefficient)
+            self._note_written()
         else:
             self._clip = coefficient if self._clip is None else self._clip * coefficient
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._finish_gradients()
+        if self.scaler is not None:
+            self._found_inf()  # a clamped infinity looks like any other number
         self._apply_factor()
         grads = list(self._stepped_gradients())
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
+        self._note_written()
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
-        """The norm before clipping of the last step that measured one, else that of the gradients as they are (all ranks must call)."""
-        if self._grad_norm is None:
+        """The norm before clipping (all ranks must call).
+
+        That which the last clip or step measured, until the next backward, also after zero_grad; where none was measured, that of
+        the gradients as they are, and None while there are none.
+        """
+        if self._grad_norm is None and self._has_gradients:
             self._measure(norm_type)
-        assert self._grad_norm is not None
-        return float(self._grad_norm)
+        return None if self._grad_norm is None else float(self._grad_norm)
 
     # Inside.
 
@@ -164,24 +197,34 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         """`grad_norm.power_sum` of what this rank owns."""
         return power_sum(self._owned_gradients(), self.device, norm_type)
 
+    def _base_factor(self) -> float | torch.Tensor:
+        """What makes raw sums the gradients of the step."""
+        return 1.0 / self._divisor if self.scaler is None else 1.0 / self._divisor / self.scaler.scale
+
     def _factor(self) -> float | torch.Tensor:
         """What the gradients in the buffers must still be multiplied by."""
-        if self._applied:
+        if self.grad_state is GradState.CONSUMED:
             return 1.0
-        factor: float | torch.Tensor = 1.0 / self._divisor
-        if self.scaler is not None:
-            factor = factor / self.scaler.scale
+        factor = self._base_factor()
         return factor if self._clip is None else factor * self._clip
+
+    def _found_inf(self) -> torch.Tensor:
+        """1.0 on every rank where a gradient of the step is or was non-finite on any, else 0.0. All ranks must call."""
+        if self._raw_norm is None:
+            self._measure()
+        assert self._raw_norm is not None
+        found = (~self._raw_norm.isfinite()).float()
+        self._overflow = found if self._overflow is None else torch.maximum(found, self._overflow.to(found.device))
+        return self._overflow
 
     def _apply_factor(self) -> None:
         """Multiply the gradients by what is pending, in place."""
-        factor = self._factor()
-        grads = list(self._stepped_gradients())
-        if grads and not (isinstance(factor, float) and factor == 1.0):
-            if isinstance(factor, torch.Tensor):
-                factor = factor.to(grads[0].device, grads[0].dtype)
-            torch._foreach_mul_(grads, factor)
-        self._applied = True
+        multiply_(self._stepped_gradients(), self._factor())
+        self._consume()
+
+    def _consume(self) -> None:
+        """Note that the gradients are those of the step now."""
+        self.grad_state = GradState.CONSUMED
 
     def _inner_step(self, found_inf: torch.Tensor | None) -> None:
         """Step the inner optimizer with the pending factor, or not at all where `found_inf` is set."""
@@ -192,18 +235,25 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             pending = not (isinstance(factor, float) and factor == 1.0)
             if pending or found_inf is not None:
                 device = grads[0].device
-                divisor = 1.0 / torch.as_tensor(factor, device=device)
-                self.optim.grad_scale = divisor.float()  # type: ignore[attr-defined]
-                self.optim.found_inf = (torch.zeros((), device=device) if found_inf is None else found_inf.to(device)).float()  # type: ignore[attr-defined]
+                divisor = self._constant(1.0 / factor, device) if isinstance(factor, float) else (1.0 / factor.to(device)).float()
+                self.optim.grad_scale = divisor  # type: ignore[attr-defined]
+                self.optim.found_inf = self._constant(0.0, device) if found_inf is None else found_inf.to(device)  # type: ignore[attr-defined]
             try:
                 self.optim.step()
             finally:
                 for name in ("grad_scale", "found_inf"):
                     self.optim.__dict__.pop(name, None)
-            self._applied = True
+            self._consume()  # the kernel writes back what it has scaled
             return
         if found_inf is not None and bool(found_inf):
-            self._applied = True
+            self._consume()
             return
         self._apply_factor()
         self.optim.step()
+
+    def _constant(self, value: float, device: torch.device) -> torch.Tensor:
+        """`value` on the device, copied there once: a copy from the host would wait for the device at every step."""
+        key = (value, device)
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(value, dtype=torch.float32, device=device)
+        return self._constants[key]

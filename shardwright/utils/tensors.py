@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,3 +25,19 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
 
 def to_device(tree: T, device: torch.device) -> T:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+def multiply_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all by one number, in place. A 0-d tensor enters in its own precision, also where the tensors have half."""
+    if isinstance(factor, float):
+        if factor != 1.0 and tensors:
+            torch._foreach_mul_(list(tensors), factor)
+        return
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        if dtype.itemsize >= 4:
+            torch._foreach_mul_(same, factor.to(same[0].device, dtype))
+            continue
+        wide = factor.to(same[0].device, torch.float32).reshape(1)  # of one dim, or it would be rounded to `dtype` first
+        for tensor in same:
+            torch.mul(tensor, wide, out=tensor)

@@ -6,28 +6,33 @@ A bucket's way, with the groups of `Groups`:
     model axes                all-reduce of the shard over the axes that its gradients are partial over, and over tied copies
     replica group (d/k)       all-reduce of the shard across the sub-groups; at stage 0 (k = 1) the shard is the bucket
 
-Sums stay raw: the mean over data-parallel ranks is part of the factor that the optimizer applies once per step.
+Sums stay raw: the mean over data-parallel ranks is part of the factor that the optimizer applies once per step. On a 16-bit wire
+they are divided by a power of two that is at least the number of ranks, so that the sum fits, and multiplied again on arrival, which
+loses nothing.
 
 [Note: order of launches] Collectives of one group must start in the same order on every rank, whatever order gradients arrive
 in. So a bucket starts when it and all buckets before it (in its section) are complete; at the end of backward the rest start
 with zeros in place of gradients that never came.
 
-[Note: a second backward] A reduced shard holds the sum over ranks. If another backward adds to it before zero_grad, a second
-reduction must not count that sum once per rank: `reopen` clears it everywhere but on its one keeper.
+What a bucket may be asked for when is in [Note: states of gradients] (precision/grad_state.py).
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..comm.handle import Handle
+from ..precision.grad_state import GradState
 from .buffers import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
 from .exchange import SharedRows
@@ -82,20 +87,28 @@ class _Window:
     def restart(self) -> None:
         self.missing = [set(bucket.plan.slots) for bucket in self.buckets]
         self.next = 0
-        self.dirty = False  # whether a gradient has arrived
 
 
 @dataclass
 class _InFlight:
-    """A bucket on its way; the reducer that launched it waits in `_settle`."""
+    """A bucket on its way; the reducer that launched it waits in `_settle`.
+
+    scatter  the reduce-scatter, in the buffers `lent`
+    part     what it brought, in the dtype of the wire, while all-reduces over `groups` are still to come
+    final    whether the shard is complete after them
+    """
 
     bucket: Bucket
-    scatter: Handle[torch.Tensor]
+    scatter: Handle[torch.Tensor] | None
     lent: list[torch.Tensor]
-    copies: bool  # whether the scattered part must be moved into the shard
-    groups: list[dist.ProcessGroup]  # all-reduces still to come
-    final: bool  # whether the shard is complete after them
+    groups: list[dist.ProcessGroup]
+    final: bool
+    part: torch.Tensor | None = None
     work: dist.Work | None = None
+
+    @property
+    def scattering(self) -> bool:
+        return self.scatter is not None and self.scatter.pending
 
 
 class GradReducer:
@@ -105,7 +118,7 @@ class GradReducer:
                         reduced and only shards are kept (stage 2)
     overlap             collectives run while backward goes on; the numbers are the same either way
     wire_dtype          dtype on the wire, None for that of the gradients
-    predivide           with a `wire_dtype` of its own, gradients are divided by this before they are rounded to it
+    ranks               how many ranks' gradients are summed
     launch_in_backward  whether hooks may start collectives; a pipeline runtime calls `reduce` itself instead
     on_final            called with each bucket whose shard holds its final sum, on the stream that made it
     """
@@ -118,7 +131,7 @@ class GradReducer:
         keep_full: bool,
         overlap: bool,
         wire_dtype: torch.dtype | None,
-        predivide: float,
+        ranks: float,
         launch_in_backward: bool,
         shared_rows: dict[int, SharedRows],
         on_final: Callable[[Bucket], None],
@@ -130,7 +143,7 @@ class GradReducer:
         self.require_sync = True
         self.launch_in_backward = launch_in_backward
         self._wire_dtype = wire_dtype
-        self._predivide = predivide
+        self._predivide = 2.0 ** math.ceil(math.log2(ranks)) if wire_dtype is not None and wire_dtype.itemsize < 4 and ranks > 1 else 1.0
         self._shared_rows = shared_rows
         self._on_final = on_final
         device = self.buckets[0].device
@@ -144,24 +157,51 @@ class GradReducer:
             for position, bucket in enumerate(window.buckets)
             for slot in bucket.plan.slots
         }
-        self._slots = {slot.entry.param: slot for slot in self._places}
+        self.slots = {slot.entry.param: slot for slot in self._places}
         self._flying: list[_InFlight] = []
-        self._reduced: set[int] = set()  # buckets whose shard holds a final sum
-        self._filled: set[int] = set()  # buckets whose shard holds anything of this step (stage 2)
-        self._dirty = True
+        self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
+        self.in_backward = False
         self.touched: set[int] = set()  # entries that got a gradient in this step
-        self._hooks = [slot.entry.param.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)) for slot in self._places]
+        self._hooks = self._install()
 
     def _wire(self, bucket: Bucket) -> torch.dtype:
         return self._wire_dtype or bucket.master_dtype
 
+    def _install(self) -> Callable[[], Any]:
+        """Put hooks on the parameters; returns what takes them off.
+
+        autograd holds hooks where the garbage collector cannot see them, so they know this object and the parameters by number and
+        weak reference only, and go when it goes.
+        """
+        me = weakref.ref(self)
+        self._by_number = list(self._places)
+        handles = [
+            slot.entry.param.register_post_accumulate_grad_hook(partial(_arrived, me, number))
+            for number, slot in enumerate(self._by_number)
+        ]
+        return weakref.finalize(self, _remove, handles)
+
     # Backward.
+
+    def bucket_of(self, slot: Slot) -> Bucket:
+        window, position = self._places[slot]
+        return window.buckets[position]
 
     def gradient_ready(self, param: nn.Parameter) -> None:
         """Say that `param` got its gradient without autograd's hooks (a deferred weight gradient)."""
-        self._on_gradient(self._slots[param], param)
+        self.on_gradient(self.slots[param])
 
-    def _on_gradient(self, slot: Slot, _: nn.Parameter) -> None:
+    def begin_backward(self) -> None:
+        self.in_backward = self._fresh = True
+
+    def on_gradient(self, slot: Slot) -> None:
+        if not self.in_backward and self.launch_in_backward:
+            raise ValueError(
+                f"a gradient for {slot.entry.name} from a backward that its optimizer did not start, so that it would be neither scaled "
+                "nor reduced as the step needs: write booster.backward(loss, optimizer) instead of loss.backward(), after "
+                "optimizer.zero_grad(); where the loss of another optimizer reaches this model, set requires_grad_(False) on its "
+                "parameters for that backward"
+            )
         window, position = self._places[slot]
         self._collect(window, position, slot)
         if not self.launch_in_backward or not self._reduces_now:
@@ -178,8 +218,6 @@ class GradReducer:
                 self._launch_next(window)
 
     def _collect(self, window: _Window, position: int, slot: Slot) -> None:
-        self._dirty = True
-        window.dirty = True
         self.touched.add(slot.entry.index)
         if self.keep_full:
             window.buckets[position].collect(slot)
@@ -188,79 +226,71 @@ class GradReducer:
     def _reduces_now(self) -> bool:
         return self.require_sync or not self.keep_full
 
-    def reopen(self) -> None:
-        """Make buckets that were reduced without a zero_grad since ready for more gradients (see [Note: a second backward]).
+    def set_aside(self, scale: float | torch.Tensor) -> None:
+        """More gradients follow those that were reduced, which come back times `scale` when the next reduction is final.
 
         All ranks must be at the same point of their step: it waits for reductions that are under way.
         """
         if any(flight.final for flight in self._flying):
-            self._settle_all()
-        if not self._reduced:
-            return
-        self.wait_stream()
-        for index in self._reduced:
-            bucket = self.buckets[index]
-            keeps = all(dist.get_rank(group) == 0 for group in self.groups.after_scatter(bucket))
-            if bucket.grads is not None:
-                bucket.grads[: bucket.low].zero_()
-                bucket.grads[bucket.high :].zero_()
-            if not keeps:
-                bucket.shard_grad.zero_()
-        self._reduced.clear()
+            self.settle()
+        reduced = [bucket for bucket in self.buckets if bucket.state.is_reduced]
+        if reduced:
+            self._wait_stream()
+        for bucket in reduced:
+            bucket.set_aside(scale)
 
     def reduce(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Start reducing all buckets of the sections that hold `params` (default: all), without hooks.
+        """Start reducing all buckets of the sections that hold `params` (default: all), without hooks, for runtimes that know when
+        gradients are complete.
 
-        For runtimes that know when gradients are complete, because deferred weight gradients bypass hooks. For the same reason
-        every one of `params` counts as having a gradient, at stage 2 those whose .grad is set.
+        Tied copies count as having a gradient: their ranks must agree, and each sees its own uses of the parameter only.
         """
-        slots = list(self._places) if params is None else [self._slots[param] for param in params if param in self._slots]
+        slots = list(self._places) if params is None else [self.slots[param] for param in params if param in self.slots]
         windows = {id(self._places[slot][0]): self._places[slot][0] for slot in slots}
         for slot in slots:
-            if self.keep_full or slot.entry.param.grad is not None:
+            counts = slot.entry.family.tied is not None if self.keep_full else slot.entry.param.grad is not None
+            if counts:
                 self._collect(*self._places[slot], slot)
         for window in windows.values():
-            if self.keep_full and any(bucket.index in self._reduced or self._is_flying(bucket) for bucket in window.buckets):
+            if self.keep_full and any(bucket.state is not GradState.ACCUMULATING for bucket in window.buckets):
                 raise ValueError("gradients were reduced already in this step; call zero_grad() before the next one")
-            self._launch_rest(window)
+            self._launch_window(window)
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
         """Start what backward left: buckets with parameters that got no gradient."""
+        self.in_backward = False
         if self._reduces_now and self.launch_in_backward:
             for window in self._windows.values():
-                self._launch_rest(window)
+                self._launch_window(window)
+            self._fresh = False
 
-    def finish(self) -> None:
-        """Complete everything: afterwards every shard holds the raw sum over all ranks."""
-        for window in self._windows.values():
-            # Decided by what all ranks share: how far the window has come, not which gradients this rank happens to have.
-            started = window.next > 0 or window.dirty
-            waiting = [bucket for bucket in window.buckets if bucket.index not in self._reduced and not self._is_flying(bucket)]
-            if waiting and (self.keep_full or started):
-                self._launch_rest(window)
-            window.restart()
-        self._settle_all()
-        for bucket in self.buckets:
-            if bucket.index in self._reduced:
-                continue
-            if bucket.grads is None and bucket.index not in self._filled:
-                bucket.shard_grad.zero_()
-                self._filled.add(bucket.index)
-            for group in self.groups.after_scatter(bucket):
-                dist.all_reduce(bucket.shard_grad, group=group)
-            self._complete(bucket)
-        self.wait_stream()
+    def launch_rest(self) -> None:
+        """Start all reductions that the step still needs: which ones follows from what all ranks share, not from the gradients that
+        this rank happens to have."""
+        if self.keep_full or self._fresh:
+            for window in self._windows.values():
+                if any(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in window.buckets):
+                    self._launch_window(window)
+        with self._on_stream():
+            for flight in [flight for flight in self._flying if not flight.final]:
+                self._settle(flight)
+            for bucket in self.buckets:
+                if bucket.state is GradState.ACCUMULATING:
+                    self._launch_held(bucket)
+        self._fresh = False
 
-    def _complete(self, bucket: Bucket) -> None:
-        self._reduced.add(bucket.index)
-        self._on_final(bucket)
-
-    def _is_flying(self, bucket: Bucket) -> bool:
-        return any(flight.bucket is bucket for flight in self._flying)
+    def settle(self) -> None:
+        """Wait for what is under way: afterwards every shard that was launched for good holds the raw sum over all ranks."""
+        with self._on_stream():
+            for flight in self._flying:
+                self._advance(flight)
+            for flight in list(self._flying):
+                self._settle(flight)
+        self._wait_stream()
 
     # One bucket.
 
-    def _launch_rest(self, window: _Window) -> None:
+    def _launch_window(self, window: _Window) -> None:
         while window.next < len(window.buckets):
             self._launch_next(window)
         window.restart()
@@ -268,12 +298,13 @@ class GradReducer:
     def _launch_next(self, window: _Window) -> None:
         bucket = window.buckets[window.next]
         window.next += 1
+        if bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
+            return  # launched before, by a runtime that reduces part by part
         with self._on_stream():
-            scattering = [flight for flight in self._flying if flight.scatter.pending]
+            scattering = [flight for flight in self._flying if flight.scattering]
             if len(scattering) >= _MAX_IN_FLIGHT:
                 self._advance(scattering[0])
             flight = self._launch(bucket)
-            self._flying.append(flight)
             # Over axes other than data parallelism the peers may be at another point of their schedule: waiting for them here
             # could keep this rank from what they wait for.
             if self._stream is not None or not self.overlap:
@@ -282,6 +313,10 @@ class GradReducer:
                     self._settle(flight)
             elif self.groups.shard is None:
                 self._advance(flight)
+
+    def _is_held(self, bucket: Bucket) -> bool:
+        """Whether the bucket is under way to this rank's shard only (stage 2 under no_sync)."""
+        return any(flight.bucket is bucket and not flight.final for flight in self._flying)
 
     def _launch(self, bucket: Bucket) -> _InFlight:
         lent: list[torch.Tensor] = []
@@ -297,8 +332,23 @@ class GradReducer:
             scatter: Handle[torch.Tensor] = Handle("reduce_scatter", [], lambda: buffer)
         else:
             scatter = reduce_scatter_in_place(buffer, self.groups.shard, scratch, tag=2 * bucket.index)
-        groups = self.groups.after_scatter(bucket) if self.require_sync else []
-        return _InFlight(bucket, scatter, lent, copies=buffer is not bucket.grads, groups=groups, final=self.require_sync)
+        return self._fly(bucket, scatter, lent)
+
+    def _launch_held(self, bucket: Bucket) -> None:
+        """Complete a shard that holds the sum over its sub-group already, or nothing."""
+        if bucket.empty:
+            bucket.shard_grad.zero_()
+            bucket.empty = False
+        self._advance(self._fly(bucket, None, []))
+
+    def _fly(self, bucket: Bucket, scatter: Handle[torch.Tensor] | None, lent: list[torch.Tensor]) -> _InFlight:
+        groups = self.groups.after_scatter(bucket) if self.require_sync or scatter is None else []
+        flight = _InFlight(bucket, scatter, lent, groups, final=self.require_sync or scatter is None)
+        bucket.state = GradState.LAUNCHED
+        if bucket.grads is not None:
+            bucket.empty = False
+        self._flying.append(flight)
+        return flight
 
     def _fill(self, bucket: Bucket, scratch: Scratch) -> torch.Tensor:
         """The bucket's gradients side by side in the dtype of the wire."""
@@ -306,7 +356,7 @@ class GradReducer:
         if bucket.grads is not None:
             if wire == bucket.master_dtype:
                 return bucket.grads
-            return torch.mul(bucket.grads, 1.0 / self._predivide, out=scratch(bucket.plan.numel, wire))
+            return torch.mul(bucket.grads, 1.0 / self._predivide_of(bucket), out=scratch(bucket.plan.numel, wire))
         buffer = scratch(bucket.plan.numel, wire)
         present = [(slot, slot.entry.param.grad) for slot in bucket.plan.slots if slot.entry.param.grad is not None]
         if bucket.plan.has_gaps or len(present) < len(bucket.plan.slots):
@@ -317,23 +367,45 @@ class GradReducer:
             slot.entry.param.grad = None
             if self._stream is not None:
                 grad.record_stream(self._stream)
-        return buffer if wire == bucket.master_dtype else buffer.mul_(1.0 / self._predivide)
+        return buffer if self._predivide_of(bucket) == 1.0 else buffer.mul_(1.0 / self._predivide_of(bucket))
+
+    def _predivide_of(self, bucket: Bucket) -> float:
+        return 1.0 if self._wire(bucket) == bucket.master_dtype else self._predivide
 
     def _advance(self, flight: _InFlight) -> None:
-        """Wait for the reduce-scatter, move its result into the shard and start the next all-reduce."""
-        bucket = flight.bucket
-        if flight.scatter.pending:
-            part = flight.scatter.wait()
-            if bucket.grads is None and bucket.index in self._filled:
-                bucket.shard_grad.add_(part)
-            elif flight.copies:
-                bucket.shard_grad.copy_(part)
-                self._filled.add(bucket.index)
-            for buffer in flight.lent:
-                self.pool.give_back(buffer)
-            flight.lent = []
+        """Wait for the reduce-scatter, and start the next all-reduce."""
+        if flight.part is None:
+            flight.part = self._bring_in(flight)
         if flight.work is None and flight.groups:
-            flight.work = dist.all_reduce(bucket.shard_grad, group=flight.groups.pop(0), async_op=True)
+            flight.work = dist.all_reduce(flight.part, group=flight.groups.pop(0), async_op=True)
+
+    def _bring_in(self, flight: _InFlight) -> torch.Tensor:
+        """What is to be all-reduced: the shard itself, or its copy in the dtype of the wire in a lent buffer."""
+        bucket, wire = flight.bucket, self._wire(flight.bucket)
+        shard, scale = bucket.shard_grad, self._predivide_of(flight.bucket)
+        narrow = wire != bucket.master_dtype and bool(flight.groups)
+        if flight.scatter is not None:
+            part = flight.scatter.wait()
+            if bucket.empty or bucket.grads is not None:
+                if narrow:
+                    return part
+                if part.data_ptr() != shard.data_ptr():
+                    shard.copy_(part)
+                    if scale != 1.0:
+                        shard.mul_(scale)
+                bucket.empty = False
+            else:
+                shard.add_(part, alpha=scale)
+        self._give_back(flight)
+        if not narrow:
+            return shard
+        flight.lent = [self.pool.lend(shard.numel(), wire)]
+        return torch.mul(shard, 1.0 / scale, out=flight.lent[0])
+
+    def _give_back(self, flight: _InFlight) -> None:
+        for buffer in flight.lent:
+            self.pool.give_back(buffer)
+        flight.lent = []
 
     def _settle(self, flight: _InFlight) -> None:
         """Bring one bucket to its final sum."""
@@ -342,16 +414,23 @@ class GradReducer:
             flight.work.wait()
             flight.work = None
             self._advance(flight)
-        if flight.final:
-            self._complete(flight.bucket)
+        bucket = flight.bucket
+        assert flight.part is not None
+        if flight.part.data_ptr() != bucket.shard_grad.data_ptr():
+            bucket.shard_grad.copy_(flight.part)
+            if self._predivide_of(bucket) != 1.0:
+                bucket.shard_grad.mul_(self._predivide_of(bucket))
+            bucket.empty = False
+        self._give_back(flight)
         self._flying.remove(flight)
-
-    def _settle_all(self) -> None:
-        with self._on_stream():
-            for flight in self._flying:
-                self._advance(flight)
-            for flight in list(self._flying):
-                self._settle(flight)
+        if not flight.final:
+            if not any(other.bucket is bucket for other in self._flying):
+                bucket.state = GradState.ACCUMULATING
+            return
+        if bucket.carry is not None:
+            bucket.shard_grad.add_(bucket.carry)
+        bucket.state = GradState.FINAL
+        self._on_final(bucket)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -363,30 +442,31 @@ class GradReducer:
         with torch.cuda.stream(self._stream):
             yield
 
-    def wait_stream(self) -> None:
+    def _wait_stream(self) -> None:
         """Let the current stream wait for the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def clear(self) -> None:
         """Forget this step's gradients."""
-        self._settle_all()
-        self.wait_stream()
+        self.settle()
         for bucket in self.buckets:
-            if bucket.grads is not None:
-                if self._dirty:
-                    bucket.grads.zero_()
-                bucket.attach_gradients()
-            else:
-                for slot in bucket.plan.slots:
-                    slot.entry.param.grad = None
+            bucket.forget_gradients()
         for window in self._windows.values():
             window.restart()
-        self._dirty = False
-        self._reduced.clear()
-        self._filled.clear()
+        self._fresh = False
         self.touched.clear()
 
     def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks()
+
+
+def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:
+    here = reducer()
+    if here is not None:
+        here.on_gradient(here._by_number[number])
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -3,6 +3,7 @@
     flat     [numel]        working parameters, in the working dtype; the model's parameters are views of it
     grads    [numel]        accumulated gradients in the master's dtype (full_grads only); the parameters' .grad are views of it
     shard_grad [shard]      this rank's part of the gradients: a view of `grads`, or a buffer of its own
+    carry    [shard]        gradients of the step that were reduced before more came; made only then
     master   [shard]        what the optimizer steps on: a view of `flat` where the dtypes agree, else a copy in fp32
 
 [Note: who holds gradients] With `full_grads` (stages 0 and 1) autograd accumulates straight into `grads`: the parameter's .grad is
@@ -15,7 +16,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..precision.grad_state import GradState
 from ..precision.policy import HALF
+from ..utils.tensors import multiply_
 from .layout import BucketPlan, Slot
 
 # Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the view.
@@ -58,6 +61,10 @@ class Bucket:
             self.shard_grad = torch.zeros(plan.shard_numel, dtype=self.master_dtype, device=device)
         # Gradients as the optimizer steps on them: in host memory when the master lies there.
         self.step_grad = self._host_buffer() if offload else self.shard_grad
+        self.state = GradState.ACCUMULATING
+        self.empty = True  # whether the gradient buffers hold nothing of this step
+        self.carry: torch.Tensor | None = None
+        self._versions: list[int] = []
         self.grad_views = {slot: self.view(self.grads, slot) for slot in plan.slots} if self.grads is not None else {}
 
     def _new_master(self) -> torch.Tensor:
@@ -99,6 +106,7 @@ class Bucket:
             param.grad = None
             param.data = self.view(self.flat, slot)
         self.attach_gradients()
+        self.note_versions()
 
     def attach_gradients(self) -> None:
         """Point every parameter's .grad at its view of `grads` (see [Note: who holds gradients])."""
@@ -112,8 +120,55 @@ class Bucket:
                 param.grad_dtype = view.dtype
             param.grad = view
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether masters are copies, which do not see what is written to the working parameters."""
+        return self.master.data_ptr() != self.own_flat.data_ptr()
+
+    def note_versions(self) -> None:
+        """Remember how often autograd has counted each parameter as written to (publishing writes to `flat`, which is not counted)."""
+        if self.has_copies:
+            self._versions = [slot.entry.param._version for slot in self.plan.slots]
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Let the masters of parameters that were written to in place since `note_versions` follow."""
+        for slot, before in zip(self.plan.slots, self._versions, strict=bool(self._versions)):
+            part = slot.part_in(self.low, self.high) if slot.entry.param._version != before else None
+            if part is not None:
+                where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
+                self.master[where].copy_(self.own_flat[where])
+        self.note_versions()
+
+    def whole_gradient(self, slot: Slot) -> torch.Tensor:
+        """The gradient of a parameter, where this rank has all of it."""
+        return self.view(self.grads if self.grads is not None else self.shard_grad, slot)
+
+    def set_aside(self, scale: float | torch.Tensor) -> None:
+        """Move the reduced gradients, times `scale`, to `carry`, and let what accumulates begin at zero."""
+        assert self.state.is_reduced
+        if self.carry is None:
+            self.carry = torch.empty_like(self.shard_grad)
+        self.carry.copy_(self.step_grad)
+        multiply_([self.carry], scale)
+        if self.grads is not None:
+            self.grads.zero_()
+        self.state, self.empty = GradState.ACCUMULATING, True
+
+    def forget_gradients(self) -> None:
+        """Begin a step: gradients are zero, and .grad of the parameters as it was after boost."""
+        if self.grads is not None:
+            if not self.empty:
+                self.grads.zero_()
+            self.attach_gradients()
+        else:
+            for slot in self.plan.slots:
+                slot.entry.param.grad = None
+        self.state, self.empty, self.carry = GradState.ACCUMULATING, True, None
+
     def collect(self, slot: Slot) -> None:
         """Make sure the gradient that backward just produced for `slot` is in `grads`."""
+        self.empty = False
         view, param = self.grad_views[slot], slot.entry.param
         if param.grad is view or param.grad is None:
             return
@@ -136,7 +191,7 @@ class Bucket:
 
     def _tensors(self) -> list[torch.Tensor]:
         own = [self.flat, self.master, self.shard_grad, self.step_grad]
-        return own + ([self.grads] if self.grads is not None else [])
+        return own + [tensor for tensor in (self.grads, self.carry) if tensor is not None]
 
 
 class ScratchPool:

@@ -14,6 +14,14 @@ import torch.distributed as dist
 from ..comm.compat import all_gather_single, reduce_scatter_single
 from ..comm.handle import Handle
 
+SUMMED = "must be a floating-point dtype of 16 bits or more, in which ranks can sum, such as torch.bfloat16, or None"
+
+
+def can_be_summed(dtype: torch.dtype) -> bool:
+    """Whether reductions work in `dtype`: neither NCCL nor gloo adds 8-bit floats."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
 Scratch = Callable[[int, torch.dtype], torch.Tensor]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
 from ..precision.grad_norm import owned_ranges
+from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
 from ..utils.modules import separable_blocks
+from ..utils.tensors import multiply_
 from .entries import collect_entries
 from .exchange import SharedRows
 from .layout import Entry
@@ -109,6 +111,15 @@ def _mp_policy(precision: PrecisionPolicy, communication_dtype: torch.dtype | No
     return MixedPrecisionPolicy(reduce_dtype=communication_dtype)
 
 
+class _Known(NamedTuple):
+    """A gradient as it was when the optimizer last wrote to it: the parameter's .grad, its local part, and the latter's version."""
+
+    param: Any
+    grad: Any
+    local: torch.Tensor
+    version: int
+
+
 class FsdpOptimizer(MixedPrecisionOptimizer):
     """Steps an optimizer on the local shards of a model that `shard_model` sharded.
 
@@ -156,7 +167,11 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         for number, group in enumerate(optim.param_groups):
             group["params"] = [tensor for tensor, entry in zip(self._stepped, entries, strict=True) if entry.group == number]
         self._shared = self._shared_rows()
-        self._finished = False
+        self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        self._syncs = True
+        self._unsynced = False  # whether FSDP2 holds gradients that no_sync has accumulated
+        self._carry: dict[int, Any] = {}  # entry -> reduced gradient (a DTensor) that was set aside
+        self._known: list[_Known] = []  # gradients as this object left them
 
     def _rows(self, entry: Entry) -> tuple[int, int]:
         """[start, stop) of dim 0 that this rank holds: torch deals rows like `torch.chunk`."""
@@ -184,25 +199,69 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients on every rank; the first backward outside reduces them."""
-        self.model.set_requires_gradient_sync(False)
+        before = self._syncs
+        self._set_syncs(False)
         try:
             yield
         finally:
-            self.model.set_requires_gradient_sync(True)
+            self._set_syncs(before)
+
+    def _set_syncs(self, value: bool) -> None:
+        self._syncs = value
+        self.model.set_requires_gradient_sync(value)
 
     def _before_backward(self) -> None:
+        if self._known and all(param.grad is None for param in self._params):
+            self.zero_grad()  # by hand
+        self._check_outside_changes()
         super()._before_backward()
-        self._finished = False
+        self._known.clear()
+        self._unsynced = not self._syncs
+
+    def _require_synced(self) -> None:
+        """FSDP2 reduces in backward only, and forgets what it has accumulated only when it reduces."""
+        if self._unsynced:
+            raise ValueError(
+                "the last backward was under no_sync, and at ZeRO stage 3 gradients are reduced in a backward only: run the last backward "
+                "of a step outside of no_sync (afterwards optimizer.zero_grad() can drop them), or use stage 1 or 2"
+            )
+
+    def _after_backward(self) -> None:
+        if self._syncs and (self.scaler is not None or self._axes):
+            self._note_written()
+
+    @torch.no_grad()
+    def _set_aside(self, scale: float | torch.Tensor) -> None:
+        """Take finished gradients from the parameters: what was summed over model axes must not be summed again with what follows."""
+        if not self.grad_state.is_reduced:
+            return
+        for entry, param in zip(self._entries, self._params, strict=True):
+            if param.grad is not None:
+                self._carry[entry.index] = param.grad
+                multiply_([param.grad.to_local()], scale)
+                param.grad = None
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:
-        if self._finished:
+        self._require_synced()
+        self._check_outside_changes()
+        if self.grad_state.is_reduced:
             return
+        for param in self._frozen:
+            if param.requires_grad:
+                raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
+        if not self._has_gradients and any(param.grad is not None for param in self._params):
+            raise ValueError(
+                "gradients from a backward that the optimizer did not start, so that they are not scaled as the step needs: write "
+                "booster.backward(loss, optimizer) instead of loss.backward()"
+            )
         grads = {}
         for entry, param, stepped in zip(self._entries, self._params, self._stepped, strict=True):
             if param.grad is None:
                 stepped.grad = None
-                continue
+                if entry.index not in self._carry:
+                    continue
+                param.grad = torch.zeros_like(self._carry[entry.index])
             grads[entry.index] = param.grad.to_local()
             if stepped is not param:
                 local = param.to_local().detach()
@@ -215,7 +274,45 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
             if entry.index in grads:
                 for group in self._extra_groups(entry):
                     dist.all_reduce(grads[entry.index], group=group)
-        self._finished = True
+        for index, carry in self._carry.items():
+            grads[index].add_(carry.to_local())
+        self._carry.clear()
+        self.grad_state = GradState.FINAL
+        self._note_written()
+
+    @torch.no_grad()
+    def _note_written(self) -> None:
+        self._known = []
+        for param in self._params:
+            if param.grad is not None:
+                local = param.grad.to_local()
+                self._known.append(_Known(param, param.grad, local, local._version))
+
+    def _check_outside_changes(self) -> None:
+        """See to gradients that were written to since this object did, as torch's clipping does.
+
+        With data parallelism alone they are DTensors of the whole gradient, so that torch's functions are right, and what was measured
+        is measured again. Along model axes DTensor knows nothing of the other ranks, and in fp16 gradients are still scaled.
+        """
+        if all(known.param.grad is known.grad and known.local._version == known.version for known in self._known):
+            return
+        if any(known.param.grad is not known.grad for known in self._known) and self.grad_state.is_reduced:
+            raise ValueError(
+                "param.grad was assigned to after the gradients of the step had been read: call optimizer.zero_grad() to drop all of them; "
+                "to leave parameters out of a step set requires_grad_(False) on them before its backward"
+            )
+        if self.scaler is not None or self._axes:
+            where = "in fp16 gradients carry the loss scale" if self.scaler is not None else f"{self._axes} hold parts of the gradients"
+            raise ValueError(
+                f"gradients were changed outside of the optimizer (torch.nn.utils.clip_grad_norm_?), but {where}: clip with the plugin's "
+                "max_norm=, optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(value)"
+            )
+        self._raw_norm = None
+        self._note_written()
+
+    @property
+    def _axes(self) -> str:
+        return " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in ("tp", "pp", "sp") if self.mesh.size(axis) > 1)
 
     def _extra_groups(self, entry: Entry) -> list[dist.ProcessGroup]:
         groups = [self.mesh.group(axis) for axis in entry.spec.partial if self.mesh.size(axis) > 1]
@@ -248,11 +345,13 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         pass  # the optimizer stepped on the storage that FSDP2 gathers from
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._require_synced()
         super().zero_grad(set_to_none)
         for param, stepped in zip(self._params, self._stepped, strict=True):
             param.grad = None
             stepped.grad = None
-        self._finished = False
+        self._carry.clear()
+        self._known.clear()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """As `ZeroOptimizer.gradients`."""

@@ -1,14 +1,14 @@
 """Bringing updated parameters to all ranks of a sub-group, one all-gather per bucket.
 
 With `overlap`, step returns while gathers run, and a module waits for the buckets of its own parameters just before its forward.
-A parameter used outside the forward of the module that owns it (a functional call, `MultiheadAttention.out_proj`) would be missed,
-so the first training forward is watched: parameters that got a gradient although no forward of an owner was seen are waited for at
-the start of the model's forward from then on.
+Whoever else uses a parameter meanwhile (a functional call, `MultiheadAttention.out_proj`, an average of weights) waits for its bucket
+too: see `param_guard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,42 +19,44 @@ from torch import nn
 from ..comm.handle import Handle
 from .buffers import Bucket
 from .collectives import all_gather_in_place
+from .param_guard import ParamGuard
 
 
 class ParamGatherer:
-    """Copies masters into the working parameters and gathers them."""
+    """Copies masters into the working parameters and gathers them.
+
+    guard   of the parameters, set before the first `publish`
+    """
+
+    guard: ParamGuard
 
     def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, models: Sequence[nn.Module], overlap: bool) -> None:
         self._buckets = list(reversed(buckets))  # forward needs the last bucket of backward first
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._pending: dict[int, Handle[torch.Tensor]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
+        self._params = {bucket.index: [slot.entry.param for slot in bucket.plan.slots] for bucket in self._buckets}
+        self._homes = {param: index for index, params in self._params.items() for param in params}
         device = buckets[0].device
         overlap = overlap and self._group is not None
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.overlap = overlap
-        self._hooks: list[Any] = []
-        self._early: set[int] = set()  # buckets that the model's forward waits for at its start
-        self._unseen: dict[int, set[int]] = {}  # entry -> bucket, for parameters whose owners were not seen to run yet
-        if overlap:
-            self._install(models)
+        self._hooks = self._install(models) if overlap else []
+        self._release = weakref.finalize(self, _remove, self._hooks)  # modules may outlive this
 
-    def _install(self, models: Sequence[nn.Module]) -> None:
-        places = {slot.entry.param: (slot.entry.index, bucket.index) for bucket in self._buckets for slot in bucket.plan.slots}
-        self._unseen = {entry: {bucket} for entry, bucket in places.values()}
+    def _install(self, models: Sequence[nn.Module]) -> list[Any]:
+        me, hooks = weakref.ref(self), []
         for model in models:
-            # The root hook must run before those of the modules inside, also when the root itself owns parameters.
-            self._hooks.append(model.register_forward_pre_hook(self._before_model, prepend=True))
-            self._hooks.append(model.register_state_dict_pre_hook(lambda *_: self.wait()))
             for module in model.modules():
-                owned = [places[param] for param in module.parameters(recurse=False) if param in places]
-                if owned:
-                    entries, buckets = {entry for entry, _ in owned}, sorted({bucket for _, bucket in owned})
-                    self._hooks.append(module.register_forward_pre_hook(partial(self._before_module, entries, buckets)))
+                buckets = sorted({self._homes[param] for param in module.parameters(recurse=False) if param in self._homes})
+                if buckets:
+                    hooks.append(module.register_forward_pre_hook(partial(_before_module, me, buckets)))
+        return hooks
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy this rank's masters into its part of the working parameters and gather the other parts."""
+        self.wait()  # for those of the last step that nobody has used
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         for bucket in self._buckets:
@@ -67,41 +69,44 @@ class ParamGatherer:
                     self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
                 self._events[bucket.index] = torch.cuda.Event()
                 self._events[bucket.index].record(self._stream)
-        if not self.overlap:
+        if self.overlap:
+            self.guard.values_pending(self._homes, True)
+        else:
             self.wait()
 
     def _start(self, bucket: Bucket) -> None:
-        if bucket.master.data_ptr() != bucket.own_flat.data_ptr():
+        if bucket.has_copies:
             bucket.own_flat.copy_(bucket.master, non_blocking=True)
         if self._group is not None:
             self._pending[bucket.index] = all_gather_in_place(bucket.flat, self._group, tag=2 * bucket.index + 1)
 
-    def wait(self, buckets: Sequence[int] | None = None) -> None:
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Wait until these buckets (default: all) are complete on this rank."""
-        for index in list(self._pending if buckets is None else buckets):
-            if index in self._pending:
-                self._pending.pop(index).wait()
-        for index in list(self._events if buckets is None else buckets):
-            if index in self._events:
-                torch.cuda.current_stream().wait_event(self._events.pop(index))
+        if not self._pending and not self._events:
+            return
+        for index in list(self._params if buckets is None else buckets):
+            handle, event = self._pending.pop(index, None), self._events.pop(index, None)
+            if handle is not None:
+                handle.wait()
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+            if self.overlap and (handle is not None or event is not None):
+                self.guard.values_pending(self._params[index], False)
 
-    def learn(self, touched: set[int]) -> None:
-        """After the first backward: wait early for buckets of parameters that were used without a forward of their owner."""
-        if self._unseen:
-            self._early.update(bucket for entry, found in self._unseen.items() if entry in touched for bucket in found)
-            self._unseen = {}
-
-    def _before_model(self, *_: Any) -> None:
-        if self._early:
-            self.wait(sorted(self._early))
-
-    def _before_module(self, entries: set[int], buckets: list[int], *_: Any) -> None:
-        if self._unseen:
-            for entry in entries:
-                self._unseen.pop(entry, None)
-        if self._pending or self._events:
-            self.wait(buckets)
+    def values_wanted(self, params: Iterable[nn.Parameter]) -> None:
+        """See `param_guard.ValueReads`."""
+        self.wait(sorted({self._homes[param] for param in params}))
 
     def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._release()
+
+
+def _before_module(gatherer: weakref.ref[ParamGatherer], buckets: list[int], *_: Any) -> None:
+    here = gatherer()
+    if here is not None:
+        here.wait(buckets)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -11,7 +11,7 @@ AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,15 +23,19 @@ from torch.optim import Optimizer
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
 from ..precision.grad_norm import owned_ranges, power_sum
+from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from .bucket import GradReducer, Groups
-from .buffers import Bucket
+from .buffers import HAS_GRAD_DTYPE, Bucket
+from .collectives import SUMMED, can_be_summed
 from .entries import collect_entries
 from .exchange import SharedRows
 from .gather import ParamGatherer
 from .layout import ALIGN, BucketPlan, Slot, plan_buckets
+from .param_guard import ParamGuard
+from .script_reads import ScriptReads
 from .segments import Segment, Segments, is_elementwise_state
 from .shards import LoadedShard, ParamShard, check_complete
 
@@ -82,22 +86,21 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             raise ValueError(f"stage={stage} of ZeroOptimizer must be 0, 1 or 2; stage 3 is FsdpOptimizer")
         if bucket_size_in_m <= 0:
             raise ValueError(f"bucket_size_in_m={bucket_size_in_m} must be positive (12 is usual)")
-        if communication_dtype is not None and not communication_dtype.is_floating_point:
-            raise ValueError(f"communication_dtype={communication_dtype} must be a floating-point dtype such as torch.bfloat16")
+        if communication_dtype is not None and not can_be_summed(communication_dtype):
+            raise ValueError(f"communication_dtype={communication_dtype} {SUMMED}")
         check_supported(optim)
         models = list(model) if isinstance(model, Sequence) else [model]
         elementwise = is_elementwise(optim)
         entries = collect_entries(optim, models, precision, whole=not elementwise)
         device = entries[0].param.device
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
-        predivides = communication_dtype is not None and communication_dtype.itemsize < 4
         super().__init__(
             optim,
             device=device,
             max_norm=max_norm,
             scaler=DynamicScaler(scaler or ScalerConfig(), device) if precision is not None and precision.needs_scaler else None,
             norm_group=dist.group.WORLD,
-            divisor=1.0 if predivides else divisor,
+            divisor=divisor,
         )
         self.stage = stage
         self.mesh = mesh
@@ -118,7 +121,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             keep_full=stage < 2,
             overlap=overlap_communication,
             wire_dtype=communication_dtype,
-            predivide=divisor if predivides else 1.0,
+            ranks=mesh.size("dp_sp"),
             launch_in_backward=launch_in_backward,
             shared_rows=self._shared_rows(plans),
             on_final=self._bucket_is_final,
@@ -126,8 +129,16 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.gatherer = ParamGatherer(self.buckets, self.groups.shard, models, overlap_allgather)
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
-        self._finished = False
+        self._agreed = False  # whether the ranks have agreed on which parameters got a gradient
         self._all_touched = torch.ones(len(entries), dtype=torch.uint8, device=device)
+        self._inside = 0  # contexts of `plain_parameters`
+        self._reads = ScriptReads(self)
+        self.guard = ParamGuard([entry.param for entry in entries], self._reads, self.gatherer)
+        self.gatherer.guard = self.guard
+        if stage == 2 and not launch_in_backward and HAS_GRAD_DTYPE:
+            for bucket in self.buckets:  # whole gradients accumulate over the microbatches of a step, as those of stage 1 do
+                for slot in bucket.plan.slots:
+                    slot.entry.param.grad_dtype = bucket.master_dtype
 
     def _new_bucket(self, plan: BucketPlan, index: int, master_weights: bool) -> Bucket:
         return Bucket(
@@ -169,24 +180,54 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         finally:
             self.require_sync = before
 
+    @contextmanager
+    def plain_parameters(self) -> Iterator[None]:
+        """Inside, the model runs: reads of gradients are not watched (see `param_guard`)."""
+        self._inside += 1
+        if self._inside == 1:
+            self.guard.ask_for_gradients(False)
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self.guard.ask_for_gradients(self._has_gradients)
+
+    @contextmanager
+    def _running_backward(self) -> Iterator[None]:
+        if not self.reducer.launch_in_backward:
+            with super()._running_backward():
+                yield
+            return
+        with self.plain_parameters():
+            try:
+                with super()._running_backward():
+                    yield
+            finally:
+                self.reducer.in_backward = False
+
     def _before_backward(self) -> None:
-        super()._before_backward()
-        self._finished = False
-        if self.reducer.launch_in_backward:
-            self.reducer.reopen()
+        if self.reducer.launch_in_backward or self.grad_state is not GradState.ACCUMULATING:
+            self._reads.refuse_dropped()
+            super()._before_backward()
+        self.reducer.begin_backward()
+
+    def _set_aside(self, scale: float | torch.Tensor) -> None:
+        self.reducer.set_aside(scale)
+        self._agreed = False
+        self._norm_parts.clear()
 
     def reopen(self) -> None:
         """For runtimes that call `reduce_grad` themselves: more backwards follow, perhaps without a zero_grad since the last reduction."""
-        self._finished = False
-        self.reducer.reopen()
-        self._norm_parts.clear()
+        self._reads.refuse_dropped()
+        super()._before_backward()
 
     def _after_backward(self) -> None:
-        self.reducer.after_backward()
+        self.reducer.end_backward()
 
     def reduce_grad(self, params: Sequence[nn.Parameter] | None = None) -> None:
         """Start reducing the gradients of the model parts that hold `params` (default: all); see `GradReducer.reduce`."""
-        self._finished = False
+        self._agreed = False
         self.reducer.reduce(params)
 
     def gradient_ready(self, param: nn.Parameter) -> None:
@@ -196,17 +237,23 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     # What the step template asks for.
 
     def _finish_gradients(self) -> None:
-        if self._finished:
+        if self._agreed:
             return
+        self._reads.refuse_dropped()
         for param in self._frozen:
             if param.requires_grad:
                 raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
+        # In this order on all ranks: which reductions are still to be started may differ between them, and the agreement runs on the
+        # same communicator.
+        self.reducer.launch_rest()
         agreed = self._start_agreement()
-        self.reducer.finish()
+        self.reducer.settle()
         self._set_touched(agreed)
         if self.cpu_offload and self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies that `_bucket_is_final` started
-        self._finished = True
+        self._agreed = True
+        if self.grad_state is GradState.ACCUMULATING:
+            self.grad_state = GradState.FINAL
 
     def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
         """Start agreeing on which parameters got a gradient on any rank."""
@@ -236,7 +283,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             self.segments.set_touched(set(flags.nonzero().flatten().tolist()))
 
     def _stepped_gradients(self) -> list[torch.Tensor]:
-        return self.segments.grads()
+        return [bucket.step_grad for bucket in self.buckets]
+
+    def _consume(self) -> None:
+        super()._consume()
+        for bucket in self.buckets:
+            bucket.state = GradState.CONSUMED
 
     def _owned_gradients(self) -> list[torch.Tensor]:
         return [view for bucket in self.buckets for view in self._views_to_count(bucket, bucket.step_grad)]
@@ -249,7 +301,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             self._norm_parts[bucket.index] = power_sum(self._views_to_count(bucket, bucket.shard_grad), self.device)
 
     def _power_sum(self, norm_type: float) -> torch.Tensor:
-        if norm_type == 2.0 and not self._applied and len(self._norm_parts) == len(self.buckets):
+        if norm_type == 2.0 and self.grad_state is GradState.FINAL and len(self._norm_parts) == len(self.buckets):
             return torch.stack([self._norm_parts[bucket.index] for bucket in self.buckets]).sum()
         return super()._power_sum(norm_type)
 
@@ -287,14 +339,40 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         return tied is None or dist.get_rank(tied) == 0
 
     def _publish(self) -> None:
-        self.gatherer.learn(self.reducer.touched)
         self.gatherer.publish()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        self._take_edits()
+        return super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self.guard.ask_for_gradients(False)
         self.reducer.clear()
         self._norm_parts.clear()
-        self._finished = False
+        self._agreed = False
+        self._reads.dropped.clear()
+
+    def hand_out_gradients(self) -> None:
+        """Make the gradients in the buffers those of the step, for a script that reads them where this rank has them whole.
+
+        Starts no collective.
+        """
+        if self.grad_state is GradState.CONSUMED:
+            return
+        if self.mesh.world_size == 1:
+            self.reducer.launch_rest()  # reaches nobody
+        self.reducer.settle()
+        if self.scaler is not None:  # all ranks have the same gradients here
+            found = (~power_sum(self._stepped_gradients(), self.device).isfinite()).float()
+            self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
+        self._apply_factor()
+
+    def _take_edits(self) -> None:
+        """Masters follow parameters that were written to in place: load_state_dict, copy_, nn.init (not `.data`, which leaves no trace)."""
+        for bucket in self.buckets:
+            if bucket.has_copies:
+                bucket.take_edits()
 
     # State.
 
@@ -305,6 +383,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def shards(self) -> list[ParamShard]:
         """What this rank owns of every parameter (see `zero.shards`)."""
         self.gatherer.wait()
+        self._take_edits()
         result = []
         for segment in self.segments.items:
             state = self.segments.state_of(segment)
@@ -385,11 +464,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take masters from the working parameters, after new weights were loaded into the model."""
+        """Take masters from the working parameters, after weights were written through `.data`; other ways are noticed."""
         self.gatherer.wait()
         for bucket in self.buckets:
-            if bucket.master.data_ptr() != bucket.own_flat.data_ptr():
+            if bucket.has_copies:
                 bucket.master.copy_(bucket.own_flat)
+                bucket.note_versions()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's masters, states, hyperparameters and loss scale, by parameter name; for the same layout only."""
@@ -430,6 +510,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def release(self) -> None:
         """Take hooks off the model and give its parameters storage of their own; the optimizer is of no use afterwards."""
         self.gatherer.wait()
+        self.guard.ask_for_gradients(False)
         self.gatherer.remove_hooks()
         self.reducer.remove_hooks()
         for bucket in self.buckets:

@@ -1,0 +1,334 @@
+"""Sequences of calls on a boosted model and optimizer, beside the same calls on plain torch in one process.
+
+A sequence is data: how the job is laid out, and calls by name. Every rank makes the calls of both sides and compares weights after each
+of them; a call that a rank cannot answer must be refused with a ValueError on all ranks, and must change nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.booster import Booster
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
+
+SAMPLES = 8
+TINY_BUCKET = 300e-6  # elements in millions: several buckets
+
+
+class OwnStep(torch.optim.AdamW):
+    """A subclass that steps in its own way: by the sign of the gradient where that is large, so that its scale matters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(param.grad.clamp(-0.05, 0.05), alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=5e-2, momentum=0.9),
+    "own step": lambda params: OwnStep(params, lr=1e-2, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """`calls` are (name, number) pairs; the number seeds a batch, or says how much."""
+
+    stage: int
+    calls: tuple[tuple[str, int], ...]
+    plugin: str = "hybrid"
+    optimizer: str = "adamw"
+    max_norm: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Model(nn.Module):
+    """Odd sizes; `sometimes` is used by some batches, `never` by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(5, 9)
+        self.sometimes = nn.Linear(9, 9, bias=False)
+        self.never = nn.Linear(3, 2)
+        self.head = nn.Linear(9, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if flag is None or bool(flag):
+            hidden = hidden + self.sometimes(hidden)
+        return self.head(hidden)
+
+
+def batch_of(number: int) -> torch.Tensor:
+    return torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(2).mean() + output.mean()
+
+
+class Pair:
+    """Both sides of one sequence on one rank."""
+
+    def __init__(self, rank: int, world: int, sequence: Sequence) -> None:
+        self.rank, self.world, self.sequence = rank, world, sequence
+        self.plain = Model()
+        self.plain_optim = OPTIMIZERS[sequence.optimizer](self.plain.parameters())
+        model = Model()
+        optim = OPTIMIZERS[sequence.optimizer](model.parameters())
+        self.captured = list(model.parameters())
+        settings: dict[str, Any] = {"precision": "fp32", "max_norm": sequence.max_norm, **sequence.options}
+        if sequence.plugin == "hybrid":
+            plugin: Any = HybridParallelPlugin(
+                zero_stage=sequence.stage,
+                zero_bucket_size_in_m=TINY_BUCKET,
+                ddp_bucket_cap_mb=TINY_BUCKET * 4,
+                num_microbatches=2,
+                **settings,
+            )
+        else:
+            plugin = LowLevelZeroPlugin(stage=sequence.stage, reduce_bucket_size_in_m=TINY_BUCKET, **settings)
+        self.booster = Booster(plugin=plugin)
+        self.model, self.optim, *_ = self.booster.boost(model, optim)
+        self.norm: float | None = None  # what get_grad_norm promises
+        self.has_gradients = self.stepped = self.unsynced = False
+        self.saved: Any = None
+
+    # What can be answered.
+
+    def refuses(self, name: str) -> bool:
+        if name in ("backward", "backward_no_sync", "pipeline"):
+            return self.stepped
+        if self.sequence.stage == 3 and self.unsynced and name in ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "step"):
+            return True  # FSDP2 reduces in backward only
+        if name in ("torch_clip", "read"):
+            if self.world == 1 or self.sequence.stage == 3 or not self.has_gradients:
+                return False
+            return self.sequence.stage > 0 or self.unsynced
+        return False
+
+    def call(self, name: str, number: int) -> None:
+        refused = self.refuses(name)
+        try:
+            getattr(self, f"do_{name}")(number)
+        except ValueError:
+            if not refused:
+                raise
+            return
+        assert not refused, "not refused"
+
+    # Calls. The boosted side comes first: where it refuses, the plain side must not move.
+
+    def _uses(self, number: int, rank: int) -> bool:
+        """Of `sometimes`: by all ranks, by none, or by rank 0 alone, which stage 3 does not allow."""
+        kind = number % 4
+        return kind != 0 and (kind != 1 or rank == 0 or self.sequence.stage == 3)
+
+    def _plain_backward(self, number: int, uses: bool = False) -> None:
+        total = torch.zeros((), dtype=torch.float64)
+        for rank, share in enumerate(batch_of(number).chunk(self.world)):
+            flag = torch.tensor(uses or self._uses(number, rank))
+            total = total + loss_of(self.plain(share, flag)) / self.world
+        total.backward()
+        self.norm, self.has_gradients = None, True
+
+    def _share(self, number: int) -> torch.Tensor:
+        return batch_of(number).chunk(self.world)[self.rank]
+
+    def do_backward(self, number: int, sync: bool = True) -> None:
+        with nullcontext() if sync else self.booster.no_sync(self.model, self.optim):
+            loss = loss_of(self.model(self._share(number), torch.tensor(self._uses(number, self.rank))))
+            self.booster.backward(loss, self.optim)
+        self._plain_backward(number)
+        self.unsynced = not sync
+
+    def do_backward_no_sync(self, number: int) -> None:
+        self.do_backward(number, sync=False)
+
+    def do_pipeline(self, number: int) -> None:
+        if self.sequence.plugin != "hybrid":
+            return self.do_backward(number)
+        batch = {"x": self._share(number)}
+        self.booster.execute_pipeline(iter([batch]), self.model, lambda output, _: loss_of(output), self.optim)
+        self._plain_backward(number, uses=True)
+        self.unsynced = False
+        return None
+
+    def do_norm(self, _: int) -> None:
+        got = self.optim.get_grad_norm()
+        if self.norm is None and self.has_gradients:
+            self.norm = self._plain_norm()
+        self.unsynced = self.unsynced and not self.has_gradients
+        same(got, self.norm, "norm")
+
+    def _plain_norm(self) -> float:
+        return float(nn.utils.get_total_norm([param.grad for param in self.plain.parameters() if param.grad is not None]))
+
+    def do_clip_norm(self, number: int) -> None:
+        most = 0.05 * (1 + number % 7)
+        norm = float(self.optim.clip_grad_by_norm(most))
+        if self.has_gradients:
+            self.norm = float(nn.utils.clip_grad_norm_(self.plain.parameters(), most))
+            same(norm, self.norm, "norm before clipping")
+        self.unsynced = False
+        if not self.has_gradients:
+            self.norm = 0.0
+
+    def do_clip_value(self, number: int) -> None:
+        most = 0.01 * (1 + number % 7)
+        self.optim.clip_grad_by_value(most)
+        if self.has_gradients:  # torch's function cannot do without
+            nn.utils.clip_grad_value_(self.plain.parameters(), most)
+        self.unsynced = False
+
+    def do_torch_clip(self, number: int) -> None:
+        if self.sequence.stage == 3 and self.unsynced:
+            return  # FSDP2 keeps what no_sync accumulates out of sight
+        most = 0.05 * (1 + number % 7)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        same(norm, float(nn.utils.clip_grad_norm_(self.plain.parameters(), most)), "torch's norm")
+
+    def do_read(self, _: int) -> None:
+        if self.sequence.stage == 3 and self.unsynced:
+            return
+        for (name, param), plain in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            got, wanted = param.grad, plain.grad
+            if got is not None or wanted is not None:
+                got = torch.zeros_like(plain) if got is None else whole(got)
+                same(got, torch.zeros_like(plain) if wanted is None else wanted, f"{name}.grad")
+
+    def do_inspect(self, _: int) -> None:
+        grads = self.optim.gradients()
+        self.unsynced = False
+        for name, plain in self.plain.named_parameters():
+            wanted = torch.zeros_like(plain) if plain.grad is None else plain.grad
+            same(grads.get(name, torch.zeros_like(plain)), wanted, f"gradient of {name}")
+
+    def do_load(self, number: int) -> None:
+        torch.manual_seed(number)
+        state = {name: value + 0.01 * torch.randn_like(value) for name, value in self.plain.state_dict().items()}
+        self.plain.load_state_dict(state)
+        if self.sequence.stage == 3:
+            return self._write_all(state)
+        self.model.load_state_dict(state)
+        return None
+
+    def _write_all(self, state: dict[str, torch.Tensor]) -> None:
+        for name, param in self.model.named_parameters():
+            with torch.no_grad():
+                param.copy_(dist_like(state[name], param))
+
+    def do_edit(self, number: int) -> None:
+        for module in (self.model, self.plain):
+            with torch.no_grad():
+                dict(module.named_parameters())["head.weight"].mul_(1 + 0.01 * (number % 5))
+
+    def do_average(self, _: int) -> None:
+        """What an average of weights over a list made before boost sees, right now."""
+        params = self.captured if self.sequence.stage < 3 else list(self.model.parameters())
+        for captured, plain in zip(params, self.plain.parameters(), strict=True):
+            same(whole(captured.detach().clone()), plain.detach(), "a captured parameter")
+
+    def do_save(self, _: int) -> None:
+        ours = copy.deepcopy(self.optim.state_dict())
+        self.saved = (ours, copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optim.state_dict()))
+
+    def do_restore(self, _: int) -> None:
+        if self.saved is None or (self.sequence.optimizer == "own step" and self.sequence.stage == 3):
+            return
+        ours, weights, states = self.saved
+        self.optim.load_state_dict(copy.deepcopy(ours))
+        self.plain.load_state_dict(weights)
+        self.plain_optim.load_state_dict(copy.deepcopy(states))
+
+    def do_zero_grad(self, number: int) -> None:
+        if number % 3 == 1:
+            self.model.zero_grad()
+        elif number % 3 == 2 and self.sequence.stage < 3:
+            for param in self.model.parameters():
+                param.grad = None
+        else:
+            self.optim.zero_grad()
+        self.plain_optim.zero_grad()
+        self.has_gradients = self.stepped = self.unsynced = False
+
+    def do_step(self, _: int) -> None:
+        self.optim.step()
+        if self.sequence.max_norm and self.has_gradients:
+            self.norm = float(nn.utils.clip_grad_norm_(self.plain.parameters(), self.sequence.max_norm))
+        elif self.sequence.max_norm:
+            self.norm = 0.0
+        self.plain_optim.step()
+        self.stepped = self.has_gradients
+        self.unsynced = False
+
+    def do_lr(self, number: int) -> None:
+        for optim in (self.optim, self.plain_optim):
+            for group in optim.param_groups:
+                group["lr"] *= 0.5 + 0.25 * (number % 4)
+
+    def compare(self) -> None:
+        for (name, param), plain in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            same(whole(param.detach()), plain.detach(), name)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def dist_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, param.device_mesh, param.placements)  # type: ignore[attr-defined]
+
+
+def same(got: Any, wanted: Any, what: str) -> None:
+    if got is None or wanted is None or isinstance(wanted, float):
+        alike = got is wanted if got is None or wanted is None else math.isclose(got, wanted, rel_tol=1e-10, abs_tol=1e-10)
+        assert alike, f"{what}: {got}, in one process {wanted}"
+        return
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
+def run_sequence(rank: int, world: int, sequence: Sequence) -> None:
+    pair = Pair(rank, world, sequence)
+    for position, (name, number) in enumerate(sequence.calls):
+        try:
+            pair.call(name, number)
+            if name in ("step", "load", "edit", "restore"):
+                if number % 2:
+                    pair.do_average(number)
+                pair.compare()
+        except BaseException as error:
+            error.add_note(f"at call {position}, {name}({number}), of {sequence}")
+            raise
+    pair.compare()
+    release = getattr(pair.optim, "release", None)
+    if release is not None:
+        release()
+
+
+def run_sequences(rank: int, world: int, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        run_sequence(rank, world, sequence)
+        dist.barrier()
+
+
+def without(sequence: Sequence, position: int) -> Sequence:
+    return replace(sequence, calls=sequence.calls[:position] + sequence.calls[position + 1 :])
