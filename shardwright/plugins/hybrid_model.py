@@ -47,6 +47,7 @@ class HybridModel(ModelWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)
+        self.executor.check_call(args, kwargs)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         return self.module(*args, **kwargs)
 

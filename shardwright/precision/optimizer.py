@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..cluster import job
 from ..interface import OptimizerWrapper
 from ..optim.kind import choose_fused
 from .grad_norm import clip_coefficient, power_sum, total_norm
@@ -101,6 +102,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _after_backward(self) -> None:
         """Called when a backward started through this wrapper has returned."""
 
+    @job.heeds_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
             return super().step(closure)  # raises: gradients are reduced once per step

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..cluster import job
 from ..comm.handle import Handle
 from .buffers import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
@@ -146,6 +147,7 @@ class GradReducer:
         }
         self._slots = {slot.entry.param: slot for slot in self._places}
         self._flying: list[_InFlight] = []
+        self._generation = job.generation()
         self._reduced: set[int] = set()  # buckets whose shard holds a final sum
         self._filled: set[int] = set()  # buckets whose shard holds anything of this step (stage 2)
         self._dirty = True
@@ -370,6 +372,9 @@ class GradReducer:
 
     def clear(self) -> None:
         """Forget this step's gradients."""
+        if self._generation != job.generation():  # sums on their way through groups that were closed by a failure
+            self._generation = job.generation()
+            self._flying.clear()
         self._settle_all()
         self.wait_stream()
         for bucket in self.buckets:
