@@ -12,6 +12,7 @@ from shardwright._version import __version__
 
 if TYPE_CHECKING:
     from shardwright.booster import Booster
+    from shardwright.cluster.job import recover
     from shardwright.cluster.launch import (
         get_default_parser,
         launch,
@@ -27,6 +28,7 @@ _HOMES = {
     "launch_from_openmpi": "shardwright.cluster.launch",
     "launch_from_slurm": "shardwright.cluster.launch",
     "launch_from_torch": "shardwright.cluster.launch",
+    "recover": "shardwright.cluster.job",
 }
 _SUBPACKAGES = (
     "accelerator",
@@ -57,6 +59,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "recover",
 ]
 
 

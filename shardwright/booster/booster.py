@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.hf_import import LoadReport
+from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
 from ..plugins.lora import add_lora, require_adapters, write_adapters
@@ -69,12 +70,15 @@ class Booster:
         self._checkpoints.note(boosted.model, boosted.optimizer)
         return tuple(boosted)  # type: ignore[return-value]
 
+    @job.heeds_failures
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
         """Backward through the optimizer wrapper, which scales the loss where the number format needs it."""
         if not isinstance(optimizer, OptimizerWrapper):
             raise ValueError(f"backward needs the optimizer that boost returned, not a bare {type(optimizer).__name__}")
+        job.count_backward()
         optimizer.backward(loss)
 
+    @job.heeds_failures
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -106,6 +110,7 @@ class Booster:
             )
         return add_lora(model, pretrained_dir, lora_config)
 
+    @job.heeds_failures
     def save_lora_as_pretrained(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write the adapters of a boosted model as `peft.PeftModel.from_pretrained(base_model, path)` reads them. All ranks call it."""
         plain = unwrapped(_without_autocast(model))
@@ -128,6 +133,7 @@ class Booster:
 
     # Checkpoints. All ranks must call.
 
+    @job.heeds_failures
     def save(
         self,
         path: StrPath,
@@ -151,6 +157,7 @@ class Booster:
         """
         self._checkpoints.save(path, model, optimizer, lr_scheduler, dataloader, step, extra, use_async, keep_last)
 
+    @job.heeds_failures
     def load(
         self,
         path_or_run_dir: StrPath,
@@ -172,6 +179,7 @@ class Booster:
         """Until the last asynchronous save is on disk; raises what went wrong there."""
         self._checkpoints.wait()
 
+    @job.heeds_failures
     def save_model(
         self,
         model: nn.Module,
@@ -191,6 +199,7 @@ class Booster:
         """
         self._checkpoints.save_model(model, path, shard, prefix, size_per_shard, use_safetensors, use_async)
 
+    @job.heeds_failures
     def load_model(self, model: nn.Module, path: StrPath, strict: bool = True) -> LoadReport:
         """Weights from a directory or file of safetensors, as transformers or `save_model` wrote it, or from a checkpoint of `save`.
 
@@ -199,6 +208,7 @@ class Booster:
         """
         return self._checkpoints.load_model(model, path, strict)
 
+    @job.heeds_failures
     def save_optimizer(
         self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = 1024, use_async: bool = False
     ) -> None:
@@ -208,6 +218,7 @@ class Booster:
         """
         self._checkpoints.save_optimizer(optimizer, path, shard, size_per_shard, use_async)
 
+    @job.heeds_failures
     def load_optimizer(self, optimizer: OptimizerWrapper, path: StrPath) -> None:
         """Masters too, and with them the weights that they are the masters of: call it after `load_model`."""
         self._checkpoints.load_optimizer(optimizer, path)

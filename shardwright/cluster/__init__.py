@@ -1,15 +1,19 @@
 """Processes: launching them, naming their axes, coordinating them."""
 
 from .coordinator import DistCoordinator
+from .job import BrokenJobError, JobError, recover
 from .launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from .mesh import ParallelMesh
 
 __all__ = [
+    "BrokenJobError",
     "DistCoordinator",
+    "JobError",
     "ParallelMesh",
     "get_default_parser",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "recover",
 ]

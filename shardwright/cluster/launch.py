@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from ..utils.errors import nearest
 from ..utils.random import set_seed
-from . import environment
+from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
+from .watch import Watch
 
 logger = logging.getLogger("shardwright")
 
@@ -46,7 +47,8 @@ def launch(
     seed        seeds python, numpy and torch alike on every rank, so that ranks build the same model
     local_rank  index of this process on its node, which is also the CUDA device it takes; by default rank modulo device count
     config      a dict or the path of a Python file; `HybridParallelPlugin.from_config()` reads its `parallel` entry
-    timeout     of every collective and of joining itself, a timedelta or seconds
+    timeout     of every collective and message in every group that shardwright makes, and of joining itself; a timedelta or seconds. When
+                it strikes, the job ends and says what every rank was doing
 
     A second call with the same rank and world size only sets the seed and the configuration.
     """
@@ -54,14 +56,17 @@ def launch(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
     backend = resolve_backend(backend)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if dist.is_initialized():
         _check_same_job(rank, world_size)
     else:
         if "nccl" in backend:
             _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
-        _join(rank, world_size, host, port, backend, timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        _join(rank, world_size, host, port, backend, limit)
         os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
         atexit.register(_leave)
+    if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
+        _fail_together(limit)
     set_seed(seed)
     set_launch_config(loaded)
     if verbose and rank == 0:
@@ -154,6 +159,28 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
         ) from error
 
 
+def _fail_together(timeout: timedelta) -> None:
+    """Let this rank hear of the failures of others, and others of its own; see `cluster.job`."""
+    # Checked on torch 2.13: the store of the default group has no public name.
+    me = job.Job(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    job.set_current(me)
+    groups.set_timeout(timeout)
+    watch = Watch(me)
+    watch.install()
+    ending.remember_exits()
+    default = sys.excepthook
+    sys.excepthook = lambda kind, error, tb: ending.excepthook(me, kind, error, tb)
+
+    def stop() -> None:
+        ending.at_exit(me)
+        watch.stop()
+        sys.excepthook = default
+        job.set_current(None)
+
+    # Handlers run last in, first out: this one before `_leave`, where `launch` registered it.
+    atexit.register(stop)
+
+
 def _leave() -> None:
     """Close the process groups at exit.
 
@@ -164,6 +191,7 @@ def _leave() -> None:
     a collective, to let go of its tensors, and a thread that asks for the lock while the interpreter is taken apart aborts it: they get
     a moment to finish.
     """
+    ending.last_act()
     failed = hasattr(sys, "last_value")
     if dist.is_initialized() and not (failed and "nccl" in dist.get_backend()):
         if "gloo" in dist.get_backend():
@@ -179,8 +207,15 @@ def _check_same_job(rank: int, world_size: int) -> None:
         )
 
 
+def _devices_are_dealt_out() -> bool:
+    """Whether every process was given devices of its own to see, as `srun --gpus-per-task=1` does; torchrun's all see the same."""
+    return "CUDA_VISIBLE_DEVICES" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
 def _take_device(local_rank: int, explicit: bool) -> None:
     count = torch.cuda.device_count()
+    if count == 1 and explicit and local_rank > 0 and _devices_are_dealt_out():
+        local_rank = 0  # the one device that this task can see
     if explicit and local_rank >= count:
         raise ValueError(
             f"local_rank={local_rank} needs {local_rank + 1} CUDA devices on this node and {count} are visible: "

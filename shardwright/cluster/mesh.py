@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..utils.device import device_type_of_backend
 from ..utils.errors import divisors, nearest
+from . import job
+from .groups import bind_timeout, new_group
 
 _DERIVED = {
     "dp": ("replica", "shard"),
@@ -72,6 +74,7 @@ class ParallelMesh:
         # Messages between stages get a group that no collective uses: debugging checks and NCCL both count operations per group, and
         # ranks send different numbers of messages.
         self.message_group = self._new_group(self.ranks("pp"))
+        job.set_place(", ".join(f"{axis}={self.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or sp > 1))
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the product of `axes`."""
@@ -109,9 +112,7 @@ class ParallelMesh:
     @staticmethod
     def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         assert list(ranks) == sorted(ranks), "torch orders the ranks of a group, so coordinates must ascend with them"
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        return new_group(ranks, use_local_synchronization=True)
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
         """Global ranks of `group`, in its order."""
@@ -133,7 +134,7 @@ class ParallelMesh:
             return self.group_of(self.stage_ranks(key))
         if key not in self._absent_from:
             self._absent_from.add(key)
-            dist.new_group([self.rank], use_local_synchronization=True)
+            new_group([self.rank], use_local_synchronization=True)
         return None
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
@@ -149,7 +150,9 @@ class ParallelMesh:
 
     def base_mesh(self) -> DeviceMesh:
         """The whole layout as one DeviceMesh, its axes outermost first; it makes groups of its own."""
-        return init_device_mesh(self.device_type, tuple(self._sizes[axis] for axis in self.axes), mesh_dim_names=self.axes)
+        mesh = init_device_mesh(self.device_type, tuple(self._sizes[axis] for axis in self.axes), mesh_dim_names=self.axes)
+        bind_timeout(*mesh.get_all_groups())
+        return mesh
 
     def _expand(self, axes: Sequence[str]) -> list[str]:
         names: list[str] = []

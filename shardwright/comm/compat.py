@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..cluster.groups import new_group
+
 _Collective = Callable[..., Any]
 
 
@@ -38,11 +40,9 @@ def world_group_for_ddp() -> dist.ProcessGroup | None:
         return None
     dist.set_debug_level(dist.DebugLevel.INFO)
     try:
-        group = dist.new_group()
+        return new_group()
     finally:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def outputs_are_recorded() -> bool:

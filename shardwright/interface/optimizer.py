@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..cluster import job
 from ..utils.tensors import local_tensor
 
 
@@ -61,6 +62,7 @@ class OptimizerWrapper(Optimizer):
         self._grad_norm = None
         torch.autograd.backward(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
+    @job.heeds_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
             raise ValueError(

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..cluster import job
+from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..utils.tensors import map_tensors, to_device
 from . import schedules
@@ -176,6 +178,7 @@ class PipelineExecutor:
     device        where batches are moved; None: where the model's parameters are
     postpone_weights  see `PipelineRuntime`
     after_step    called when all actions of a step are done
+    same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     loss_context  context in which a criterion computes the loss (sharded logits need one)
     """
 
@@ -193,6 +196,7 @@ class PipelineExecutor:
         postpone_weights: bool = True,
         after_step: Callable[[], None] | None = None,
         loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        same_batch: SameBatch | None = None,
     ) -> None:
         self.cut = cut
         self.settings = settings
@@ -203,8 +207,10 @@ class PipelineExecutor:
         self._device = device
         self._loss_context = loss_context
         self._after_step = after_step
+        self._same_batch = same_batch
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._step: _Step | None = None
+        self._generation = job.generation()
         self.comm: PipeComm | None = None
         self.runtime: PipelineRuntime | None = None
         if cut.placement.num_ranks > 1:
@@ -233,6 +239,22 @@ class PipelineExecutor:
 
         Returns {"loss": loss of the global batch or None, "outputs": merged outputs or None}, both on the rank with the last stage only.
         """
+        with job.step():
+            return self._execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+
+    def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """For a model that is called itself: whether the ranks of the replica call it alike."""
+        if self._same_batch is not None:
+            self._same_batch.check(describe([*enumerate(args), *kwargs.items()]))
+
+    def _execute(
+        self,
+        data_iter: Iterator[Any],
+        criterion: Callable[[Any, Any], torch.Tensor] | None,
+        optimizer: Any,
+        want_loss: bool,
+        want_outputs: bool,
+    ) -> dict[str, Any]:
         if not hasattr(data_iter, "__next__"):
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
@@ -240,8 +262,10 @@ class PipelineExecutor:
         if isinstance(batch, Mapping):
             _refuse_router_loss(batch.get("output_router_logits", False))
         microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
+        if self._same_batch is not None:
+            self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
         step = _Step(microbatches, GlobalLoss(microbatches, criterion, self._loss_group, self._batch_device()), optimizer)
-        step.training, step.want_loss, step.want_outputs = training, return_loss, return_outputs
+        step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._step = step
         try:
             if self.runtime is None:
@@ -254,8 +278,8 @@ class PipelineExecutor:
             self._step = None
         if not self.cut.holds_last_stage:
             return {"loss": None, "outputs": None}
-        loss = step.loss.reported() if return_loss else None
-        return {"loss": loss, "outputs": step.merged_outputs(loss) if return_outputs else None}
+        loss = step.loss.reported() if want_loss else None
+        return {"loss": loss, "outputs": step.merged_outputs(loss) if want_outputs else None}
 
     def sync_tied_gradients(self) -> None:
         """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
@@ -279,8 +303,9 @@ class PipelineExecutor:
         return nullcontext() if no_sync is None else no_sync()
 
     def _run_pipeline(self, runtime: PipelineRuntime, step: _Step) -> None:
-        if not self.settings.enable_metadata_cache:
-            assert self.comm is not None
+        assert self.comm is not None
+        if not self.settings.enable_metadata_cache or self._generation != job.generation():
+            self._generation = job.generation()  # after a recovery, what was agreed on in the failed step is uncertain
             self.comm.forget_headers()
         runtime.run(self._schedule(len(step.microbatches), step.training), step.shape_keys(), overlap=self.settings.overlap_p2p)
 

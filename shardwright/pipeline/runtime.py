@@ -9,9 +9,9 @@
 So memory follows the activations in flight, which the schedule bounds, and never the number of microbatches.
 
 [Note: when another rank fails]
-A rank that raises names rank, stage, chunk, microbatch and action, and ends. On gloo its connections close with its process
-and the next wait of the others raises at once. On NCCL the others wait until torchrun, which has seen the first rank end,
-ends them too, or until the timeout of the process group, after which torch's watchdog ends them.
+A rank that raises names rank, stage, chunk, microbatch and action. In a job started by `launch` all others hear of it within a second and
+their groups are closed, so that they stop waiting; they raise that rank's story (`cluster.job.step`). Without `launch` the others
+learn of it when the connections close with the process of the rank, on NCCL only by the timeout of the group.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..cluster import job
 from ..comm.p2p import PipeComm, Receive, Sent
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..ops.weight_grad import WeightGradStore
@@ -56,7 +57,17 @@ class BackwardByGrad(Protocol):
 
 
 class PipelineError(RuntimeError):
-    """An action failed; the message says which, and the cause is the error it raised."""
+    """An action failed; the message says which, and the cause is the error it raised.
+
+    doing  the action without the rank: "action 1F2 (stage 1, chunk 0, microbatch 2)"
+    """
+
+    def __init__(self, message: str, doing: str) -> None:
+        super().__init__(message)
+        self.doing = doing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PipelineError, (str(self), self.doing)
 
 
 class StepResult(NamedTuple):
@@ -164,7 +175,7 @@ class PipelineRuntime:
                 self.comm.flush()
         except Exception as error:
             self._abandon_step()
-            raise PipelineError(self._describe_failure(schedule, step, error)) from error
+            raise self._failure(schedule, step, error) from error
         assert not self._live, self._live.keys()
         assert not self._receives, self._receives.keys()
         result = StepResult(self._losses, self._peak_live)
@@ -314,16 +325,13 @@ class PipelineRuntime:
         if self._weight_grads is not None:
             self._weight_grads.discard()
 
-    def _describe_failure(self, schedule: Schedule, step: int, error: Exception) -> str:
-        rank = self.comm.rank
-        actions = schedule.actions[rank]
+    def _failure(self, schedule: Schedule, step: int, error: Exception) -> PipelineError:
+        actions = schedule.actions[self.comm.rank]
         step = min(step, len(actions) - 1)  # waiting for the last sends counts as part of the last action
         action: Action = actions[step]
-        where = f"rank {rank} of the pipeline, stage {action.stage} (chunk {self.placement.chunk_of(action.stage)})"
-        if action.microbatch >= 0:
-            where += f", microbatch {action.microbatch}"
-        return (
-            f"{action} failed on {where}: {type(error).__name__}: {error}\n"
-            "If the error is a lost connection, another rank has failed first: look for its message.\n"
-            f"{table(schedule.actions, (rank, step))}"
+        doing = f"action {action} (stage {action.stage}, chunk {self.placement.chunk_of(action.stage)}"
+        doing += f", microbatch {action.microbatch})" if action.microbatch >= 0 else ")"
+        return PipelineError(
+            f"{doing} failed on {job.this_rank()}: {type(error).__name__}: {error}\n{table(schedule.actions, (self.comm.rank, step))}",
+            doing,
         )

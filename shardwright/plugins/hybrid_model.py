@@ -46,6 +46,7 @@ class HybridModel(ModelWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)
+        self.executor.check_call(args, kwargs)
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.position import Position
 from ..cluster.config import get_launch_config
 from ..cluster.mesh import ParallelMesh, validate_sizes
+from ..cluster.same_batch import SameBatch
 from ..interface import OptimizerWrapper
 from ..ops.vocab_mode import vocab_parallel_loss
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
@@ -372,6 +373,7 @@ class HybridParallelPlugin(Plugin):
             postpone_weights=self.zero_stage < 3,
             after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
             loss_context=partial(vocab_parallel_loss, marked=True),
+            same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
         )
 
     # Training.

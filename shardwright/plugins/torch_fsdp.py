@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..cluster.groups import bind_timeout
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
@@ -151,8 +152,11 @@ class TorchFSDPPlugin(Plugin):
     def _mesh(self) -> DeviceMesh:
         device, world = device_type_of_backend(dist.get_backend()), dist.get_world_size()
         if self.shard_size is None or self.shard_size == world:
-            return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(device, (world // self.shard_size, self.shard_size), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(device, (world // self.shard_size, self.shard_size), mesh_dim_names=("replicate", "shard"))
+        bind_timeout(*mesh.get_all_groups())
+        return mesh
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..cluster import job
 from ..interface import OptimizerWrapper
 from ..optim.kind import choose_fused
 from ..utils.tensors import multiply_
@@ -127,6 +128,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _note_written(self) -> None:
         """Called when the gradients have been written to in place."""
 
+    @job.heeds_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
             return super().step(closure)  # raises: gradients are reduced once per step

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..cluster import job
 from ..comm.handle import Handle
 from ..precision.grad_state import GradState
 from .buffers import Bucket, ScratchPool
@@ -161,6 +162,7 @@ class GradReducer:
         self._flying: list[_InFlight] = []
         self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
         self.in_backward = False
+        self._generation = job.generation()
         self.touched: set[int] = set()  # entries that got a gradient in this step
         self._hooks = self._install()
 
@@ -449,6 +451,9 @@ class GradReducer:
 
     def clear(self) -> None:
         """Forget this step's gradients."""
+        if self._generation != job.generation():  # sums on their way through groups that were closed by a failure
+            self._generation = job.generation()
+            self._flying.clear()
         self.settle()
         for bucket in self.buckets:
             bucket.forget_gradients()

@@ -60,7 +60,7 @@ def test_an_error_names_its_place_and_ends_the_others(style: str, chunks: int, s
         run_ranks(_run, world_size, "raise", style, chunks, timeout=60)
     text = str(caught.value)
     assert "rank 1 of" in text
-    assert f"{step} failed on rank 1 of the pipeline, stage 1 (chunk 0), microbatch 2: KeyError: 'broken layer'" in text
+    assert f"action {step} (stage 1, chunk 0, microbatch 2) failed on rank 1: KeyError: 'broken layer'" in text
     assert f"{step} <-- ERROR HERE" in text
     # The others have ended by themselves, with an error that points at the failing rank, before they had to be killed
     for rank in {0, 2, 3} & set(range(world_size)):
@@ -93,4 +93,4 @@ def test_unlike_messages_are_refused_by_their_sender() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_run, 3, "shape", "1f1b", 1, timeout=60)
     assert "is not like the earlier ones of this key" in str(caught.value)
-    assert "1SEND_F2 failed on rank 1" in str(caught.value)
+    assert "action 1SEND_F2 (stage 1, chunk 0, microbatch 2) failed on rank 1" in str(caught.value)

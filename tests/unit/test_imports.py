@@ -52,7 +52,8 @@ PRIVATE_TORCH_ALLOWED = {
     "comm/compat": "names that changed between versions",
     "zero/fsdp": "hooks of fully_shard",
     "checkpoint/describe": "describing shards to the checkpoint format",
-    "cluster/launch": "the store of the fake backend, which has no public name",
+    "cluster/launch": "the store of the fake backend and that of the default group, which have no public name",
+    "cluster/groups": "all groups of the process, and the backends behind them",
     "utils/pytree": "pytree functions and dispatch modes, which have no public name in torch 2.11",
 }
 HEAVY = ("transformers", "datasets", "deepspeed", "xformers", "flash_attn", "triton")

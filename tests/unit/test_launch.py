@@ -89,7 +89,9 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_last(script: str) -> Non
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
     assert all(process.returncode != 0 for process in processes)
-    assert errors[1].strip().splitlines()[-1].removeprefix("[rank1]: ") == "KeyError: 'this rank failed first'"
+    assert errors[1].strip().splitlines()[-1] == "KeyError: 'this rank failed first'"
+    assert errors[1].startswith("rank 1 failed first: KeyError: 'this rank failed first'\n")
+    assert errors[0].strip() == "rank 0 stopped: rank 1 failed first: KeyError: 'this rank failed first'"
 
 
 def test_identity_from_each_launcher() -> None:

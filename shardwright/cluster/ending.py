@@ -1,0 +1,204 @@
+"""How a process of a failed job ends: what it prints, in which order the ranks end, and with which exit code.
+
+Outside of torchrun every rank prints: the others one line each and first, the rank that failed its whole traceback and last.
+
+Under torchrun what comes last is torchrun's own report, which has seven lines for every rank that did not exit with 0, and the error file
+of the one that failed first. So per launcher one rank tells the story, through that file, and exits with 1; its others exit with 0 before
+it, which says "not mine" to the launcher and nothing to anybody else: the launcher fails as soon as one of its ranks does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from .failure import DIED, INTERRUPTED, LEFT, TIMEOUT, Failure
+from .job import Job
+
+_OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
+_STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
+
+_exit_code: int | None = None  # what this process ends with, once that is decided
+_script_exit: tuple[int, str] | None = None  # the last sys.exit: its code, and from where
+
+
+def excepthook(job: Job, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    """The script of this rank ends by an exception."""
+    job.ending = True
+    if isinstance(error, KeyboardInterrupt):
+        job.tell("ended")
+        leave_interrupted(job)
+    failure = job.failure if job.failure is not None else job.fail(error, _where(job))
+    job.tell("ended")
+    if failure.kind == TIMEOUT:
+        everyone = [f"stack/{rank}" for rank in range(job.world_size) if rank != failure.rank]
+        job.wait_for(everyone, _STACKS)
+    _tell(job, failure)
+
+
+def _where(job: Job) -> str:
+    if job.steps:
+        return f"or after step {job.steps} of execute_pipeline"
+    return f"or after backward {job.backwards}" if job.backwards else ""
+
+
+def _tell(job: Job, failure: Failure) -> None:
+    """Print this rank's part of the story and decide the exit code."""
+    global _exit_code
+    if failure.kind == INTERRUPTED:
+        leave_interrupted(job)
+    torchrun = _under_torchrun()
+    speaks = job.rank == failure.speaker or (torchrun and failure.speaker not in job.local_ranks and job.rank == job.local_ranks[0])
+    _exit_code = 0 if torchrun and not speaks else 1
+    if not speaks:
+        if not torchrun:
+            _print(f"rank {job.rank}{_place(job)} stopped: {failure.headline}")
+        job.tell(f"gone/{job.rank}")
+        _keep_the_store(job, failure)
+        return
+    others = job.local_ranks if torchrun else range(job.world_size)
+    silent = _silent(failure)
+    job.wait_for([f"gone/{rank}" for rank in others if rank != job.rank and rank not in silent], _OTHERS)
+    time.sleep(0.2)  # from their last words to their end
+    if torchrun:
+        _write_error_file(failure, _story(job, failure))
+    else:
+        _print(failure.whole() if failure.kind != TIMEOUT else _story(job, failure))
+    job.tell(f"gone/{job.rank}")
+    _keep_the_store(job, failure)
+
+
+def _keep_the_store(job: Job, failure: Failure) -> None:
+    """Rank 0 ends last where it serves the store."""
+    if job.rank == 0 and not _under_torchrun():
+        silent = _silent(failure)
+        job.wait_for([f"gone/{rank}" for rank in range(job.world_size) if rank not in silent], 2 * _OTHERS)
+
+
+def _silent(failure: Failure) -> set[int]:
+    """Ranks that will not say that they go."""
+    return {failure.rank} if failure.rank != failure.speaker else set()
+
+
+def _story(job: Job, failure: Failure) -> str:
+    if failure.kind != TIMEOUT:
+        return failure.condensed()
+    stacks = job.stacks()
+    stacks.setdefault(failure.rank, (True, list(failure.frames)))
+    alike: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+    for rank, (waits, frames) in sorted(stacks.items()):
+        alike.setdefault((waits, tuple(frames)), []).append(rank)
+    late = [rank for rank, (waits, _) in stacks.items() if not waits] + [r for r in range(job.world_size) if r not in stacks]
+    lines = [f"timeout: rank {', '.join(map(str, sorted(late)))} did not come" if late else "timeout: the ranks wait for each other"]
+    for (waits, stack), ranks in sorted(alike.items(), key=lambda item: item[0][0]):
+        lines.append(f"rank {', '.join(map(str, ranks))} {'waited in' if waits else 'was in'}")
+        lines += [f"  {frame}" for frame in stack]
+    return "\n".join(lines)
+
+
+def leave_now(job: Job) -> NoReturn:
+    """End a process whose main thread does not come to an end. From the watching thread."""
+    global _exit_code
+    assert job.failure is not None
+    if not job.ending:
+        _tell(job, job.failure)
+    _leave(1 if _exit_code is None else _exit_code)
+
+
+def leave_terminated(job: Job) -> NoReturn:
+    """SIGTERM. torchrun sends it to the others when it has seen a rank end, and has its reason by then."""
+    if not _under_torchrun():
+        _leave(128 + signal.SIGTERM)
+    failure = job.failure or job.find_dead()
+    if failure is not None and failure.speaker == job.rank and failure.kind == DIED:
+        _print(failure.headline)
+    _leave(0)
+
+
+def interrupted(job: Job) -> Failure:
+    return Failure(job.rank, job.rank, job.place, "", INTERRUPTED, "was interrupted", when=time.time())
+
+
+def leave_interrupted(job: Job) -> NoReturn:
+    """Ctrl-C reaches every rank; one of each launcher says so."""
+    if job.rank == job.local_ranks[0]:
+        where = _where(job)
+        _print(f"Interrupted{' in ' + where if where else ''}; all ranks stop.")
+    _leave(128 + signal.SIGINT)
+
+
+def remember_exits() -> None:
+    """Let `sys.exit` note who called it with what, which no exit handler is told."""
+    leave = sys.exit
+
+    def leave_with_note(code: object = None, /) -> NoReturn:
+        global _script_exit
+        caller = sys._getframe(1)
+        number = code if isinstance(code, int) else 0 if code is None else 1
+        _script_exit = (number, f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}")
+        leave(code)  # type: ignore[arg-type]
+
+    sys.exit = leave_with_note
+
+
+def at_exit(job: Job) -> None:
+    """The interpreter ends: after an exception, by sys.exit, or because the script is through."""
+    global _exit_code
+    if _exit_code is not None or job.failure is not None:
+        return
+    job.ending = True
+    code, where = _script_exit or (0, "")
+    if code == 0:
+        job.tell(f"left/{job.rank}", "left: its script had ended")
+        if job.rank == 0 and not _under_torchrun():  # the store ends with this process
+            job.wait_for([f"left/{rank}" for rank in range(job.world_size)], _OTHERS)
+        return
+    failure = job.first(Failure(job.rank, job.rank, job.place, "", LEFT, f"called sys.exit({code}) at {where}", when=time.time()))
+    job.learn(failure)
+    job.tell("ended")
+    _tell(job, failure)
+    _exit_code = code if failure.rank == job.rank else _exit_code
+
+
+def last_act() -> None:
+    """The end of the last exit handler."""
+    if _exit_code is not None:
+        _leave(_exit_code)
+
+
+def _leave(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _place(job: Job) -> str:
+    return f" ({job.place})" if job.place else ""
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _write_error_file(failure: Failure, story: str) -> None:
+    """What torchrun prints as the root cause; the whole traceback lies beside it."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if name is None:
+        _print(failure.whole())
+        return
+    Path(name).with_name("traceback.txt").write_text(failure.whole() + "\n")
+    message = {"message": failure.first_line, "extraInfo": {"py_callstack": story, "timestamp": str(int(failure.when) - 1)}}
+    Path(name).write_text(json.dumps({"message": message}))

@@ -1,0 +1,152 @@
+"""What is known about the first failure of a job: a record that fits into the store, and the sentences made from it.
+
+The record travels as JSON. Tracebacks come in two lengths: all of it, and `frames`, a few lines of user code and of the place that raised.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sysconfig
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from sys import _current_frames
+from types import TracebackType
+
+RAISED, TIMEOUT, DIED, LEFT, INTERRUPTED = "raised", "timeout", "died", "left", "interrupted"
+FRAMES = 3  # of a condensed traceback
+_LONGEST = 20_000  # characters of a traceback in the store
+_PACKAGE = str(Path(__file__).parents[1])
+_FOREIGN = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], "<frozen", "<string>")
+# What gloo, NCCL and the store say when a peer has gone or when this process has closed its own connections.
+_LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset|refused)|Application timeout caused pair closure|Broken pipe|Pair is not connected|"
+    r"NCCL communicator was aborted|ncclRemoteError|ncclInternalError|Socket (closed|Timeout)|recvValueWithTimeout failed|"
+    r"failed to recv|Failed to (send|recv)|Read error|Write error|connection was closed",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"Timed out waiting \d+ *ms|ran for \d+ milliseconds before timing out|wait timeout after \d+ ?ms", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a job, as every rank learns of it.
+
+    rank       global rank that failed; `speaker` the one that tells of it, which is another where a rank died without a word
+    place      its coordinates: "dp=1, pp=0, tp=1", or "" before there is a mesh
+    doing      "step 3 of execute_pipeline, action 1F2 (stage 1, chunk 0, microbatch 2)", or ""
+    kind       one of the kinds above
+    error      the last lines of the traceback: "ValueError: bad batch"
+    frames     condensed traceback, outermost first
+    traceback  all of it
+    """
+
+    rank: int
+    speaker: int
+    place: str
+    doing: str
+    kind: str
+    error: str
+    frames: tuple[str, ...] = ()
+    traceback: str = ""
+    when: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Failure:
+        fields = json.loads(text)
+        return Failure(**{**fields, "frames": tuple(fields["frames"])})
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}" + (f" ({self.place})" if self.place else "")
+
+    @property
+    def headline(self) -> str:
+        """One line: who, where, what."""
+        where = f" in {self.doing}" if self.doing else ""
+        match self.kind:
+            case "died" | "left" | "interrupted":
+                return f"{self.who} {self.first_line}"
+            case "timeout":
+                return f"{self.who} waited too long{where}: {self.first_line}"
+            case _:
+                return f"{self.who} failed first{where}: {self.first_line}"
+
+    @property
+    def first_line(self) -> str:
+        return self.error.strip().splitlines()[0] if self.error.strip() else "an error without a message"
+
+    def condensed(self) -> str:
+        """The headline and, where there is one, the short traceback."""
+        rest = self.error.strip().splitlines()[1:2]
+        return "\n".join([self.headline, *(f"  {line}" for line in self.frames), *(f"  {line}" for line in rest)])
+
+    def whole(self) -> str:
+        return f"{self.headline}\n{self.traceback.rstrip()}" if self.traceback else self.condensed()
+
+
+def describe(error: BaseException) -> tuple[str, tuple[str, ...], str]:
+    """(last lines, condensed frames, whole traceback) of an exception; of its cause, where it only says where the cause came up."""
+    root = root_cause(error)
+    tb = error.__traceback__
+    # An error that is told before it has come all the way up: the frames above are those of the callers.
+    callers = list(traceback.extract_stack(tb.tb_frame.f_back)) if tb is not None and tb.tb_frame.f_back is not None else []
+    whole = "".join(traceback.format_exception(type(error), error, tb))
+    if callers:
+        whole = f"In the call (most recent call last):\n{''.join(traceback.format_list(callers))}{whole}"
+    text = "".join(traceback.format_exception_only(type(root), root)).strip()
+    frames = condense(callers + _frames_of(tb) + (_frames_of(root.__traceback__) if root is not error else []))
+    return text, frames, whole if len(whole) <= _LONGEST else "[...]\n" + whole[-_LONGEST:]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error that another one, which only adds where it happened (it has an attribute `doing`), was raised from."""
+    while hasattr(error, "doing") and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def condense(frames: list[traceback.FrameSummary], limit: int = FRAMES) -> tuple[str, ...]:
+    """User code's outermost and innermost frames and the innermost of all, in a line each: "train.py:31 main: step(batch)"."""
+    if not frames:
+        return ()
+    own = [frame for frame in frames if not frame.filename.startswith((*_FOREIGN, _PACKAGE))]
+    chosen = [own[0], *own[-(limit - 2) :]] if limit > 2 and own else own[-1:]
+    kept = [frame for i, frame in enumerate(chosen) if frame not in chosen[:i]]
+    if frames[-1] not in kept:
+        kept.append(frames[-1])
+    return tuple(f"{Path(f.filename).name}:{f.lineno} {f.name}" + (f": {f.line[:100]}" if f.line else "") for f in kept)
+
+
+def main_stack() -> tuple[bool, tuple[str, ...]]:
+    """What the main thread of this process is doing: (whether it waits for other ranks, condensed frames)."""
+    frame = _current_frames().get(threading.main_thread().ident or 0)
+    frames = list(traceback.extract_stack(frame)) if frame is not None else []
+    waits = bool(frames) and any(part in frames[-1].filename for part in ("torch/distributed/", "shardwright/comm/"))
+    return waits, condense(frames)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank, or this rank's own connections, are gone."""
+    return isinstance(root_cause(error), RuntimeError) and _LOST_CONNECTION.search(str(root_cause(error))) is not None
+
+
+def is_timeout(error: BaseException) -> bool:
+    return isinstance(root_cause(error), RuntimeError) and _TIMED_OUT.search(str(root_cause(error))) is not None
+
+
+def failure_of(error: BaseException, rank: int, place: str, doing: str) -> Failure:
+    """The record of an exception on this rank."""
+    text, frames, whole = describe(error)
+    kind = TIMEOUT if is_timeout(error) else RAISED
+    return Failure(rank, rank, place, doing, kind, text, frames, whole, time.time())
+
+
+def _frames_of(tb: TracebackType | None) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(tb))

@@ -1,0 +1,105 @@
+"""Process groups as a whole: made with the job's timeout, closed so that whoever waits in them wakes, and given new connections.
+
+[Note: closing groups]
+Neither `abort` nor `shutdown` does anything on gloo (torch 2.13). A wait with a timeout that strikes does: gloo then closes all connections
+of the group on this rank, so that every operation of the group that waits fails, here and on the peers that wait for this rank. So a
+receive that nobody answers is posted and waited for one millisecond. NCCL's `abort` ends its kernels and wakes its waits.
+
+[Note: new connections]
+Groups are referred to from everywhere: layers, buckets, meshes, torch's own wrappers. So the groups stay and get new backends:
+`ProcessGroup._register_backend` puts one in the place of another when it comes under a type that the group has not had yet, and
+torch 2.13 has four such types to spare, so a job can recover four times. Checked on torch 2.13, gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_NOBODY_SENDS = 0x7FFFFFF0  # a tag
+_SPARE_TYPES = ("CUSTOM", "UCC", "MPI", "XCCL")
+
+_timeout: timedelta | None = None
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Of every group made by `new_group` from now on."""
+    global _timeout
+    _timeout = timeout
+
+
+def get_timeout() -> timedelta | None:
+    """What `launch(timeout=)` said; None where the process group was made by somebody else."""
+    return _timeout
+
+
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """`torch.distributed.new_group` under the job's timeout, which torch does not pass on by itself."""
+    if _timeout is not None:
+        options.setdefault("timeout", _timeout)
+    group = dist.new_group(list(ranks) if ranks is not None else None, **options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def bind_timeout(*groups: dist.ProcessGroup) -> None:
+    """Give groups that torch made by itself (a DeviceMesh's) the job's timeout."""
+    if _timeout is None:
+        return
+    for group in groups:
+        for backend in _backends(group):
+            set_default = getattr(backend, "_set_default_timeout", None)
+            if set_default is not None:
+                set_default(_timeout)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Every group that this process is a member of, whoever made it, in the order in which they were made."""
+    return [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+
+
+def close_all() -> None:
+    """Wake everything that waits in any group of this process; the groups cannot be used afterwards. See [Note: closing groups]."""
+    for group in all_groups():
+        if group.size() > 1:
+            for backend in _backends(group):
+                _close(backend, group)
+
+
+def _close(backend: Any, group: dist.ProcessGroup) -> None:
+    if "nccl" in backend.name():
+        backend.abort()
+        return
+    with contextlib.suppress(RuntimeError):  # that it timed out, or that the connections were closed before
+        backend.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+def reconnect_all(store: dist.Store, generation: int) -> None:
+    """New connections for every group, which all ranks ask for together. `generation` counts the times, from 1.
+
+    See [Note: new connections].
+    """
+    if generation > len(_SPARE_TYPES):
+        raise ValueError(
+            f"recover() was called {generation} times in this process; torch has room for {len(_SPARE_TYPES)}: restart the job"
+        )
+    kind = getattr(dist.ProcessGroup.BackendType, _SPARE_TYPES[generation - 1])
+    for group in all_groups():
+        if group.size() > 1:
+            own = dist.PrefixStore(f"shardwright/{generation}/{group.group_name}", store)
+            backend = dist.ProcessGroupGloo(own, group.rank(), group.size(), _timeout or timedelta(minutes=30))
+            group._register_backend(torch.device("cpu"), kind, backend)
+
+
+def can_reconnect() -> bool:
+    return all("nccl" not in backend.name() for group in all_groups() for backend in _backends(group))
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types]

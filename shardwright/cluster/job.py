@@ -1,0 +1,368 @@
+"""This process as a member of a job whose ranks fail together: who failed first, and whether the communicators can still be used.
+
+The ranks tell each other through the store of the process group, under keys of the current generation (`recover` starts the next one):
+
+    failure           the record of the rank that failed first (`Failure`)
+    ended             set when a process ends because of it: from then on all others must end too
+    stack/<rank>      what a rank was doing when it learned of the failure
+    gone/<rank>       the rank has nothing more to say and ends now
+    left/<rank>       the rank's script ended, without a failure that it knows of
+    beat/<rank>       "<number> <checks passed>", written twice a second: a rank whose number stands still has died
+
+A job of one rank has no store to watch, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..utils.random import set_seed
+from . import groups
+from .failure import DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+POLL = 0.5  # seconds between two looks at the store
+_BLAME = 4.0  # seconds to find out which rank a lost connection is due to
+_AGREE = 2.0  # seconds in which ranks that make the same mistake are expected to raise the same error
+
+
+class JobError(RuntimeError):
+    """Another rank failed, and this one stopped because of it; the message is that rank's story."""
+
+
+class BrokenJobError(RuntimeError):
+    """An earlier step failed in the middle, so the ranks' communicators no longer fit together."""
+
+
+class Job:
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.generation = 0
+        self.failure: Failure | None = None
+        self.place = ""  # this rank's coordinates
+        self.steps = 0  # begun by execute_pipeline
+        self.backwards = 0  # done by Booster.backward
+        self.checks = 0  # of batches, passed (`same_batch`)
+        self.ending = False  # the main thread is on its way out and needs no help
+        self._default_store = store
+        self._clones = threading.local()
+        self._store_is_gone = False
+        self._lock = threading.Lock()
+        self._closed = False
+        self.local_ranks = _local_ranks(rank, world_size)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        self.tell(f"host/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self.tell(f"place/{self.rank}", self.place)
+
+    @property
+    def store(self) -> dist.Store:
+        """A client of the calling thread's own: while one waits, a client serves nobody else."""
+        client: dist.Store | None = getattr(self._clones, "client", None)
+        if client is None:
+            client = self._clones.client = self._default_store.clone()  # type: ignore[attr-defined]
+        return client
+
+    @contextlib.contextmanager
+    def _while_it_lasts(self) -> Iterator[None]:
+        """The store ends with the process that serves it, which may be rank 0. torch warns at length of every question to a lost one."""
+        try:
+            yield
+        except RuntimeError:
+            self._store_is_gone = True
+
+    def key(self, name: str) -> str:
+        return f"shardwright/job/{self.generation}/{name}"
+
+    # Telling.
+
+    def fail(self, error: BaseException, doing: str = "") -> Failure:
+        """Tell the job that this rank failed with `error` and wake everybody; returns the first failure, which may be another's."""
+        if self.failure is None:
+            frames = failure_of(error, self.rank, "", "").frames
+            self.tell(f"stack/{self.rank}", "\n".join(["waits", *frames]))
+            mine = self._blame(error, doing) if is_lost_connection(error) else failure_of(error, self.rank, self.place, doing)
+            self.learn(self.first(mine))
+        assert self.failure is not None
+        return self.failure
+
+    def learn(self, failure: Failure) -> None:
+        """Take note of the first failure, say what this rank is doing, and close its groups so that it stops waiting. From any thread."""
+        with self._lock:
+            self.failure = failure
+            if self._closed:
+                return
+            self._closed = True
+        if threading.current_thread() is not threading.main_thread():
+            waits, frames = main_stack()
+            self.tell(f"stack/{self.rank}", "\n".join(["waits" if waits else "works", *frames]))
+        groups.close_all()
+
+    def first(self, mine: Failure) -> Failure:
+        """Publish `mine` unless another was first; returns the first."""
+        if not self._store_is_gone:
+            with self._while_it_lasts():
+                return Failure.from_json(self.store.compare_set(self.key("failure"), "", mine.to_json()))
+        return mine
+
+    def tell(self, name: str, value: str = "1") -> bool:
+        """Whether there is still a store to tell it to."""
+        if not self._store_is_gone:
+            with self._while_it_lasts():
+                self.store.set(self.key(name), value)
+        return not self._store_is_gone
+
+    def ask(self, name: str) -> str | None:
+        if not self._store_is_gone:
+            with self._while_it_lasts():
+                if self.store.check([self.key(name)]):
+                    return bytes(self.store.get(self.key(name))).decode()
+        return None
+
+    def wait_for(self, names: list[str], seconds: float) -> bool:
+        """Until all these keys are there, at most so long."""
+        deadline = time.monotonic() + seconds
+        while names and not self._store_is_gone and time.monotonic() < deadline:
+            names = [name for name in names if self.ask(name) is None]
+            if names:
+                time.sleep(0.02)
+        return not names
+
+    def wait_a_little(self, name: str, patience: timedelta) -> None:
+        """Until the key is there, or not much longer than `patience`."""
+        with contextlib.suppress(RuntimeError):
+            self.store.wait([self.key(name)], patience)
+
+    # Finding out.
+
+    def _blame(self, error: BaseException, doing: str) -> Failure:
+        """Which rank a lost connection is due to: one that told of a failure, has left or has died."""
+        deadline = time.monotonic() + _BLAME
+        before = self._beats()
+        while time.monotonic() < deadline and not self._store_is_gone:
+            text = self.ask("failure")
+            if text:
+                return Failure.from_json(text)
+            for rank in range(self.world_size):
+                how = self.ask(f"left/{rank}") if rank != self.rank else None
+                if how is not None:
+                    return self._about(rank, LEFT, f"{how} while rank {self.rank} still waited for it", doing, error)
+                if rank != self.rank and self._has_died_here(rank):
+                    return self._about(rank, DIED, "died without a word (killed?)", doing, error)
+            time.sleep(0.1)
+        if self._store_is_gone:
+            return self._about(0, DIED, "died without a word (killed?), or its machine did: it served the job's store", doing, error)
+        now = self._beats()
+        for rank in range(self.world_size):
+            if rank != self.rank and before[rank] is not None and before[rank] == now[rank]:
+                return self._about(rank, DIED, "died without a word (killed?), or its machine did", doing, error)
+        return failure_of(error, self.rank, self.place, doing)
+
+    def _about(self, rank: int, kind: str, what: str, doing: str, error: BaseException | None = None) -> Failure:
+        place = self.ask(f"place/{rank}") or ""
+        frames = failure_of(error, rank, "", "").frames if error is not None and kind == LEFT else ()
+        return Failure(rank, self.rank, place, doing, kind, what, frames, "", time.time())
+
+    def find_dead(self) -> Failure | None:
+        """The record of a rank on this machine that has died, published, if there is one."""
+        for rank in self.local_ranks:
+            if rank != self.rank and self.ask(f"left/{rank}") is None and self._has_died_here(rank):
+                return self.first(self._about(rank, DIED, "died without a word (killed?)", ""))
+        return None
+
+    def _beats(self) -> list[str | None]:
+        return [self.ask(f"beat/{rank}") for rank in range(self.world_size)]
+
+    def checks_of(self, rank: int) -> int:
+        """Checks of batches that `rank` has passed, as of its last beat."""
+        beat = self.ask(f"beat/{rank}")
+        return int(beat.split()[1]) if beat else 0
+
+    def _has_died_here(self, rank: int) -> bool:
+        """Whether a rank of this machine has no process any more, or one that only waits to be buried."""
+        host, _, pid = (self.ask(f"host/{rank}") or "").partition(" ")
+        if host != socket.gethostname():
+            return False
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "ZX"
+        except FileNotFoundError:
+            return os.path.exists("/proc/self/stat")
+        except OSError:
+            return False
+
+    def all_raise(self, point: str) -> bool:
+        """Whether every rank raises at this point of the job, so that none waits for another: called by a rank that is about to raise.
+
+        A mistake in the settings or the data is made by all ranks alike, before they exchange anything; nothing is broken then.
+        """
+        self.tell(f"raising/{point}/{self.rank}")
+        return self.wait_for([f"raising/{point}/{rank}" for rank in range(self.world_size)], _AGREE)
+
+    # Refusing and recovering.
+
+    def refuse(self) -> None:
+        """Raise what broke the communicators."""
+        assert self.failure is not None
+        raise BrokenJobError(
+            f"this job's communicators were closed when {self.failure.headline}\n"
+            "No step, backward or checkpoint can run on them. Restart the job from its last checkpoint; or, if every rank has caught the "
+            "error and the model trains under gloo, let all ranks call shardwright.recover() and optimizer.zero_grad() and go on"
+        )
+
+    def recover(self, timeout: float) -> None:
+        """See `shardwright.recover`."""
+        if not groups.can_reconnect():
+            raise ValueError("recover() can give gloo groups new connections, not NCCL's: restart the job from its last checkpoint")
+        next_generation = self.generation + 1
+        self.learn(self.failure or Failure(self.rank, self.rank, self.place, "", "raised", "recover() was called"))
+        name = f"shardwright/job/{next_generation}/recover/"
+        self.store.set(f"{name}{self.rank}", "1")
+        try:
+            self.store.wait([f"{name}{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            missing = [rank for rank in range(self.world_size) if not self.store.check([f"{name}{rank}"])]
+            raise BrokenJobError(
+                f"recover() must be called by all {self.world_size} ranks, and within {timeout:g} s rank(s) {missing} did not"
+            ) from error
+        groups.reconnect_all(self.store, next_generation)
+        with self._lock:
+            self.generation, self.failure, self._closed = next_generation, None, False
+        self._introduce()
+        set_seed(int(self._agreed_seed(next_generation)))
+
+    def _agreed_seed(self, generation: int) -> str:
+        """A seed that rank 0 draws: ranks that stopped at different places have drawn different amounts of random numbers."""
+        name = f"shardwright/job/{generation}/seed"
+        if self.rank == 0:
+            self.store.set(name, str(int(torch.randint(2**31, ()))))
+        return bytes(self.store.get(name)).decode()
+
+    def stacks(self) -> dict[int, tuple[bool, list[str]]]:
+        """What every rank that has said so was doing: {rank: (whether it waited for others, frames)}."""
+        found = {}
+        for rank in range(self.world_size):
+            text = self.ask(f"stack/{rank}")
+            if text:
+                how, *frames = text.splitlines()
+                found[rank] = (how == "waits", frames)
+        return found
+
+
+_job: Job | None = None
+
+
+def current() -> Job | None:
+    return _job
+
+
+def set_current(job: Job | None) -> None:
+    global _job
+    _job = job
+
+
+def generation() -> int:
+    """How often this job has recovered: whoever keeps an agreement with other ranks must renew it when this has changed."""
+    return _job.generation if _job is not None else 0
+
+
+def set_place(place: str) -> None:
+    """This rank's coordinates, for messages."""
+    if _job is not None:
+        _job.place = place
+        _job.tell(f"place/{_job.rank}", place)
+
+
+def this_rank() -> str:
+    """ "rank 3 (dp=1, pp=1, tp=0)": the global rank, as messages call it."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank} ({_job.place})" if _job is not None and _job.place else f"rank {rank}"
+
+
+def require_sound() -> None:
+    """Raise `BrokenJobError` if a failed step has broken the communicators. Costs a comparison."""
+    if _job is not None and _job.failure is not None:
+        _job.refuse()
+
+
+def recover(timeout: float = 60) -> None:
+    """Give the job new communicators after a step failed and every rank caught the error. All ranks call it, within `timeout` seconds.
+
+    Every process group keeps its identity and gets new connections. Call `optimizer.zero_grad()` next: the gradients of the failed step are
+    those of some microbatches on some ranks. Random generators are seeded anew, alike on all ranks. gloo only, four times per process.
+    """
+    if _job is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError("recover() needs a job that was started by shardwright.launch_from_torch() or launch()")
+        return
+    _job.recover(timeout)
+
+
+def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
+    """For calls in which ranks wait for each other: refused on a broken job, and a lost connection is told as the failure it is due to."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        require_sound()
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if _job is None or not is_lost_connection(error):
+                raise
+            failure = _job.fail(error, function.__qualname__)
+            raise JobError(f"{failure.condensed()}\nrank {_job.rank} stopped in {function.__qualname__} because of it") from None
+
+    return call
+
+
+def count_backward() -> None:
+    if _job is not None:
+        _job.backwards += 1
+
+
+@contextlib.contextmanager
+def step() -> Iterator[None]:
+    """One step of execute_pipeline: an exception in it is told to all ranks.
+
+    An error with an attribute `doing` says where it came up in the exchange of messages. One without came up where ranks that make the same
+    mistake have exchanged the same, so nothing is broken if all of them raise it.
+    """
+    require_sound()
+    job = _job
+    if job is None:
+        yield
+        return
+    job.steps += 1
+    try:
+        yield
+    except Exception as error:
+        doing = getattr(error, "doing", "")
+        if not doing and job.failure is None and job.all_raise(f"{job.steps}/{type(error).__name__}"):
+            raise
+        where = f"step {job.steps} of execute_pipeline"
+        failure = job.fail(error, f"{where}, {doing}" if doing else where)
+        if failure.rank == job.rank:
+            raise
+        raise JobError(f"{failure.condensed()}\nrank {job.rank} stopped in {where} because of it") from (
+            None if is_lost_connection(error) else error
+        )
+
+
+def _local_ranks(rank: int, world_size: int) -> list[int]:
+    """The ranks that one launcher (torchrun's agent) started together with this one."""
+    size, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return [other for other in range(rank - local, rank - local + size) if 0 <= other < world_size]

@@ -1,0 +1,103 @@
+"""The thread that learns of other ranks' failures while the main thread waits, computes or sleeps, and that answers signals.
+
+Twice a second it writes a sign of life and looks whether a rank has failed; then it closes this rank's groups, so that a main thread that
+waits in one of them raises. When the process of the failed rank ends, and this one has not come to its own end soon after, it ends it.
+
+A main thread that waits in C++ never runs Python's signal handlers. The interpreter writes the number of every signal to a
+descriptor (`signal.set_wakeup_fd`) at once, and this thread reads it.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from . import ending
+from .failure import Failure
+from .job import POLL, Job
+
+_TO_END = 3.0  # seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
+_TO_RAISE = 1.5  # seconds for the main thread to raise KeyboardInterrupt by itself
+
+
+class Watch(threading.Thread):
+    def __init__(self, job: Job) -> None:
+        super().__init__(name="shardwright-watch", daemon=True)
+        self._job = job
+        self._stopping = False
+        self._end_at: float | None = None
+        self._interrupted_at: float | None = None
+        self._interrupt_raised = False
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+
+    def install(self) -> None:
+        """Start, and listen to the signals that nobody else has asked for. Call from the main thread."""
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_terminate)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        self.start()
+
+    def stop(self) -> None:
+        """End the thread: a thread that asks for Python's lock while the interpreter is taken apart aborts it."""
+        self._stopping = True
+        signal.set_wakeup_fd(-1)
+        self._writer.send(b"\0")
+        self.join(2 * POLL)
+
+    def _on_terminate(self, *_: Any) -> None:
+        """The thread answers; see `_read_signals`."""
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupt_raised = True
+        raise KeyboardInterrupt
+
+    def run(self) -> None:
+        beats = 0
+        job = self._job
+        next_look = 0.0
+        while True:
+            readable, _, _ = select.select([self._reader], [], [], POLL if self._end_at is None else 0.1)
+            if readable:
+                self._read_signals(self._reader.recv(64))
+            if self._stopping:
+                return
+            self._keep_deadlines()
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + 0.8 * POLL
+            beats += 1
+            if job.tell(f"beat/{job.rank}", f"{beats} {job.checks}"):
+                self._look()
+
+    def _look(self) -> None:
+        job = self._job
+        if job.failure is None:
+            told = job.ask("failure")
+            if told is not None:
+                job.learn(Failure.from_json(told))
+        if job.failure is not None and self._end_at is None and job.ask("ended") is not None:
+            self._end_at = time.monotonic() + _TO_END
+
+    def _keep_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._end_at is not None and now > self._end_at + (3 * _TO_END if self._job.ending else 0):
+            ending.leave_now(self._job)
+        if self._interrupted_at is not None and not self._interrupt_raised:
+            if now > self._interrupted_at + _TO_END:
+                ending.leave_interrupted(self._job)
+            if now > self._interrupted_at + _TO_RAISE and self._job.failure is None:
+                self._job.learn(ending.interrupted(self._job))  # wakes a main thread that waits for other ranks
+
+    def _read_signals(self, numbers: bytes) -> None:
+        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) == self._on_interrupt:
+            self._interrupted_at = self._interrupted_at or time.monotonic()
+        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) == self._on_terminate:
+            ending.leave_terminated(self._job)
