@@ -51,3 +51,11 @@ def outputs_are_recorded() -> bool:
     Checked on torch 2.13: `torch._C._len_torch_dispatch_stack`.
     """
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, through which ranks can reach each other outside of collectives.
+
+    Checked on torch 2.11 and 2.13: `torch.distributed.distributed_c10d._get_default_store`.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -196,7 +196,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
                 self.optim.grad_scale = divisor.float()  # type: ignore[attr-defined]
                 self.optim.found_inf = (torch.zeros((), device=device) if found_inf is None else found_inf.to(device)).float()  # type: ignore[attr-defined]
             try:
-                self.optim.step()
+                self._step_wrapped()
             finally:
                 for name in ("grad_scale", "found_inf"):
                     self.optim.__dict__.pop(name, None)
@@ -206,4 +206,4 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             self._applied = True
             return
         self._apply_factor()
-        self.optim.step()
+        self._step_wrapped()

@@ -25,3 +25,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
 
 def to_device(tree: T, device: torch.device) -> T:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+def is_unmoved(made: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `made`, by a conversion of `tensor`, is the same data: torch returns a tensor itself where there is nothing to convert."""
+    if made is tensor:
+        return True
+    return hasattr(tensor, "to_local") and (made.dtype, made.device, made.shape) == (tensor.dtype, tensor.device, tensor.shape)
