@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwright._moved import explain_moved_modules, missing_name
 from shardwright._version import __version__
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ _SUBPACKAGES = (
     "zero",
 )
 
+explain_moved_modules()
+
 __all__ = [
     "Booster",
     "__version__",
@@ -69,7 +72,7 @@ def __getattr__(name: str) -> Any:
     elif name in _SUBPACKAGES:
         value = importlib.import_module(f"shardwright.{name}")
     else:
-        raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+        raise missing_name(__name__, name)
     globals()[name] = value
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,16 +15,50 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.hf_import import LoadReport
+from ..checkpoint.roll_call import roll_call
 from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..interface.model import is_guarded
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
 from ..plugins.lora import add_lora, require_adapters, write_adapters
+from ..utils.arguments import ExplainedArguments, explained
 from ..utils.device import get_current_device
+from ..utils.errors import nearest
+from . import own_steps
 from .checkpoints import Checkpoints, StrPath
 from .mixed_precision import AutocastModel, MixedPrecision, resolve
+from .whole_model import Counts, WholeModel
+
+# What scripts of other frameworks call or pass here, and what to write instead.
+_METHODS = {
+    "prepare": "booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)",
+    "initialize": "booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)",
+    "step": "optimizer.step(), of the optimizer that boost returned",
+    "zero_grad": "optimizer.zero_grad(), of the optimizer that boost returned",
+    "clip_grad_norm_": "optimizer.clip_grad_by_norm(max_norm), of the optimizer that boost returned, or max_norm= of the plugin",
+    "clip_grad_value_": "optimizer.clip_grad_by_value(value), of the optimizer that boost returned",
+    "accumulate": "booster.no_sync(model, optimizer) around all but the last backward",
+    "unwrap_model": "model.unwrap()",
+    "save_state": "booster.save(path, model=model, optimizer=optimizer)",
+    "load_state": "booster.load(path, model=model, optimizer=optimizer)",
+    "save_checkpoint": "booster.save(path, model=model, optimizer=optimizer)",
+    "load_checkpoint": "booster.load(path, model=model, optimizer=optimizer)",
+    "save_pretrained": "booster.save_model(model, path)",
+    "prepare_dataloader": "booster.plugin.prepare_dataloader(dataset, batch_size)",
+    "is_main_process": "shardwright.cluster.DistCoordinator().is_master()",
+    "wait_for_everyone": "shardwright.cluster.DistCoordinator().block_all()",
+}
+_ARGUMENTS = {
+    "checkpoint": "it is called path here",
+    "gather_dtensor": "leave it out: files are whole under every layout",
+    "low_cpu_mem_mode": "leave it out: every rank reads its own slices",
+    "num_threads": "leave it out: every rank reads its own slices",
+    "quantize": "quantised base models are not offered; leave it out",
+    "bnb_quantization_config": "quantised base models are not offered; leave it out",
+}
 
 
-class Booster:
+class Booster(metaclass=ExplainedArguments):
     """Lays training out over processes through a plugin; without one it trains on this process alone.
 
     plugin           how model, optimizer and data are distributed
@@ -47,7 +82,14 @@ class Booster:
         self.plugin = plugin
         self.device = torch.device(device) if device is not None else None
         self._checkpoints = Checkpoints(plugin)
+        self._boosted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            raise AttributeError(f"Booster has no {name!r}: use {_METHODS[name]}")
+        raise AttributeError(f"Booster has no {name!r}{nearest(name, [known for known in dir(type(self)) if not known.startswith('_')])}")
+
+    @explained({"dataloader_train": "it is called dataloader here", "scheduler": "it is called lr_scheduler here"})
     def boost(
         self,
         model: nn.Module,
@@ -57,6 +99,8 @@ class Booster:
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, OptimizerWrapper | None, Callable[..., Any] | None, DataLoader | None, Any]:
         """Wrap what is given; None stays None. The optimizer is built on the model's parameters before this call."""
+        _require_fresh(model, optimizer, criterion)
+        original, counts = optimizer, Counts.of(model)
         if self.plugin is not None:
             boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         else:
@@ -68,6 +112,15 @@ class Booster:
             model, wrapped, criterion = self.mixed_precision.configure(boosted.model, boosted.optimizer, boosted.criterion)
             boosted = boosted._replace(model=model, optimizer=wrapped, criterion=criterion)
         self._checkpoints.note(boosted.model, boosted.optimizer)
+        self._boosted.add(boosted.model)
+        if self.plugin is not None:
+            assert isinstance(boosted.model, ModelWrapper)
+            whole = WholeModel(boosted.model, boosted.optimizer, self.plugin, counts, self._checkpoints, self.save_lora_as_pretrained)
+            boosted.model.seal(whole)
+            if self.plugin.steps_itself:
+                own_steps.watch_model(boosted.model)
+        if original is not None:
+            own_steps.take(original, boosted.optimizer)
         return tuple(boosted)  # type: ignore[return-value]
 
     @job.heeds_failures
@@ -78,6 +131,7 @@ class Booster:
         job.count_backward()
         optimizer.backward(loss)
 
+    @explained({})
     @job.heeds_failures
     def execute_pipeline(
         self,
@@ -91,14 +145,47 @@ class Booster:
         """One batch from `data_iter` through the pipeline: forward, and backward when an optimizer is given.
 
         Returns {"loss": tensor or None, "outputs": outputs or None}. The loss is that of the global batch and lives on the last stage.
+        Without an optimizer the model is evaluated, and nothing is recorded for a backward pass.
         """
         if self.plugin is None:
             raise ValueError(
                 "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), whose execute_pipeline "
                 "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
             )
+        model = self._require_boosted(model, "execute_pipeline")
+        if optimizer is not None:
+            self._require_optimizer_of(model, optimizer, "execute_pipeline")
+            if not torch.is_grad_enabled():
+                raise ValueError(
+                    "execute_pipeline with an optimizer under torch.no_grad(): there would be no gradients for it to step on. "
+                    "Leave the optimizer out to evaluate, or call it outside of no_grad to train"
+                )
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
 
+    def _require_boosted(self, model: nn.Module, what: str) -> nn.Module:
+        """The model that boost returned; torch.compile around it is looked through."""
+        model = getattr(model, "_orig_mod", model)
+        if model in self._boosted:
+            return model
+        if isinstance(model, ModelWrapper):
+            raise ValueError(
+                f"{what} of a {type(model).__name__} that another Booster boosted: call it on the booster that boosted the model"
+            )
+        raise ValueError(
+            f"{what} needs the model that boost returned, not a bare {type(model).__name__}: model, optimizer, *_ = "
+            "booster.boost(model, optimizer)"
+        )
+
+    def _require_optimizer_of(self, model: nn.Module, optimizer: Any, what: str) -> None:
+        if not isinstance(optimizer, OptimizerWrapper):
+            raise ValueError(
+                f"{what} needs the optimizer that boost returned, not a bare {type(optimizer).__name__}: build it before boost and take "
+                "what boost returns: model, optimizer, *_ = booster.boost(model, optimizer)"
+            )
+        if not self._checkpoints.trains(optimizer, model):
+            raise ValueError(f"{what} with the optimizer of another model: pass the one that boost returned with this model")
+
+    @explained(_ARGUMENTS)
     def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
         """`model` with LoRA adapters, before `boost`: new ones by `lora_config` (a peft.LoraConfig), or those in `pretrained_dir`.
 
@@ -110,11 +197,13 @@ class Booster:
             )
         return add_lora(model, pretrained_dir, lora_config)
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def save_lora_as_pretrained(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write the adapters of a boosted model as `peft.PeftModel.from_pretrained(base_model, path)` reads them. All ranks call it."""
         plain = unwrapped(_without_autocast(model))
         require_adapters(plain)
+        roll_call("booster.save_lora_as_pretrained")
         state = self.plugin.adapter_state(_without_autocast(model)) if self.plugin is not None else plain.state_dict()
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_adapters(plain, state, path)
@@ -133,6 +222,7 @@ class Booster:
 
     # Checkpoints. All ranks must call.
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def save(
         self,
@@ -157,6 +247,7 @@ class Booster:
         """
         self._checkpoints.save(path, model, optimizer, lr_scheduler, dataloader, step, extra, use_async, keep_last)
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def load(
         self,
@@ -179,6 +270,7 @@ class Booster:
         """Until the last asynchronous save is on disk; raises what went wrong there."""
         self._checkpoints.wait()
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def save_model(
         self,
@@ -199,6 +291,7 @@ class Booster:
         """
         self._checkpoints.save_model(model, path, shard, prefix, size_per_shard, use_safetensors, use_async)
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def load_model(self, model: nn.Module, path: StrPath, strict: bool = True) -> LoadReport:
         """Weights from a directory or file of safetensors, as transformers or `save_model` wrote it, or from a checkpoint of `save`.
@@ -208,6 +301,7 @@ class Booster:
         """
         return self._checkpoints.load_model(model, path, strict)
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def save_optimizer(
         self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = 1024, use_async: bool = False
@@ -218,16 +312,43 @@ class Booster:
         """
         self._checkpoints.save_optimizer(optimizer, path, shard, size_per_shard, use_async)
 
+    @explained(_ARGUMENTS)
     @job.heeds_failures
     def load_optimizer(self, optimizer: OptimizerWrapper, path: StrPath) -> None:
         """Masters too, and with them the weights that they are the masters of: call it after `load_model`."""
         self._checkpoints.load_optimizer(optimizer, path)
 
+    @explained(_ARGUMENTS)
     def save_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
         self._checkpoints.save_lr_scheduler(lr_scheduler, path)
 
+    @explained(_ARGUMENTS)
     def load_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
         self._checkpoints.load_lr_scheduler(lr_scheduler, path)
+
+
+def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
+    """Refuse what was boosted before, and what boosting could not see through."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={type(model).__name__} is not a torch.nn.Module; boost takes the model, then the optimizer")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "boost of a torch.compile'd model: the layout is chosen by the names and classes of its modules, which are hidden now. "
+            "Boost the model itself"
+        )
+    if isinstance(model, ModelWrapper) or is_guarded(model):
+        raise ValueError(
+            f"this {type(unwrapped(model)).__name__.removeprefix('FSDP')} was boosted before: boost takes the plain model once, together with everything that "
+            "trains it (several rates or rules: param groups of one optimizer); use what the first call returned"
+        )
+    if isinstance(optimizer, Optimizer) and own_steps.is_taken(optimizer):
+        raise ValueError(f"this {type(optimizer).__name__} was boosted before: build one for this model, on its parameters")
+    trainable = [name for name, param in criterion.named_parameters() if param.requires_grad] if isinstance(criterion, nn.Module) else []
+    if trainable:
+        raise ValueError(
+            f"criterion={type(criterion).__name__} has parameters that require gradients ({trainable[0]}), which no plugin reduces over "
+            "ranks: make them part of the model, or freeze them with criterion.requires_grad_(False)"
+        )
 
 
 def _without_autocast(model: nn.Module) -> nn.Module:

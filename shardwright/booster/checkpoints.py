@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 from ..checkpoint.agreement import Agreement
 from ..checkpoint.background import Background
 from ..checkpoint.hf_export import ExportOptions, save_model
-from ..checkpoint.hf_import import LoadReport, load_model
+from ..checkpoint.hf_import import LoadReport, load_model, load_state
 from ..checkpoint.load import find, load, load_lr_scheduler
 from ..checkpoint.position import Position
+from ..checkpoint.roll_call import roll_call
 from ..checkpoint.save import Contents, collect, save
 from ..interface import ModelWrapper
 from ..plugins.base import Plugin
@@ -49,6 +51,10 @@ class Checkpoints:
         found = self._optimizers.get(model)
         return None if found is None else found()
 
+    def trains(self, optimizer: Any, model: nn.Module) -> bool:
+        """Whether boost returned these together."""
+        return self._optimizer_of(model) is optimizer
+
     def wait(self) -> None:
         self._background.wait()
 
@@ -57,8 +63,11 @@ class Checkpoints:
             return Position()
         return self._plugin.position(model.module if isinstance(model, AutocastModel) else model)
 
-    def _setting(self, model: nn.Module | None) -> tuple[Position, Agreement]:
+    def _setting(self, model: nn.Module | None, what: str) -> tuple[Position, Agreement]:
+        """`what` is the call that all ranks have to be in."""
         position = self._position(model)
+        if position.world_size > 1:
+            roll_call(what)
         return position, Agreement(position.world_size)
 
     def save(
@@ -74,7 +83,7 @@ class Checkpoints:
         keep_last: int | None,
     ) -> None:
         owner = self._model_of(optimizer)
-        position, agreement = self._setting(model if model is not None else owner)
+        position, agreement = self._setting(model if model is not None else owner, "booster.save")
 
         def gather() -> Contents:
             return collect(
@@ -95,7 +104,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         self.wait()
         owner = self._model_of(optimizer)
-        position, agreement = self._setting(model if model is not None else owner)
+        position, agreement = self._setting(model if model is not None else owner, "booster.load")
         if model is not None and optimizer is None:
             trained_by = self._optimizer_of(model)
             if trained_by is not None:
@@ -121,21 +130,28 @@ class Checkpoints:
         size_per_shard: float,
         use_safetensors: bool,
         use_async: bool,
+        what: str = "booster.save_model",
     ) -> None:
         if not use_safetensors:
             raise ValueError("use_safetensors=False would write pickle files, which run code when they are read; leave it True")
-        position, agreement = self._setting(model)
         options = ExportOptions(shard, prefix, _bytes(size_per_shard))
+        position, agreement = self._setting(model, what)
         save_model(_path(path), _module(model), position, agreement, self._background, options, use_async)
+
+    def load_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> LoadReport:
+        """The whole model's state dict, which every rank has."""
+        self.wait()
+        position, agreement = self._setting(model, "model.load_state_dict")
+        return load_state(state_dict, _module(model), self._optimizer_of(model), position, agreement, strict)
 
     def load_model(self, model: nn.Module, path: StrPath, strict: bool) -> LoadReport:
         self.wait()
-        position, agreement = self._setting(model)
+        position, agreement = self._setting(model, "booster.load_model")
         return load_model(_path(path), _module(model), self._optimizer_of(model), position, agreement, strict)
 
     def save_optimizer(self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool) -> None:
         owner = self._model_of(optimizer)
-        position, agreement = self._setting(owner)
+        position, agreement = self._setting(owner, "booster.save_optimizer")
         size = _bytes(size_per_shard) if shard else None
 
         def gather() -> Contents:
@@ -146,11 +162,11 @@ class Checkpoints:
     def load_optimizer(self, optimizer: Any, path: StrPath) -> None:
         self.wait()
         owner = self._model_of(optimizer)
-        position, agreement = self._setting(owner)
+        position, agreement = self._setting(owner, "booster.load_optimizer")
         load(_path(path), position, agreement, optimizer=optimizer, owner=_unwrapped(owner), with_rng=False)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
-        position, agreement = self._setting(None)
+        position, agreement = self._setting(None, "booster.save_lr_scheduler")
 
         def gather() -> Contents:
             return collect(position, lr_scheduler=lr_scheduler, with_rng=False)
@@ -159,7 +175,7 @@ class Checkpoints:
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
         self.wait()
-        position, agreement = self._setting(None)
+        position, agreement = self._setting(None, "booster.load_lr_scheduler")
         opened, _ = find(_path(path), agreement, position.rank)
         load_lr_scheduler(lr_scheduler, opened.state["lr_scheduler"], opened.directory)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .agreement import Agreement, attempt
-from .boxes import parts_of
+from .boxes import Box, parts_of
 from .errors import CheckpointMismatch
-from .held import held_tensors
+from .held import Held, held_tensors
 from .hf_names import bind, ignored
 from .hf_source import HfFiles, HfSource
 from .load import find, read_held
@@ -27,6 +29,15 @@ class LoadReport:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """As torch's `load_state_dict` calls them."""
+        return self.missing
+
+    @property
+    def unexpected_keys(self) -> list[str]:
+        return self.unexpected
 
     @property
     def fits(self) -> bool:
@@ -53,21 +64,64 @@ class _IndexSource:
         self._index.read(f"weights/{name}", box, out)
 
 
+class _StateSource:
+    """A whole model's state dict behind the face of HfSource."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def keys_of(self, name: str) -> list[str]:
+        return [name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        out.copy_(box.view(self.tensors[name], (0,) * self.tensors[name].ndim))
+
+
 def load_model(path: Path, model: nn.Module, optimizer: Any, position: Position, agreement: Agreement, strict: bool) -> LoadReport:
     """`optimizer` trains `model` or is None; its masters are read in their own precision and the weights follow them.
 
     strict   raise CheckpointMismatch, with nothing written, unless names and shapes agree; else load what fits and return the rest
     """
     held = held_tensors(model, position)
-    aliases = {alias: item.name for item in held for alias in (item.name, *item.aliases)}
     source: Any
     if path.is_dir() and (path / MARKER).exists():
         source = _IndexSource(path, agreement, position.rank)
         keys = source.keys
     else:
-        source, error = attempt(lambda: _open(path, model, aliases))
+        names = {alias: item.name for item in held for alias in (item.name, *item.aliases)}
+        source, error = attempt(lambda: _open(path, model, names))
         agreement.check(error, f"loading {path}")
         keys = sorted(source.files_keys)
+    return _take(source, keys, path, held, model, optimizer, position, agreement, strict)
+
+
+def load_state(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Any, position: Position, agreement: Agreement, strict: bool
+) -> LoadReport:
+    """As `load_model`, from the state dict of a whole model, which every rank has."""
+    source = _StateSource({name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)})
+    held = held_tensors(model, position)
+    return _take(source, sorted(source.tensors), Path("the state dict"), held, model, optimizer, position, agreement, strict)
+
+
+def _take(
+    source: Any,
+    keys: list[str],
+    path: Path,
+    held: list[Held],
+    model: nn.Module,
+    optimizer: Any,
+    position: Position,
+    agreement: Agreement,
+    strict: bool,
+) -> LoadReport:
+    aliases = {alias: item.name for item in held for alias in (item.name, *item.aliases)}
     found: dict[str, str] = {}  # name of the model -> name that the source knows it by
     for alias, name in aliases.items():
         if alias in source and name not in found:

@@ -56,3 +56,11 @@ def outputs_are_recorded() -> bool:
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What `register_post_accumulate_grad_hook` has put on `tensor`, in order. Torch has no public name for it (2.11 to 2.13)."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, through which ranks can reach each other outside of collectives.
+
+    Checked on torch 2.11 and 2.13: `torch.distributed.distributed_c10d._get_default_store`.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()

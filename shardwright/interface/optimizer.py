@@ -27,6 +27,7 @@ class OptimizerWrapper(Optimizer):
         self.optim = optim
         self.max_norm = max_norm
         self._grad_norm: torch.Tensor | None = None
+        self.is_stepping = False  # whether the wrapped optimizer steps because this one does
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -70,7 +71,14 @@ class OptimizerWrapper(Optimizer):
             )
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
-        return self.optim.step()
+        return self._step_wrapped()
+
+    def _step_wrapped(self) -> Any:
+        self.is_stepping = True
+        try:
+            return self.optim.step()
+        finally:
+            self.is_stepping = False
 
     def plain_parameters(self) -> AbstractContextManager[None]:
         """Context in which the model runs; optimizers that watch reads of gradients do not inside."""

@@ -1,5 +1,10 @@
 """Plugins: how a model, its optimizer and its data are laid out over the processes."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from .._moved import missing_name
 from .base import Boosted, Plugin
 from .deepspeed import DeepSpeedPlugin
 from .hybrid_parallel import HybridParallelPlugin
@@ -8,3 +13,7 @@ from .torch_ddp import TorchDDPPlugin
 from .torch_fsdp import TorchFSDPPlugin
 
 __all__ = ["Boosted", "DeepSpeedPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

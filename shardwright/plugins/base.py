@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..checkpoint.position import Position
 from ..cluster.mesh import ParallelMesh
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
 from .lora import whole_tensor
@@ -31,8 +32,13 @@ class Boosted(NamedTuple):
     lr_scheduler: Any
 
 
-class Plugin(ABC):
-    """Lays a model, its optimizer and its data out over the processes."""
+class Plugin(ABC, metaclass=ExplainedArguments):
+    """Lays a model, its optimizer and its data out over the processes.
+
+    argument_advice  what to say about arguments that other frameworks' plugins of this name take
+    """
+
+    argument_advice: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def configure(
@@ -65,6 +71,21 @@ class Plugin(ABC):
 
     def support_no_sync(self) -> bool:
         return True
+
+    @property
+    def steps_itself(self) -> bool:
+        """Whether gradients and weights are only right in the step of the optimizer that boost returned."""
+        return False
+
+    @property
+    def split(self) -> str:
+        """How weights are split over ranks, in the words of the plugin's settings; "" where every rank holds all of them."""
+        return ""
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether ranks hold different layers, so that only `execute_pipeline` can run the model."""
+        return False
 
     def support_lora(self) -> bool:
         return True

@@ -115,9 +115,15 @@ class DeepSpeedPlugin(Plugin):
         tp = int(self.config.get("tensor_parallel", {}).get("autotp_size", 1) or 1)
         return size // tp, rank // tp
 
-    def position(self, model: nn.Module | None = None) -> Position:
+    @property
+    def split(self) -> str:
         stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
-        if stage == 3 or self.data_parallel[0] != super().data_parallel[0]:
+        if stage == 3:
+            return "zero_optimization.stage=3"
+        return "tensor_parallel" if self.data_parallel[0] != super().data_parallel[0] else ""
+
+    def position(self, model: nn.Module | None = None) -> Position:
+        if self.split:
             raise ValueError(
                 "booster checkpoints with DeepSpeedPlugin at ZeRO stage 3 or with tensor_parallel: the engine cuts the parameters itself; "
                 "use model.module.save_checkpoint(...) and load_checkpoint(...), or HybridParallelPlugin"

@@ -193,6 +193,20 @@ class HybridParallelPlugin(Plugin):
         return self.pp_size > 1
 
     @property
+    def steps_itself(self) -> bool:
+        return True
+
+    @property
+    def split(self) -> str:
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        return ", ".join([*parts, "zero_stage=3"] if self.zero_stage == 3 else parts)
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.pp_size > 1
+
+    @property
     def data_parallel(self) -> tuple[int, int]:
         return self.dp_size, self.mesh.coordinate("dp")
 

@@ -137,6 +137,14 @@ class LowLevelZeroPlugin(Plugin):
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)
 
+    @property
+    def steps_itself(self) -> bool:
+        return True
+
+    @property
+    def split(self) -> str:
+        return "stage=3" if self.stage == 3 else ""
+
     def control_precision(self) -> bool:
         return True
 

@@ -80,6 +80,10 @@ class TorchFSDPPlugin(Plugin):
     def supported_precisions(self) -> list[str]:
         return ["fp32", "fp16", "bf16"]
 
+    @property
+    def split(self) -> str:
+        return "TorchFSDPPlugin"
+
     def configure(
         self,
         model: nn.Module,

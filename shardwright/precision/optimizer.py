@@ -241,7 +241,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
                 self.optim.grad_scale = divisor  # type: ignore[attr-defined]
                 self.optim.found_inf = self._constant(0.0, device) if found_inf is None else found_inf.to(device)  # type: ignore[attr-defined]
             try:
-                self.optim.step()
+                self._step_wrapped()
             finally:
                 for name in ("grad_scale", "found_inf"):
                     self.optim.__dict__.pop(name, None)
@@ -251,7 +251,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             self._consume()
             return
         self._apply_factor()
-        self.optim.step()
+        self._step_wrapped()
 
     def _constant(self, value: float, device: torch.device) -> torch.Tensor:
         """`value` on the device, copied there once: a copy from the host would wait for the device at every step."""

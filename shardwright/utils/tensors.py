@@ -41,3 +41,10 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> 
         wide = factor.to(same[0].device, torch.float32).reshape(1)  # of one dim, or it would be rounded to `dtype` first
         for tensor in same:
             torch.mul(tensor, wide, out=tensor)
+
+
+def is_unmoved(made: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `made`, by a conversion of `tensor`, is the same data: torch returns a tensor itself where there is nothing to convert."""
+    if made is tensor:
+        return True
+    return hasattr(tensor, "to_local") and (made.dtype, made.device, made.shape) == (tensor.dtype, tensor.device, tensor.shape)

@@ -21,6 +21,7 @@ LEVELS = {
     "accelerator": 0,
     "logging": 0,
     "_version": 0,
+    "_moved": 0,
     "cluster": 1,
     "comm": 1,
     "ops": 2,

@@ -1,0 +1,73 @@
+"""Names and modules that scripts of other frameworks import and that are called otherwise here, or not offered.
+
+Raised when such a name is imported, so that the import error of a script that was moved says what to write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Module path under `shardwright` -> what to import instead. Modules below an entry end up at it, since their parents are imported first.
+MODULES = {
+    "booster.plugin": "the plugins are in shardwright.plugins: from shardwright.plugins import HybridParallelPlugin, Plugin",
+    "checkpoint_io": "booster.save, booster.load, booster.save_model and booster.load_model read and write checkpoints",
+    "amp": "the precision= of a plugin, or Booster(mixed_precision=...), sets the number format",
+    "context": "the groups of a plugin (plugin.tp_group, plugin.dp_group, ...) replace the global context",
+    "core": "the groups of a plugin (plugin.tp_group, plugin.dp_group, ...) replace the global context",
+    "nn": "optimizers are in shardwright.optim (HybridAdam, CPUAdam, FusedAdam), lr schedulers in shardwright.optim.lr_scheduler "
+    "(CosineAnnealingWarmupLR, LinearWarmupLR), layers in shardwright.shardformer.layer",
+    "legacy": "Booster and the plugins replace it: from shardwright import Booster",
+    "pipeline.schedule": 'pp_style="1f1b", "interleaved", "zb", "zbv" or "gpipe" of HybridParallelPlugin chooses the schedule, and "zbv" '
+    "plans itself: leave PipelineGraph and scheduler_nodes out",
+    "pipeline.stage_manager": "ask plugin.stage_manager of a HybridParallelPlugin",
+    "tensor": "parameters are plain tensors with a note on their layout: see shardwright.spec",
+    "inference": "generate works on boosted models without a pipeline; to serve a model, export it with booster.save_model",
+    "moe": "HybridParallelPlugin trains mixtures of experts as they are",
+    "kernel": "enable_flash_attention=True and enable_fused_normalization=True of HybridParallelPlugin choose torch's fused kernels",
+    "quantization": 'quantised training is not offered; precision="bf16" is the smallest format',
+}
+
+# Name -> what to use instead.
+NAMES = {
+    "GeminiPlugin": "LowLevelZeroPlugin(stage=3), or HybridParallelPlugin(zero_stage=3) with tp_size, pp_size, cpu_offload",
+    "MoeHybridParallelPlugin": "HybridParallelPlugin: it trains mixtures of experts as they are",
+    "DPPluginBase": "Plugin, which prepares data loaders: from shardwright.plugins import Plugin",
+    "PipelinePluginBase": "Plugin: from shardwright.plugins import Plugin",
+    "FP16TorchMixedPrecision": "FP16MixedPrecision: from shardwright.booster import FP16MixedPrecision",
+    "FP16NaiveMixedPrecision": "FP16MixedPrecision: from shardwright.booster import FP16MixedPrecision",
+    "FP16ApexMixedPrecision": "FP16MixedPrecision: from shardwright.booster import FP16MixedPrecision",
+    "FP8MixedPrecision": "BF16MixedPrecision: from shardwright.booster import BF16MixedPrecision",
+    "ProcessGroupMesh": "ParallelMesh: from shardwright.cluster import ParallelMesh",
+    "PipelineGraph": 'pp_style="zbv", which plans its schedule itself: leave PipelineGraph and scheduler_nodes out',
+    "accelerate": "Booster: booster.boost(model, optimizer, ...) does what prepare does",
+    "Accelerator": "Booster: booster.boost(model, optimizer, ...) does what prepare does",
+    "initialize": "Booster: model, optimizer, *_ = Booster(plugin=...).boost(model, optimizer)",
+}
+
+
+def missing_name(module: str, name: str) -> Exception:
+    """What a module's `__getattr__` raises for `name`."""
+    if name in NAMES:
+        # An AttributeError would lose its words: `from module import name` replaces it by an ImportError of its own.
+        return ImportError(f"cannot import name {name!r} from {module!r}: it is not offered under this name; use {NAMES[name]}", name=name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+class _MovedModules(MetaPathFinder):
+    """Asked last, when nobody has found a module."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, rest = fullname.partition(".")
+        if package == "shardwright" and rest in MODULES:
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {MODULES[rest]}", name=fullname)
+        return None
+
+
+def explain_moved_modules() -> None:
+    """Once per process."""
+    if not any(type(finder).__name__ == "_MovedModules" for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())
