@@ -57,6 +57,8 @@ class Booster:
     ) -> tuple[nn.Module, OptimizerWrapper | None, Callable[..., Any] | None, DataLoader | None, Any]:
         """Wrap what is given; None stays None. The optimizer is built on the model's parameters before this call."""
         if self.plugin is not None:
+            if dataloader is not None:
+                dataloader = self.plugin.shard_dataloader(dataloader)
             boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         else:
             require_parameters(model)

@@ -19,6 +19,7 @@ from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
 from .lora import whole_tensor
+from .own_loader import shard_dataloader
 
 
 class Boosted(NamedTuple):
@@ -109,6 +110,11 @@ class Plugin(ABC):
             distributed_sampler_cls=distributed_sampler_cls,
             **kwargs,
         )
+
+    def shard_dataloader(self, dataloader: Any) -> Any:
+        """A DataLoader that was written for one process, dealt out to data-parallel ranks: what `boost` does with the one it is given."""
+        num_replicas, rank = self.data_parallel
+        return shard_dataloader(dataloader, num_replicas, rank)
 
     def execute_pipeline(
         self,
