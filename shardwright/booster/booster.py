@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.hf_import import LoadReport
-from ..interface import ModelWrapper, OptimizerWrapper
+from ..interface import LossGuard, ModelWrapper, OptimizerWrapper
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
+from ..plugins.first_step import FirstStep
+from ..plugins.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
 from ..utils.device import get_current_device
 from .checkpoints import Checkpoints, StrPath
@@ -28,10 +30,16 @@ class Booster:
     plugin           how model, optimizer and data are distributed
     mixed_precision  "bf16", "fp16" or a `MixedPrecision`, for plugins that do not set the number format themselves
     device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
+    on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and "stop" raises
+                     `shardwright.interface.NonFiniteLoss`, on all ranks
     """
 
     def __init__(
-        self, device: str | torch.device | None = None, mixed_precision: str | MixedPrecision | None = None, plugin: Plugin | None = None
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        plugin: Plugin | None = None,
+        on_nan: str = "warn",
     ) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
             raise ValueError(f"plugin={plugin!r} is not a shardwright Plugin; for example shardwright.plugins.TorchDDPPlugin()")
@@ -45,6 +53,9 @@ class Booster:
             )
         self.plugin = plugin
         self.device = torch.device(device) if device is not None else None
+        self.on_nan = LossGuard(on_nan).policy
+        if plugin is not None and on_nan == "skip" and not plugin.support_skipped_steps():
+            raise ValueError(f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use 'warn' or 'stop'")
         self._checkpoints = Checkpoints(plugin)
 
     def boost(
@@ -56,9 +67,9 @@ class Booster:
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, OptimizerWrapper | None, Callable[..., Any] | None, DataLoader | None, Any]:
         """Wrap what is given; None stays None. The optimizer is built on the model's parameters before this call."""
+        guard = InputGuard(model)
         if self.plugin is not None:
-            if dataloader is not None:
-                dataloader = self.plugin.shard_dataloader(dataloader)
+            self.plugin.check_dataloader(dataloader)
             boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         else:
             require_parameters(model)
@@ -68,6 +79,14 @@ class Booster:
         if self.mixed_precision is not None:
             model, wrapped, criterion = self.mixed_precision.configure(boosted.model, boosted.optimizer, boosted.criterion)
             boosted = boosted._replace(model=model, optimizer=wrapped, criterion=criterion)
+        first_step = None
+        if self.plugin is not None:
+            boosted = boosted._replace(dataloader=self.plugin.shard_dataloader(boosted.dataloader))
+            settings = {"mixed_precision": self.mixed_precision, "on_nan": self.on_nan}
+            first_step = FirstStep(self.plugin, boosted.model, boosted.dataloader, settings)
+        guard.attach(boosted.model, first_step)
+        if boosted.optimizer is not None:
+            boosted.optimizer.guard = LossGuard(self.on_nan)
         self._checkpoints.note(boosted.model, boosted.optimizer)
         return tuple(boosted)  # type: ignore[return-value]
 
@@ -95,7 +114,8 @@ class Booster:
                 "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), whose execute_pipeline "
                 "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
             )
-        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+        batches = CheckedBatches(data_iter, model, training=optimizer is not None and torch.is_grad_enabled())
+        return self.plugin.execute_pipeline(batches, model, criterion, optimizer, return_loss, return_outputs)
 
     def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
         """`model` with LoRA adapters, before `boost`: new ones by `lora_config` (a peft.LoraConfig), or those in `pretrained_dir`.

@@ -19,7 +19,7 @@ from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
 from .lora import whole_tensor
-from .own_loader import shard_dataloader
+from .own_loader import check_dataloader, shard_dataloader
 
 
 class Boosted(NamedTuple):
@@ -65,6 +65,10 @@ class Plugin(ABC):
         return True
 
     def support_no_sync(self) -> bool:
+        return True
+
+    def support_skipped_steps(self) -> bool:
+        """Whether a step can be left out: gradients that were not stepped on must go with `zero_grad`."""
         return True
 
     def support_lora(self) -> bool:
@@ -113,8 +117,12 @@ class Plugin(ABC):
 
     def shard_dataloader(self, dataloader: Any) -> Any:
         """A DataLoader that was written for one process, dealt out to data-parallel ranks: what `boost` does with the one it is given."""
-        num_replicas, rank = self.data_parallel
-        return shard_dataloader(dataloader, num_replicas, rank)
+        return None if dataloader is None else shard_dataloader(dataloader, *self.data_parallel)
+
+    def check_dataloader(self, dataloader: Any) -> None:
+        """ValueError, without any communication, where `shard_dataloader` could not deal it out."""
+        if dataloader is not None:
+            check_dataloader(dataloader, *self.data_parallel)
 
     def execute_pipeline(
         self,

@@ -105,9 +105,12 @@ class Batches:
         self._progress.taken += 1
         return batch
 
-    @property
-    def taken(self) -> int:
-        return self._progress.taken
+    def __len__(self) -> int:
+        """Batches of the whole pass; where nobody can know, those taken so far."""
+        try:
+            return self._dealer.batches(self._progress.start)
+        except TypeError:
+            return self._progress.taken
 
     def batch_is_used(self) -> None:
         """The caller keeps no batch: the pass is over when the last one has been taken, and nobody needs to ask for one more."""
@@ -165,8 +168,8 @@ def _check_stream_options(dataset: Any, shuffle: bool, distributed_sampler_cls: 
     check_stream(dataset, "dataset")
     if shuffle:
         raise ValueError(
-            f"shuffle=True with a stream ({type(dataset).__name__}): nobody can draw from samples that are not there yet. Shuffle the stream "
-            "itself (a dataset of `datasets`: dataset.shuffle(seed=..., buffer_size=...)) and leave shuffle out"
+            f"shuffle=True with a stream ({type(dataset).__name__}): nobody can draw from samples that are not there yet. Shuffle the "
+            "stream itself (a dataset of `datasets`: dataset.shuffle(seed=..., buffer_size=...)) and leave shuffle out"
         )
     if distributed_sampler_cls is not None:
         raise ValueError(

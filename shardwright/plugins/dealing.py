@@ -94,7 +94,7 @@ class Dealer(ABC):
 
     def _note(self, first: list[Any]) -> None:
         if all(isinstance(item, int | list | tuple) for item in first[:1]):
-            self.order_digest = hashlib.blake2b(repr(first).encode(), digest_size=8).digest()
+            self.order_digest = hashlib.blake2b(repr(first).encode(), digest_size=16).digest()
 
 
 class DataParallelSampler(DistributedSampler):
@@ -279,8 +279,8 @@ class DealtStream(Dealer, IterableDataset):
         size = getattr(type(self.dataset), "__len__", None)
         if size is None:
             raise TypeError(
-                f"a loader over a stream ({type(self.dataset).__name__}) has no length: write `for batch in dataloader`, or count the steps "
-                "yourself: `for step in range(number_of_steps)`"
+                f"a loader over a stream ({type(self.dataset).__name__}) has no length: write `for batch in dataloader`, or count the "
+                "steps yourself: `for step in range(number_of_steps)`"
             )
         return self._share.rounds(len(self.dataset) - item)
 
@@ -295,14 +295,16 @@ class DealtStream(Dealer, IterableDataset):
         if state["items"] and changed and (state["workers"] or self._num_workers):
             raise ValueError(
                 f"the position in this stream was saved with num_workers={state['workers']} and {state['round']} samples per step of all "
-                f"ranks, and cannot be found with num_workers={self._num_workers} and {self.round}: workers read ahead by steps. Use the same "
-                "num_workers, batch size and number of data-parallel ranks, or num_workers=0 when saving and loading"
+                f"ranks, and cannot be found with num_workers={self._num_workers} and {self.round}: workers read ahead by steps. Use the "
+                "same num_workers, batch size and number of data-parallel ranks, or num_workers=0 when saving and loading"
             )
         self.epoch = state["epoch"]
         return int(state["items"])
 
 
-_OTHER_LOADER = "the position was saved by {saved}, and this loader comes from {now}: their orders differ; resume with the same kind of loader"
+_OTHER_LOADER = (
+    "the position was saved by {saved}, and this loader comes from {now}: their orders differ; resume with the same kind of loader"
+)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -316,7 +318,6 @@ def check_stream(dataset: Any, field: str) -> None:
         raise ValueError(f"{field}={type(dataset).__name__} is no dataset: it has neither __getitem__ and __len__ nor __iter__")
     if isinstance(dataset, Iterator):
         raise ValueError(
-            f"{field}={type(dataset).__name__} can be read only once, so a second epoch would be empty: pass an object whose __iter__ starts "
-            "anew, a torch IterableDataset for example"
+            f"{field}={type(dataset).__name__} can be read only once, so a second epoch would be empty: pass an object whose __iter__ "
+            "starts anew, a torch IterableDataset for example"
         )
-

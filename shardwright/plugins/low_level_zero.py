@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
-from ..cluster.mesh import ParallelMesh
+from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
+from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
 from .lora import add_lora
 
@@ -123,7 +124,10 @@ class LowLevelZeroPlugin(Plugin):
             "cpu_offload": cpu_offload,
             "master_weights": master_weights,
         }
-        self.mesh = ParallelMesh(zero_group_size=_group_size(zero_group_size, extra_dp_size))
+        group_size = _group_size(zero_group_size, extra_dp_size)
+        validate_sizes(dist.get_world_size(), pp=1, tp=1, sp=1, dp=None, zero_group_size=group_size)
+        agree_on_arguments("LowLevelZeroPlugin", {**self.settings, "stage": stage, "zero_group_size": group_size})
+        self.mesh = ParallelMesh(zero_group_size=group_size)
 
     def position(self, model: nn.Module | None = None) -> Position:
         return mesh_position(self.mesh)
@@ -144,6 +148,7 @@ class LowLevelZeroPlugin(Plugin):
     ) -> Boosted:
         require_parameters(model)
         require_own_parameters(model, optimizer)
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         model = model.to(get_current_device())
         wrapped: OptimizerWrapper | None = None
         if self.stage == 3:

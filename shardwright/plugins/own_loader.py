@@ -1,11 +1,11 @@
 """Data loaders that were written for one process, given to `boost`: dealt to data-parallel ranks as Accelerate's `prepare` does it.
 
-    what is given                                            what comes back
-    a loader of plugin.prepare_dataloader                    the same
-    one that deals to the right ranks by itself              the same (DistributedSampler, split_dataset_by_node, Accelerate's)
-    one that deals to other ranks                            ValueError
-    any other DataLoader                                     one that gives this rank its share (see `plugins.dealing`)
-    an object that is no DataLoader                          the same on one replica, else ValueError
+what is given                                            what comes back
+a loader of plugin.prepare_dataloader                    the same
+one that deals to the right ranks by itself              the same (DistributedSampler, split_dataset_by_node, Accelerate's)
+one that deals to other ranks                            ValueError
+any other DataLoader                                     one that gives this rank its share (see `plugins.dealing`)
+an object that is no DataLoader                          the same on one replica, else ValueError
 """
 
 from __future__ import annotations
@@ -33,31 +33,39 @@ _REPLICAS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("wor
 
 def shard_dataloader(dataloader: Any, ranks: int, rank: int) -> Any:
     """The loader of data-parallel rank `rank` of `ranks`. Collective over all processes where there are several."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if isinstance(dataloader, ShardedDataLoader):
+    if not check_dataloader(dataloader, ranks, rank):
         return dataloader
-    if not isinstance(dataloader, DataLoader) or _iterates_itself(dataloader):
-        if ranks == 1:
-            return dataloader
-        raise ValueError(_no_share(dataloader, ranks))
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    sharded = _dealt(dataloader, ranks, rank, None if alone else _agree_on_order(dataloader))
+    if ranks > 1:
+        get_dist_logger().info(_word(dataloader, ranks), ranks=[0])
+    return sharded
+
+
+def check_dataloader(dataloader: Any, ranks: int, rank: int) -> bool:
+    """Whether the loader is one to deal out, or may stay as it is; ValueError where neither will do. Communicates nothing."""
+    if isinstance(dataloader, ShardedDataLoader):
+        return False
+    if not isinstance(dataloader, DataLoader) or type(dataloader).__iter__ is not DataLoader.__iter__:
+        if ranks > 1:
+            raise ValueError(_no_share(dataloader, ranks))
+        return False
     dealt = dealt_by(dataloader)
     if dealt is not None:
         _check_dealt(*dealt, ranks, rank)
         if ranks > 1 and is_stream(dataloader.dataset):
-            get_dist_logger().warning(
-                f"{dealt[0]} gives each rank a stream of its own, and nobody knows whether they end at the same batch: a rank that ends early "
-                "leaves the others waiting. Count the steps, or pass the stream undivided, which boost deals out evenly",
-                ranks=[0],
-            )
-        return dataloader
+            get_dist_logger().warning(_UNEVEN.format(name=dealt[0]), ranks=[0])
+        return False
     if isinstance(dataloader.dataset, Sized) and len(dataloader.dataset) == 0:
         raise ValueError(f"dataloader: its dataset {type(dataloader.dataset).__name__} has no samples: there is nothing to train on")
-    seed = None if alone else _agree_on_order(dataloader)
-    sharded = _dealt(dataloader, ranks, rank, seed)
-    _check_not_empty(dataloader, sharded, ranks)
-    if ranks > 1:
-        get_dist_logger().info(_word(dataloader, ranks), ranks=[0])
-    return sharded
+    _check_not_empty(dataloader, _dealt(dataloader, ranks, rank, None), ranks)
+    return True
+
+
+_UNEVEN = (
+    "{name} gives each rank a stream of its own, and nobody knows whether they end at the same batch: a rank that ends early leaves the "
+    "others waiting. Count the steps, or pass the stream undivided, which boost deals out evenly"
+)
 
 
 def dealt_by(dataloader: DataLoader) -> tuple[str, int, int] | None:
@@ -82,10 +90,6 @@ def _check_dealt(name: str, replicas: int, rank: int, ranks: int, mine: int) -> 
         )
 
 
-def _iterates_itself(dataloader: DataLoader) -> bool:
-    return type(dataloader).__iter__ is not DataLoader.__iter__
-
-
 def _no_share(dataloader: Any, ranks: int) -> str:
     return (
         f"dataloader={type(dataloader).__name__} cannot be dealt out to {ranks} data-parallel ranks: only a torch DataLoader that does not "
@@ -99,8 +103,8 @@ def _word(dataloader: DataLoader, ranks: int) -> str:
     batches = f"batches of {size} samples" if size is not None else "batches"
     return (
         f"boost deals the DataLoader out to {ranks} data-parallel ranks: each takes every {ranks}th of its {batches}, a step of all ranks "
-        f"takes {ranks} of them; plugin.prepare_dataloader would have made this loader too. A loader that gives every rank its own samples by "
-        "itself must not be passed to boost"
+        f"takes {ranks} of them; plugin.prepare_dataloader would have made this loader too. A loader that gives every rank its own samples "
+        "by itself must not be passed to boost"
     )
 
 
@@ -117,9 +121,7 @@ def _dealt(dataloader: DataLoader, ranks: int, rank: int, seed: int | None) -> S
     if size is not None and type(dataloader.batch_sampler) is BatchSampler:
         order = SampleOrder(dataloader.sampler, seed)
         dealer = DealtSampler(dataloader.sampler, Share(ranks, rank, size, dataloader.drop_last), order)
-        return ShardedDataLoader(
-            dataset, dealer=dealer, batch_size=size, drop_last=dataloader.drop_last, sampler=dealer, **copied
-        )
+        return ShardedDataLoader(dataset, dealer=dealer, batch_size=size, drop_last=dataloader.drop_last, sampler=dealer, **copied)
     batches: Any = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
     share = Share(ranks, rank, 1, bool(getattr(batches, "drop_last", False)))
     dealer = DealtBatches(batches, share, SampleOrder(batches, seed))
@@ -136,8 +138,8 @@ def _check_not_empty(dataloader: DataLoader, sharded: ShardedDataLoader, ranks: 
     if batches == 0:
         size = f"batch_size={dataloader.batch_size}" if dataloader.batch_size is not None else f"{type(dataloader.batch_sampler).__name__}"
         raise ValueError(
-            f"dataloader: with {size} and drop_last=True its dataset of {len(dataloader.dataset)} samples gives no batch to each of {ranks} "  # type: ignore[arg-type]
-            "data-parallel ranks; use a smaller batch_size or drop_last=False"
+            f"dataloader: with {size} and drop_last=True its dataset of {len(dataloader.dataset)} samples gives no batch to each of "  # type: ignore[arg-type]
+            f"{ranks} data-parallel ranks; use a smaller batch_size or drop_last=False"
         )
 
 
@@ -162,11 +164,11 @@ def _agree_on_order(dataloader: DataLoader) -> int:
             dist.broadcast(moved, src=0)
             generator.set_state(moved.cpu())
         get_dist_logger().warning(
-            "the DataLoader's generator was in another state on some ranks, which would have drawn other orders: all take rank 0's", ranks=[0]
+            "the DataLoader's generator was in another state on some ranks, which would have drawn other orders: all take rank 0's",
+            ranks=[0],
         )
     return int(shared[1])
 
 
 def _device() -> torch.device:
     return torch.device("cpu") if "gloo" in dist.get_backend() else torch.device("cuda", torch.cuda.current_device())
-

@@ -90,8 +90,8 @@ class SampleOrder:
     def load(self, state: dict[str, Any], middle: bool) -> None:
         if middle and self._sampler is not None and not state["order"]:
             raise ValueError(
-                f"the order in which {type(self._sampler).__name__} dealt the interrupted epoch was drawn from torch's global generator and "
-                "cannot be drawn again: give the sampler a generator=torch.Generator().manual_seed(...), in the run that saves too"
+                f"the order in which {type(self._sampler).__name__} dealt the interrupted epoch was drawn from torch's global generator "
+                "and cannot be drawn again: give the sampler a generator=torch.Generator().manual_seed(...), in the run that saves too"
             )
         self._epoch = int(state["epoch"])
         if self._with_epochs is not None:

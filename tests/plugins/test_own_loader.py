@@ -98,7 +98,7 @@ def test_global_batches_are_those_of_one_process(kind: str) -> None:
     for _ in range(3):
         expected = batches(alone)
         parts = [batches(share) for share in shares]
-        assert [sum((part[step] for part in parts), []) for step in range(4)] == expected
+        assert [[value for part in parts for value in part[step]] for step in range(4)] == expected
         orders.append(expected)
     if kind != "sampler":
         assert orders[0] != orders[1] != orders[2]
