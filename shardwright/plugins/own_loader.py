@@ -99,12 +99,10 @@ def _no_share(dataloader: Any, ranks: int) -> str:
 
 
 def _word(dataloader: DataLoader, ranks: int) -> str:
-    size = dataloader.batch_size
-    batches = f"batches of {size} samples" if size is not None else "batches"
+    batches = f"{ranks} of its batches" + (f" of {dataloader.batch_size} samples" if dataloader.batch_size is not None else "")
     return (
-        f"boost deals the DataLoader out to {ranks} data-parallel ranks: each takes every {ranks}th of its {batches}, a step of all ranks "
-        f"takes {ranks} of them; plugin.prepare_dataloader would have made this loader too. A loader that gives every rank its own samples "
-        "by itself must not be passed to boost"
+        f"boost deals the DataLoader out to {ranks} data-parallel ranks: a step takes {batches}, one on each rank. A loader that gives "
+        "every rank its own samples by itself must not be passed to boost"
     )
 
 
