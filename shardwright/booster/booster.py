@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 from ..checkpoint.hf_import import LoadReport
 from ..checkpoint.roll_call import roll_call
 from ..cluster import job
-from ..interface import ModelWrapper, OptimizerWrapper
+from ..interface import LossGuard, ModelWrapper, OptimizerWrapper
 from ..interface.model import is_guarded
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
+from ..plugins.first_step import FirstStep
+from ..plugins.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
 from ..utils.arguments import ExplainedArguments, explained
 from ..utils.device import get_current_device
@@ -64,10 +66,16 @@ class Booster(metaclass=ExplainedArguments):
     plugin           how model, optimizer and data are distributed
     mixed_precision  "bf16", "fp16" or a `MixedPrecision`, for plugins that do not set the number format themselves
     device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
+    on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and "stop" raises
+                     `shardwright.interface.NonFiniteLoss`, on all ranks
     """
 
     def __init__(
-        self, device: str | torch.device | None = None, mixed_precision: str | MixedPrecision | None = None, plugin: Plugin | None = None
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        plugin: Plugin | None = None,
+        on_nan: str = "warn",
     ) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
             raise ValueError(f"plugin={plugin!r} is not a shardwright Plugin; for example shardwright.plugins.TorchDDPPlugin()")
@@ -81,6 +89,9 @@ class Booster(metaclass=ExplainedArguments):
             )
         self.plugin = plugin
         self.device = torch.device(device) if device is not None else None
+        self.on_nan = LossGuard(on_nan).policy
+        if plugin is not None and on_nan == "skip" and not plugin.support_skipped_steps():
+            raise ValueError(f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use 'warn' or 'stop'")
         self._checkpoints = Checkpoints(plugin)
         self._boosted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -101,7 +112,9 @@ class Booster(metaclass=ExplainedArguments):
         """Wrap what is given; None stays None. The optimizer is built on the model's parameters before this call."""
         _require_fresh(model, optimizer, criterion)
         original, counts = optimizer, Counts.of(model)
+        guard = InputGuard(model)
         if self.plugin is not None:
+            self.plugin.check_dataloader(dataloader)
             boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         else:
             require_parameters(model)
@@ -111,6 +124,14 @@ class Booster(metaclass=ExplainedArguments):
         if self.mixed_precision is not None:
             model, wrapped, criterion = self.mixed_precision.configure(boosted.model, boosted.optimizer, boosted.criterion)
             boosted = boosted._replace(model=model, optimizer=wrapped, criterion=criterion)
+        first_step = None
+        if self.plugin is not None:
+            boosted = boosted._replace(dataloader=self.plugin.shard_dataloader(boosted.dataloader))
+            settings = {"mixed_precision": self.mixed_precision, "on_nan": self.on_nan}
+            first_step = FirstStep(self.plugin, boosted.model, boosted.dataloader, settings)
+        guard.attach(boosted.model, first_step)
+        if boosted.optimizer is not None:
+            boosted.optimizer.loss_guard = LossGuard(self.on_nan)
         self._checkpoints.note(boosted.model, boosted.optimizer)
         self._boosted.add(boosted.model)
         if self.plugin is not None:
@@ -160,7 +181,8 @@ class Booster(metaclass=ExplainedArguments):
                     "execute_pipeline with an optimizer under torch.no_grad(): there would be no gradients for it to step on. "
                     "Leave the optimizer out to evaluate, or call it outside of no_grad to train"
                 )
-        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+        batches = CheckedBatches(data_iter, model, training=optimizer is not None)
+        return self.plugin.execute_pipeline(batches, model, criterion, optimizer, return_loss, return_outputs)
 
     def _require_boosted(self, model: nn.Module, what: str) -> nn.Module:
         """The model that boost returned; torch.compile around it is looked through."""

@@ -127,6 +127,8 @@ class ScaledOptimizer(OptimizerWrapper):
         return super().get_grad_norm(norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.loss_guard is not None and self.loss_guard.withholds(self):
+            return None
         found = self.unscale()
         overflowed = bool(found)  # the step is a host decision: torch optimizers cannot be skipped on the device
         result = None if overflowed else super().step(closure)

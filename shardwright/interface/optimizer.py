@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..cluster import job
 from ..utils.tensors import local_tensor
+from .loss_guard import LossGuard
 
 
 class OptimizerWrapper(Optimizer):
@@ -22,10 +23,13 @@ class OptimizerWrapper(Optimizer):
     `max_norm > 0` clips the global gradient norm at every `step`.
     """
 
+    measures_before_step = True  # whether `get_grad_norm` can tell the norm of a step that has not been taken
+
     def __init__(self, optim: Optimizer, max_norm: float = 0.0) -> None:
         # Deliberately without Optimizer.__init__: parameters and defaults belong to `optim`.
         self.optim = optim
         self.max_norm = max_norm
+        self.loss_guard: LossGuard | None = None  # what to do about losses that are nan, set by the booster on the optimizer it returns
         self._grad_norm: torch.Tensor | None = None
         self.is_stepping = False  # whether the wrapped optimizer steps because this one does
 
@@ -50,6 +54,8 @@ class OptimizerWrapper(Optimizer):
 
     def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
         self._grad_norm = None
+        if self.loss_guard is not None:
+            self.loss_guard.note(loss)
         loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
@@ -69,6 +75,8 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "step(closure=...) is not supported by a boosted optimizer: gradients are reduced once per step; call step() without it"
             )
+        if self.loss_guard is not None and self.loss_guard.withholds(self):
+            return None
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
         return self._step_wrapped()

@@ -20,6 +20,7 @@ from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
 from .lora import whole_tensor
+from .own_loader import check_dataloader, shard_dataloader
 
 
 class Boosted(NamedTuple):
@@ -87,6 +88,10 @@ class Plugin(ABC, metaclass=ExplainedArguments):
         """Whether ranks hold different layers, so that only `execute_pipeline` can run the model."""
         return False
 
+    def support_skipped_steps(self) -> bool:
+        """Whether a step can be left out: gradients that were not stepped on must go with `zero_grad`."""
+        return True
+
     def support_lora(self) -> bool:
         return True
 
@@ -130,6 +135,15 @@ class Plugin(ABC, metaclass=ExplainedArguments):
             distributed_sampler_cls=distributed_sampler_cls,
             **kwargs,
         )
+
+    def shard_dataloader(self, dataloader: Any) -> Any:
+        """A DataLoader that was written for one process, dealt out to data-parallel ranks: what `boost` does with the one it is given."""
+        return None if dataloader is None else shard_dataloader(dataloader, *self.data_parallel)
+
+    def check_dataloader(self, dataloader: Any) -> None:
+        """ValueError, without any communication, where `shard_dataloader` could not deal it out."""
+        if dataloader is not None:
+            check_dataloader(dataloader, *self.data_parallel)
 
     def execute_pipeline(
         self,

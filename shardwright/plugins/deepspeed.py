@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
 from ..interface import ModelWrapper, OptimizerWrapper
+from .agreement import agree_on_boost
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
 
 _INSTALL = "pip install deepspeed"
@@ -36,6 +37,8 @@ class DeepSpeedModel(ModelWrapper):
 class DeepSpeedOptimizer(OptimizerWrapper):
     """Backward and step are the engine's; param groups are those of the optimizer that the engine steps."""
 
+    measures_before_step = False
+
     def __init__(self, engine: Any, optim: Optimizer) -> None:
         super().__init__(optim)
         self.engine = engine
@@ -46,6 +49,8 @@ class DeepSpeedOptimizer(OptimizerWrapper):
             raise ValueError("backward(inputs=...) is not supported by DeepSpeedPlugin: its engine reduces the gradients of all parameters")
         if self.engine.gradient_accumulation_steps() == 1:
             self.engine.set_gradient_accumulation_boundary(self.require_sync)
+        if self.loss_guard is not None:
+            self.loss_guard.note(loss)
         self.engine.backward(loss, retain_graph=retain_graph)
 
     def backward_by_grad(
@@ -63,6 +68,8 @@ class DeepSpeedOptimizer(OptimizerWrapper):
         """The engine's step: with gradient_accumulation_steps > 1 in the config it acts on every so-manieth call only."""
         if closure is not None:
             return super().step(closure)
+        if self.loss_guard is not None and self.loss_guard.withholds(self):
+            return None
         self.engine.step()
         return None
 
@@ -109,6 +116,9 @@ class DeepSpeedPlugin(Plugin):
     def control_precision(self) -> bool:
         return True
 
+    def support_skipped_steps(self) -> bool:
+        return False
+
     @property
     def data_parallel(self) -> tuple[int, int]:
         size, rank = super().data_parallel
@@ -142,6 +152,7 @@ class DeepSpeedPlugin(Plugin):
         require_own_parameters(model, optimizer)
         if optimizer is not None and "optimizer" in self.config:
             raise ValueError("both boost(optimizer=...) and config['optimizer'] name an optimizer: give one of them")
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         engine, inner, _, _ = self._deepspeed.initialize(
             model=model,
             model_parameters=[param for param in model.parameters() if param.requires_grad],

@@ -32,6 +32,7 @@ from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
+from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
 from .config_form import read_config
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
@@ -104,6 +105,8 @@ class HybridParallelPlugin(Plugin):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)
         require_process_group("HybridParallelPlugin")
+        validate_sizes(dist.get_world_size(), pp=pp_size, tp=tp_size, sp=sp_size or 1, dp=None, zero_group_size=zero_group_size)
+        agree_on_arguments("HybridParallelPlugin", arguments)
         self.mesh = ParallelMesh(pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size)
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
@@ -250,6 +253,7 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         sharder = self._sharder(model)
         plan, self.layout = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         if self.mesh.rank == 0:
             for warning in self.layout.warnings:
                 warn_once(warning)

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
-from ..cluster.mesh import ParallelMesh
+from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
+from .agreement import agree_on_arguments, agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
 from .lora import add_lora
@@ -126,7 +127,10 @@ class LowLevelZeroPlugin(Plugin):
             "cpu_offload": cpu_offload,
             "master_weights": master_weights,
         }
-        self.mesh = ParallelMesh(zero_group_size=_group_size(zero_group_size, extra_dp_size))
+        group_size = _group_size(zero_group_size, extra_dp_size)
+        validate_sizes(dist.get_world_size(), pp=1, tp=1, sp=1, dp=None, zero_group_size=group_size)
+        agree_on_arguments("LowLevelZeroPlugin", {**self.settings, "stage": stage, "zero_group_size": group_size})
+        self.mesh = ParallelMesh(zero_group_size=group_size)
         facts = Facts(precision, stage, self.mesh.size("dp"), sharing=self.mesh.size("zero"))
         self.without_effect = find_without_effect(LowLevelZeroPlugin.__init__, arguments, LOW_LEVEL_ZERO, facts)
         tell(self.without_effect)
@@ -158,6 +162,7 @@ class LowLevelZeroPlugin(Plugin):
     ) -> Boosted:
         require_parameters(model)
         require_own_parameters(model, optimizer)
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         model = model.to(get_current_device())
         wrapped: OptimizerWrapper | None = None
         if self.stage == 3:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ..comm.compat import world_group_for_ddp
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.device import get_current_device
+from .agreement import agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
 
@@ -83,6 +84,7 @@ class TorchDDPPlugin(Plugin):
     ) -> Boosted:
         require_parameters(model)
         require_own_parameters(model, optimizer)
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         model = model.to(get_current_device())
         if any(param.requires_grad for param in model.parameters()):
             model = TorchDDPModel(model, **self.settings)

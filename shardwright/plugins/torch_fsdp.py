@@ -20,6 +20,7 @@ from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
+from .agreement import agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
 from .without_effect import warn_once
@@ -95,6 +96,13 @@ class TorchFSDPPlugin(Plugin):
         require_parameters(model)
         require_own_parameters(model, optimizer)
         blocks = self._blocks(model)
+        if any(param.is_meta for param in model.parameters()) and self.param_init_fn is None:
+            raise ValueError(
+                "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
+            )
+        _check_unstepped(optimizer)
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+        _share_weights(model)
         if self.activation_checkpointing:
             if not blocks:
                 raise ValueError(
@@ -132,14 +140,8 @@ class TorchFSDPPlugin(Plugin):
             "offload_policy": self.offload,
         }
         on_meta = any(param.is_meta for param in model.parameters())
-        if on_meta and self.param_init_fn is None:
-            raise ValueError(
-                "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
-            )
         if not on_meta and self.param_init_fn is not None and dist.get_rank() == 0:
             warn_once(f"without effect: param_init_fn ({type(model).__name__} has its weights, and it fills those on the meta device)")
-        if not on_meta:
-            _share_weights(model)
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
@@ -181,15 +183,6 @@ def _set_syncs(model: nn.Module, module: FSDPModule, value: bool) -> None:
         model.syncs = value
 
 
-def _share_weights(model: nn.Module) -> None:
-    """Start all ranks from rank 0's parameters and buffers, as DistributedDataParallel does: each rank is to keep a part of the same."""
-    device = get_current_device()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        value = tensor.data.to(device)
-        dist.broadcast(value, src=0)
-        tensor.data.copy_(value)
-
-
 def _precision_policy(mixed_precision: str | MixedPrecisionPolicy | Any | None) -> MixedPrecisionPolicy:
     if mixed_precision is None:
         return MixedPrecisionPolicy()
@@ -215,13 +208,29 @@ def _offload_policy(cpu_offload: bool | OffloadPolicy | Any) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if wanted else OffloadPolicy()
 
 
-def _move_optimizer(optimizer: Optimizer, model: nn.Module, old_names: dict[int, str]) -> None:
-    """Point the optimizer's groups at the sharded parameters that replaced the ones it was built on."""
-    if optimizer.state:
+def _check_unstepped(optimizer: Optimizer | None) -> None:
+    if optimizer is not None and optimizer.state:
         raise ValueError(
             f"optimizer={type(optimizer).__name__} has already taken steps; FSDP replaces its parameters by shards: boost "
             "before the first step, or load its state afterwards with booster.load_optimizer"
         )
+
+
+@torch.no_grad()
+def _share_weights(model: nn.Module) -> None:
+    """Rank 0's weights and buffers on all ranks: fully_shard lets each keep its part of its own, and parts of different models are none."""
+    if dist.get_world_size() == 1:
+        return
+    device = "cpu" if "gloo" in dist.get_backend() else get_current_device()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:
+            shared = tensor.detach().to(device, copy=True).contiguous()
+            dist.broadcast(shared, src=0)
+            tensor.copy_(shared)
+
+
+def _move_optimizer(optimizer: Optimizer, model: nn.Module, old_names: dict[int, str]) -> None:
+    """Point the optimizer's groups at the sharded parameters that replaced the ones it was built on."""
     new = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [new[old_names[id(param)]] for param in group["params"]]

@@ -132,6 +132,8 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
             return super().step(closure)  # raises: gradients are reduced once per step
+        if self.loss_guard is not None and self.loss_guard.withholds(self):
+            return None
         self._finish_gradients()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)

@@ -1,0 +1,112 @@
+"""What happens when a loss is not a number: a word in the log by default, or the step is left out, or the run ends.
+
+    "warn"   the optimizer steps as torch's would; the log names the step
+    "skip"   weights and optimizer states stay as they are, on all ranks
+    "stop"   NonFiniteLoss on all ranks, before the optimizer steps
+
+The default never waits for the device: on a GPU the losses of a step travel to the host while the next one runs and are looked at then.
+"skip" and "stop" are decisions that all ranks must take alike and before the step, so they cost a reduction of one number and a read per
+step. They look at the gradients' norm as well, except under a loss scaler, which skips steps that overflow by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..logging import get_dist_logger
+from ..utils.errors import one_of
+
+POLICIES = ("warn", "skip", "stop")
+
+
+class NonFiniteLoss(FloatingPointError):
+    """A loss or a gradient norm was nan or inf, and `on_nan="stop"`."""
+
+
+class LossGuard:
+    """Watches the losses that one optimizer calls backward on. Steps count from 1."""
+
+    def __init__(self, policy: str = "warn") -> None:
+        if policy not in POLICIES:
+            raise one_of("on_nan", policy, POLICIES)
+        self.policy = policy
+        self.step = 0  # steps asked for
+        self.skipped = 0
+        self._found = 0
+        self._losses: torch.Tensor | None = None  # the sum of this step's: one that is not finite makes it so
+        self._travelling: tuple[int, torch.Tensor, Any] | None = None  # step, host copy, event
+
+    def note(self, loss: torch.Tensor) -> None:
+        """`loss` is about to be differentiated."""
+        loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
+        self._losses = loss if self._losses is None else self._losses + loss.to(self._losses)
+
+    def withholds(self, optimizer: Any) -> bool:
+        """Called first in every step: whether the step must not be taken. All ranks answer alike."""
+        self.step += 1
+        losses, self._losses = self._losses, None
+        if self.policy == "warn":
+            self._look(losses)
+            return False
+        what = self._agree(losses, optimizer)
+        if what is None:
+            return False
+        if self.policy == "stop":
+            raise NonFiniteLoss(
+                f"{what} of step {self.step} is not finite, and on_nan='stop': the weights are those of step {self.step - 1}. Look at the "
+                "data of this step, the learning rate and the number format; on_nan='skip' would leave the step out"
+            )
+        self.skipped += 1
+        self._say(f"{what} of step {self.step} is not finite: the step is left out on all ranks, {self.skipped} so far", ranks=[0])
+        return True
+
+    def _look(self, losses: torch.Tensor | None) -> None:
+        """Say what is known by now, and send off what is not."""
+        if self._travelling is not None and self._travelling[2].query():
+            step, copy, _ = self._travelling
+            self._travelling = None
+            self._check(step, float(copy))
+        if losses is None:
+            return
+        if losses.device.type == "cpu":
+            self._check(self.step, float(losses))
+        elif self._travelling is None:
+            copy = torch.empty((), dtype=torch.float32, pin_memory=True)
+            copy.copy_(losses, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._travelling = self.step, copy, event
+
+    def _check(self, step: int, value: float) -> None:
+        if not math.isfinite(value):
+            self._say(
+                f"the loss of step {step} is {value}; the optimizer has stepped as torch's would, and weights may be {value} from here on. "
+                "Booster(on_nan='skip') leaves such steps out, on_nan='stop' ends the run"
+            )
+
+    def _agree(self, losses: torch.Tensor | None, optimizer: Any) -> str | None:
+        """What is not finite on any rank, if anything."""
+        bad = losses is not None and not bool(losses.isfinite())
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            flag = torch.tensor([float(bad)], device=device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            bad = bool(flag)
+        if bad:
+            return "the loss"
+        if optimizer.measures_before_step and getattr(optimizer, "scaler", None) is None:
+            norm = optimizer.get_grad_norm()
+            if norm is not None and not math.isfinite(norm):
+                return "the norm of the gradients"
+        return None
+
+    def _say(self, message: str, ranks: list[int] | None = None) -> None:
+        """The 1st, 10th, 100th ... time, so that a run that is lost does not fill the log."""
+        self._found += 1
+        if math.log10(self._found).is_integer():
+            times = "" if self._found == 1 else f" ({self._found} steps so far)"
+            get_dist_logger().warning(message + times, ranks=ranks)
