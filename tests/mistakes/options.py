@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from shardwright.plugins import HybridParallelPlugin
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig, Policy, ShardConfig, ShardFormer
+from shardwright.testing import adamw, zoo
 
 from .table import mistake, refused
+
+SCALE = {"initial_scale": 2.0**10, "growth_interval": 100}
+
+
+def tiny() -> nn.Module:
+    return zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=2)
+
+
+def idle(plugin: Any) -> set[str]:
+    return {found.name for found in plugin.without_effect}
 
 
 @mistake(
@@ -15,3 +33,339 @@ from .table import mistake, refused
 def unknown_precision(rank: int, world: int) -> None:
     with refused("precision='half'", "'bf16'"):
         HybridParallelPlugin(precision="half")
+    assert HybridParallelPlugin(precision="bf16").precision == "bf16"
+
+
+@mistake(
+    symptom="`precision='fp8'` or `use_fp8=True`",
+    gets="refused: this version computes in no format smaller than bf16",
+    fix="`precision='bf16'`",
+)
+def fp8(rank: int, world: int) -> None:
+    with refused("precision='fp8'", "'bf16'"):
+        HybridParallelPlugin(precision="fp8")
+    with refused("use_fp8=True", "precision='bf16'"):
+        HybridParallelPlugin(use_fp8=True)
+
+
+@mistake(
+    symptom="`communication_dtype=torch.float8_e4m3fn`",
+    gets="refused at once: ranks cannot sum numbers of 8 bits",
+    fix="`communication_dtype=torch.bfloat16`",
+)
+def gradients_in_8_bits(rank: int, world: int) -> None:
+    for plugin in (HybridParallelPlugin, LowLevelZeroPlugin):
+        with refused("communication_dtype=torch.float8_e4m3fn", "torch.bfloat16"):
+            plugin(communication_dtype=torch.float8_e4m3fn)  # type: ignore[operator]
+    assert "communication_dtype" not in idle(HybridParallelPlugin(communication_dtype=torch.bfloat16)) or world == 1
+
+
+@mistake(
+    symptom="`communication_dtype='bf16'`, a name instead of a dtype",
+    gets="refused with a dtype to pass",
+    fix="`communication_dtype=torch.bfloat16`",
+)
+def dtype_by_name(rank: int, world: int) -> None:
+    with refused("communication_dtype=bf16", "torch.bfloat16"):
+        LowLevelZeroPlugin(communication_dtype="bf16")  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="`tp_size='2'`, a number that a command line or an environment variable brought as text",
+    gets="refused with the number that was meant",
+    fix="`tp_size=int(...)`",
+)
+def sizes_as_text(rank: int, world: int) -> None:
+    with refused("tp_size='2'", "use 2"):
+        HybridParallelPlugin(tp_size="2")  # type: ignore[arg-type]
+    with refused("stage='1'", "use 1"):
+        LowLevelZeroPlugin(stage="1")  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="`cpu_offload='no'`, a flag as text: `'no'` counts as true in Python",
+    gets="refused with the flag that was meant",
+    fix="`cpu_offload=False`",
+)
+def flags_as_text(rank: int, world: int) -> None:
+    for plugin in (HybridParallelPlugin, LowLevelZeroPlugin):
+        with refused("cpu_offload='no'", "use False"):
+            plugin(cpu_offload="no")  # type: ignore[operator]
+    with refused("find_unused_parameters='yes'", "use True"):
+        TorchDDPPlugin(find_unused_parameters="yes")  # type: ignore[arg-type]
+    with refused("reshard_after_forward=1", "use True"):
+        TorchFSDPPlugin(reshard_after_forward=1)  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="sizes that do not divide the number of ranks: `tp_size=3`",
+    gets="refused with sizes that would work and the number of ranks that would",
+    fix="a `tp_size` that divides the world, or that many ranks",
+)
+def sizes_that_do_not_divide(rank: int, world: int) -> None:
+    with refused(f"world_size={world}", "tp_size=3", "Start 3 "):
+        HybridParallelPlugin(tp_size=3)
+
+
+@mistake(
+    symptom="`pp_size=2` without `num_microbatches`",
+    gets="refused with a number of microbatches to begin with",
+    fix="`num_microbatches=4`",
+)
+def pipeline_without_microbatches(rank: int, world: int) -> None:
+    with refused("pp_size=2 needs num_microbatches", "num_microbatches=4 is a good start"):
+        HybridParallelPlugin(pp_size=2)
+
+
+@mistake(
+    symptom="`num_microbatches` and `microbatch_size` both given",
+    gets="refused: both say how a batch is split",
+    fix="one of them",
+)
+def two_ways_to_split(rank: int, world: int) -> None:
+    with refused("num_microbatches=4", "microbatch_size=1", "give one of them"):
+        HybridParallelPlugin(num_microbatches=4, microbatch_size=1)
+
+
+@mistake(
+    symptom="a schedule whose name is misspelt: `pp_style='1f2b'`",
+    gets="refused with the schedules there are and the nearest name",
+    fix="`pp_style='1f1b'`",
+)
+def unknown_schedule(rank: int, world: int) -> None:
+    with refused("pp_style='1f2b'", "did you mean '1f1b'"):
+        HybridParallelPlugin(pp_style="1f2b")
+
+
+@mistake(
+    symptom="`pp_style='zbv'` with the default `num_model_chunks=1`",
+    gets="refused with the number of chunks that the schedule needs",
+    fix="`num_model_chunks=2`",
+)
+def schedule_and_chunks(rank: int, world: int) -> None:
+    with refused("num_model_chunks=1", "'zbv' needs exactly 2"):
+        HybridParallelPlugin(pp_style="zbv")
+    HybridParallelPlugin(pp_style="zbv", num_model_chunks=2)
+
+
+@mistake(
+    symptom="options of pipelines in a run with `pp_size=1`",
+    gets="accepted, as one configuration often serves many layouts; named in `plugin.without_effect`, in the layout report and in the log",
+    fix="nothing, or leave them out",
+)
+def pipeline_options_without_a_pipeline(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin(pp_style="interleaved", num_model_chunks=2, overlap_p2p=False, enable_metadata_cache=False)
+    assert idle(plugin) == {"pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache"}
+    assert "without effect here: pp_style='interleaved' (pp_size=1 has no pipeline)" in str(plugin.preflight(nn.Linear(2, 2)))
+
+
+@mistake(
+    symptom="a loss scale (`initial_scale`, `growth_interval`, ...) with `precision='bf16'` or `'fp32'`",
+    gets="accepted and named as without effect: only fp16 scales the loss",
+    fix="nothing, or `precision='fp16'`",
+)
+def loss_scale_without_fp16(rank: int, world: int) -> None:
+    for plugin in (HybridParallelPlugin, LowLevelZeroPlugin):
+        assert idle(plugin(**SCALE)) == set(SCALE)  # type: ignore[operator]
+        assert idle(plugin(**SCALE, precision="fp16")) == set()  # type: ignore[operator]
+
+
+@mistake(
+    symptom="`zero_bucket_size_in_m` with `zero_stage=0`, or `ddp_bucket_cap_mb` with ZeRO",
+    gets="accepted and named as without effect, with the option that counts",
+    fix="the other one of the two",
+)
+def buckets_of_the_other_stage(rank: int, world: int) -> None:
+    assert idle(HybridParallelPlugin(zero_bucket_size_in_m=1.0)) == {"zero_bucket_size_in_m"}
+    assert idle(HybridParallelPlugin(zero_stage=1, ddp_bucket_cap_mb=1.0)) == {"ddp_bucket_cap_mb"}
+    assert idle(LowLevelZeroPlugin(stage=3, reduce_bucket_size_in_m=1.0)) == {"reduce_bucket_size_in_m"}
+
+
+@mistake(
+    symptom="`zero_group_size` with `zero_stage=0`",
+    gets="refused: nothing is sharded, so there are no groups to shard in",
+    fix="`zero_stage=1`",
+)
+def groups_of_nothing(rank: int, world: int) -> None:
+    with refused("zero_group_size=1 with zero_stage=0", "use zero_stage=1, 2 or 3"):
+        HybridParallelPlugin(zero_group_size=1)
+    HybridParallelPlugin(zero_stage=1, zero_group_size=1)
+
+
+@mistake(
+    symptom="`cpu_offload=True` with `zero_stage=0`",
+    gets="refused: what is sharded moves to the host, and stage 0 shards nothing",
+    fix="`zero_stage=1`",
+)
+def offload_without_zero(rank: int, world: int) -> None:
+    with refused("cpu_offload=True with zero_stage=0", "use zero_stage=1"):
+        HybridParallelPlugin(cpu_offload=True)
+    HybridParallelPlugin(cpu_offload=True, zero_stage=1)
+
+
+@mistake(
+    symptom="`overlap_allgather=True` with ZeRO-3",
+    gets="refused: stage 3 gathers no weights after a step",
+    fix="stage 1 or 2, or leave it out",
+)
+def gather_at_stage_3(rank: int, world: int) -> None:
+    with refused("overlap_allgather=True with zero_stage=3", "zero_stage=1 or 2"):
+        HybridParallelPlugin(overlap_allgather=True, zero_stage=3)
+    with refused("overlap_allgather=True with stage=3", "stage=1 or 2"):
+        LowLevelZeroPlugin(overlap_allgather=True, stage=3)
+
+
+@mistake(
+    symptom="`find_unused_parameters=True` with ZeRO-3",
+    gets="refused: at stage 3 every rank must use the same parameters; at the other stages unused ones are always found",
+    fix="`zero_stage=0`, `1` or `2`",
+)
+def unused_parameters_at_stage_3(rank: int, world: int) -> None:
+    with refused("find_unused_parameters=True with zero_stage=3", "zero_stage=0, 1 or 2"):
+        HybridParallelPlugin(find_unused_parameters=True, zero_stage=3)
+    HybridParallelPlugin(find_unused_parameters=True, zero_stage=2)
+
+
+@mistake(
+    symptom="`overlap_communication=False` at stage 3 or in a pipeline",
+    gets="accepted and named as without effect: stage 3 always overlaps, a pipeline reduces once behind its last microbatch",
+    fix="nothing, or leave it out",
+)
+def overlap_that_cannot_be_switched(rank: int, world: int) -> None:
+    assert idle(HybridParallelPlugin(overlap_communication=False, zero_stage=3)) == {"overlap_communication"}
+    assert idle(LowLevelZeroPlugin(overlap_communication=False, stage=3)) == {"overlap_communication"}
+
+
+@mistake(
+    symptom="`check_reduction=True`",
+    gets="refused: DistributedDataParallel itself withdrew it and ignores it",
+    fix="leave it out",
+)
+def check_reduction(rank: int, world: int) -> None:
+    for plugin in (HybridParallelPlugin, TorchDDPPlugin):
+        with refused("check_reduction=True", "leave it False"):
+            plugin(check_reduction=True)  # type: ignore[operator]
+
+
+@mistake(
+    symptom="`sequence_parallelism_mode='all_to_all'` with `enable_sequence_parallelism=False`, as benchmark scripts pass it",
+    gets="accepted and named as without effect; with `enable_sequence_parallelism=True` refused, and a mode that does not exist is refused",
+    fix="leave both out",
+)
+def sequence_mode_that_is_off(rank: int, world: int) -> None:
+    assert idle(HybridParallelPlugin(sequence_parallelism_mode="all_to_all")) == {"sequence_parallelism_mode"}
+    with refused("does not cut sequences yet|this version does not cut sequences"):
+        HybridParallelPlugin(sequence_parallelism_mode="all_to_all", enable_sequence_parallelism=True)
+    with refused("sequence_parallelism_mode='al_to_al'", "did you mean 'all_to_all'"):
+        HybridParallelPlugin(sequence_parallelism_mode="al_to_al")
+
+
+@mistake(
+    symptom="`make_vocab_size_divisible_by` or `parallel_output=False` with `tp_size=1`",
+    gets="accepted and named as without effect: the vocabulary is whole",
+    fix="nothing, or `tp_size` above 1",
+)
+def vocabulary_that_is_whole(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin(make_vocab_size_divisible_by=128, parallel_output=False)
+    assert idle(plugin) == {"make_vocab_size_divisible_by", "parallel_output"}
+
+
+@mistake(
+    symptom="`custom_policy=LlamaPolicy`, the class instead of an instance",
+    gets="refused with the difference",
+    fix="`custom_policy=LlamaPolicy()`",
+)
+def a_class_of_policies(rank: int, world: int) -> None:
+    with refused("custom_policy=", "an instance, not the class"):
+        HybridParallelPlugin(custom_policy=Policy)
+
+
+@mistake(
+    symptom="`gradient_checkpointing_ratio=0.1` on stages of few layers: the share rounds down to none",
+    gets="a warning when the model is boosted and in the layout report, with the least ratio that has an effect",
+    fix="a larger ratio, or `num_ckpt_layers_per_stage`",
+)
+def ratio_that_rounds_down(rank: int, world: int) -> None:
+    config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.1)
+    model = tiny()
+    layout = HybridParallelPlugin(gradient_checkpoint_config=config).preflight(model, adamw(model))
+    [warning] = layout.warnings
+    assert "rounds down to none" in warning
+    assert "0.5 is the least" in warning
+    half = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
+    assert HybridParallelPlugin(gradient_checkpoint_config=half).preflight(model, adamw(model)).stages[0].recomputed == 1
+
+
+@mistake(
+    symptom="`pp_style='zb'` or `'zbv'` with `tp_size=1`: no faster than `'1f1b'`",
+    gets="a warning at boost; the layout report gives the share of weight gradients that wait and the bubble that this leaves",
+    fix="`tp_size` above 1 and ZeRO below 3, or a cheaper schedule",
+    worlds=(2, 4),
+)
+def zero_bubble_that_defers_nothing(rank: int, world: int) -> None:
+    model = tiny()
+    plain = HybridParallelPlugin(pp_size=2, num_microbatches=4).preflight(model, adamw(model))
+    layout = HybridParallelPlugin(pp_size=2, num_microbatches=4, pp_style="zb").preflight(model, adamw(model))
+    assert layout.deferred == 0.0
+    assert layout.bubble == plain.bubble
+    assert any("postpones 0% of the weight-gradient work" in warning for warning in layout.warnings)
+
+
+@mistake(
+    symptom="a policy that defines `get_held_layers` or `get_shared_params`, in a pipeline",
+    gets="refused: stages and tied parameters follow from the model, so the policy's word would be ignored",
+    fix="remove the method; `layer_lists` of the policy and `num_layers_per_stage` say what cannot be found",
+    worlds=(2, 4),
+)
+def a_policy_that_cuts(rank: int, world: int) -> None:
+    class Holding(Policy):
+        def get_held_layers(self) -> list[nn.Module]:
+            return []
+
+    model = tiny()
+    with refused("Holding.get_held_layers with pp_size above 1", "layer_lists", "num_layers_per_stage="):
+        HybridParallelPlugin(pp_size=2, num_microbatches=2, custom_policy=Holding()).preflight(model, adamw(model))
+
+
+@mistake(
+    symptom="a key of the dict form that means nothing: `parallel=dict(weight=dict(size=1, overlap=True))`",
+    gets="accepted and named as without effect; a key that does not exist is refused with the nearest one",
+    fix="leave it out",
+)
+def keys_of_the_dict_form(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin.from_config({"parallel": {"weight": {"size": 1, "overlap": True}}})
+    assert idle(plugin) == {"parallel.weight.overlap"}
+    with refused("parallel.wieght", "did you mean 'weight'"):
+        HybridParallelPlugin.from_config({"parallel": {"wieght": 1}})
+
+
+@mistake(
+    symptom="`Booster(mixed_precision='bf16', plugin=HybridParallelPlugin())`",
+    gets="refused: the plugin sets the number format itself",
+    fix="`HybridParallelPlugin(precision='bf16')`",
+)
+def two_number_formats(rank: int, world: int) -> None:
+    with refused("mixed_precision='bf16' with HybridParallelPlugin", "pass precision= to the plugin"):
+        Booster(mixed_precision="bf16", plugin=HybridParallelPlugin())
+
+
+@mistake(
+    symptom="`TorchFSDPPlugin(activation_checkpointing=True)` for a model without repeated blocks",
+    gets="refused: there would be nothing to recompute",
+    fix="`auto_wrap_policy=[...]` with the names of the blocks' classes, or leave it out",
+)
+def nothing_to_recompute(rank: int, world: int) -> None:
+    with refused("activation_checkpointing=True", "auto_wrap_policy="):
+        Booster(plugin=TorchFSDPPlugin(activation_checkpointing=True)).boost(nn.Linear(2, 2))
+
+
+@mistake(
+    symptom="`ShardConfig(pipeline_stage_manager=...)` or `gradient_checkpoint_config=...` given to `ShardFormer`",
+    gets="refused: ShardFormer alone cuts no stages",
+    fix="`HybridParallelPlugin(pp_size=..., gradient_checkpoint_config=...)`",
+)
+def stages_without_the_plugin(rank: int, world: int) -> None:
+    with refused("pipeline_stage_manager", "HybridParallelPlugin"):
+        ShardFormer(ShardConfig(pipeline_stage_manager=object())).shard_model(tiny())
+    with refused("gradient_checkpoint_config", "HybridParallelPlugin"):
+        ShardFormer(ShardConfig(gradient_checkpoint_config=object())).shard_model(tiny())
