@@ -51,9 +51,6 @@ def test_a_70b_model_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -
         ("--model llama-tiny --world-size 4 --pp-size 2 --num-layers-per-stage 1,2", "[2, 2] would work"),
         ("--model llama-tiny --world-size 2 --tp-size 2 --optimizer muon", "Muon works on whole matrices"),
         ("--model llama-tiny --world-size 2 --precision fp17", "did you mean 'fp16'"),
-        ("--model llama-tiny --world-size 0", "--world-size 0 must be at least 1"),
-        ("--model llama-tiny --world-size 2 --batch-size 0", "batch_size=0"),
-        ("--model llama-tin --world-size 2", "did you mean 'llama-tiny'"),
         ("--model llama-tiny --world-size 4 --pp-size 2 --pp-style zbv --num-model-chunks 3", "exactly 2"),
     ],
 )
@@ -81,9 +78,10 @@ def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_p
         status, text = plan(capsys, f"--model {name} --world-size 2 --pp-size 2 --recompute 0.5")
         assert status == 0
         assert text.startswith("BertForMaskedLM:")
-    status, text = plan(capsys, f"--model {tmp_path.parent} --world-size 1")
-    assert status == 1
-    assert "holds no config.json" in text
+    with pytest.raises(SystemExit) as end:
+        plan(capsys, f"--model {tmp_path.parent} --world-size 1")
+    assert end.value.code == 2
+    assert "holds no config.json" in capsys.readouterr().err
 
 
 def test_models_without_a_policy_are_planned_untried(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
