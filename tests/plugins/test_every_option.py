@@ -24,7 +24,7 @@ from torch import nn
 import shardwright
 from shardwright.plugins import DeepSpeedPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.plugins.without_effect import HYBRID, LOW_LEVEL_ZERO
-from shardwright.shardformer import ModulePolicyDescription, PipelineGradientCheckpointConfig, Policy
+from shardwright.shardformer import ModulePolicyDescription, PipelineGradientCheckpointConfig, Policy, ShardConfig, ShardFormer
 from shardwright.shardformer.policies.llama import LlamaPolicy
 from shardwright.testing import run_ranks
 from tests.plugins import option_observers as see
@@ -342,3 +342,33 @@ def test_param_init_fn(start: Callable[[int], None], caplog: pytest.LogCaptureFi
 def test_deepspeed_has_one_argument() -> None:
     """Its keys are DeepSpeed's business; tests/plugins/test_deepspeed.py walks those that are changed on the way."""
     assert list(inspect.signature(DeepSpeedPlugin).parameters) == ["config"]
+
+
+SHARD_CONFIG: dict[str, list[Any]] = {
+    "tensor_parallel_process_group": [],  # see tests/models/test_tp_interface.py, as for `parallel_output` and the vocabulary
+    "parallel_output": [],
+    "make_vocab_size_divisible_by": [],
+    "enable_tensor_parallelism": [],
+    "enable_all_optimization": [],
+    "enable_fused_normalization": [],
+    "enable_flash_attention": [],
+    "extra_kwargs": [],  # for policies of the user's own
+    "sequence_parallel_process_group": [object()],
+    "pipeline_stage_manager": [object()],
+    "enable_jit_fused": [True],
+    "enable_sequence_parallelism": [True],
+    "sequence_parallelism_mode": ["ring"],
+    "enable_sequence_overlap": [True],
+    "gradient_checkpoint_config": [object()],
+    "fp8_communication": [True],
+    "inner_ring_size": [2],
+}
+
+
+def test_what_shardformer_alone_cannot_do_is_refused(start: Callable[[int], None]) -> None:
+    start(2)
+    assert set(inspect.signature(ShardConfig).parameters) == set(SHARD_CONFIG)
+    for name, values in SHARD_CONFIG.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                ShardFormer(ShardConfig(**{name: value})).shard_model(see.build())
