@@ -135,7 +135,7 @@ class ShardingSettings:
             made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
             raise ValueError(f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, or None to find one for the model")
         if self.enable_jit_fused:
-            raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False and use torch.compile")
+            raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False")
 
 
 @dataclass(frozen=True, kw_only=True)
