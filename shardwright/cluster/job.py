@@ -244,8 +244,8 @@ class Job:
         if min(stepped) != max(stepped):
             ahead = [rank for rank, steps in enumerate(stepped) if steps == max(stepped)]
             raise BrokenJobError(
-                f"rank(s) {ahead} had taken the optimizer step that others had not when the step failed, so the ranks' weights no longer fit "
-                "together: restart the job from its last checkpoint"
+                f"rank(s) {ahead} had taken the optimizer step that others had not when the step failed, so their weights no longer "
+                "fit together: restart the job from its last checkpoint"
             )
         groups.reconnect_all(self.store, next_generation)
         with self._lock:
