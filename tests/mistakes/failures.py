@@ -125,7 +125,7 @@ def the_same_mistake_on_all_ranks(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="ranks of one tensor-parallel or pipeline group get batches of different sizes, dtypes or keys",
+    symptom="in mid-training, ranks of one tensor-parallel or pipeline group get batches of different sizes, dtypes or keys",
     gets="refused before anything is exchanged, with both batches named",
     fix="`plugin.prepare_dataloader`, or a `DistributedSampler` over `plugin.data_parallel` instead of over all ranks",
     worlds=(2, 4),
@@ -133,6 +133,7 @@ def the_same_mistake_on_all_ranks(rank: int, world: int) -> None:
 )
 def another_batch_on_one_rank(rank: int, world: int) -> None:
     job = _Job(rank, world, pp=1, tp=2)
+    job.step()
     size = 2 if rank == 1 else 4
     with refused("must be given the same batch", by=Exception):
         job.step(iter([zoo.inputs(NAME, batch_size=size, seed=0)]))
