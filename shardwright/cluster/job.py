@@ -55,6 +55,7 @@ class Job:
         self.place = ""  # this rank's coordinates
         self.steps = 0  # begun by execute_pipeline
         self.backwards = 0  # done by Booster.backward
+        self.stepped = 0  # optimizer steps that were through
         self.checks = 0  # of batches, passed (`same_batch`)
         self.ending = False  # the main thread is on its way out and needs no help
         self._default_store = store
@@ -231,7 +232,7 @@ class Job:
         next_generation = self.generation + 1
         self.learn(self.failure or Failure(self.rank, self.rank, self.place, "", "raised", "recover() was called"))
         name = f"shardwright/job/{next_generation}/recover/"
-        self.store.set(f"{name}{self.rank}", "1")
+        self.store.set(f"{name}{self.rank}", str(self.stepped))
         try:
             self.store.wait([f"{name}{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -239,6 +240,13 @@ class Job:
             raise BrokenJobError(
                 f"recover() must be called by all {self.world_size} ranks, and within {timeout:g} s rank(s) {missing} did not"
             ) from error
+        stepped = [int(self.store.get(f"{name}{rank}")) for rank in range(self.world_size)]
+        if min(stepped) != max(stepped):
+            ahead = [rank for rank, steps in enumerate(stepped) if steps == max(stepped)]
+            raise BrokenJobError(
+                f"rank(s) {ahead} had taken the optimizer step that others had not when the step failed, so their weights no longer "
+                "fit together: restart the job from its last checkpoint"
+            )
         groups.reconnect_all(self.store, next_generation)
         with self._lock:
             self.generation, self.failure, self._closed = next_generation, None, False
@@ -315,11 +323,16 @@ def recover(timeout: float = 60) -> None:
 def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
     """For calls in which ranks wait for each other: refused on a broken job, and a lost connection is told as the failure it is due to."""
 
+    is_step = function.__name__ == "step"
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         require_sound()
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if is_step and _job is not None:
+                _job.stepped += 1
+            return result
         except RuntimeError as error:
             if _job is None or not is_lost_connection(error):
                 raise

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from . import groups
 from . import job as jobs
 from .job import Job, JobError
 
@@ -47,7 +49,13 @@ class SameBatch:
         if job is None or job.world_size == 1:
             return
         if description not in self._known:
-            self._compare(job, description)
+            try:
+                self._compare(job, description)
+            except ValueError as error:
+                # All ranks of the replica find this out if all of them compare; one that went on waits for the others now.
+                if not job.all_raise(f"batch/{self._number}/{self._calls}"):
+                    job.fail(error, f"call {self._calls + 1} of the model")
+                raise
             if len(self._known) == _MOST:
                 self._known.clear()  # on all ranks of the replica in the same call
             self._known.add(description)
@@ -65,17 +73,19 @@ class SameBatch:
                 raise ValueError(
                     f"rank {job.rank} and rank {rank} compute every sample together (tensor, sequence or pipeline parallel) and must be "
                     f"given the same batch, but in step {self._calls + 1}\n  rank {job.rank} has {show(mine)}\n  rank {rank} has {theirs}\n"
-                    "Build the data loader with plugin.prepare_dataloader, or with a DistributedSampler over plugin.data_parallel instead of "
-                    "over all ranks"
+                    "Build the data loader with plugin.prepare_dataloader, or with a DistributedSampler over plugin.data_parallel "
+                    "instead of over all ranks"
                 )
             if names(theirs) != names(show(mine)):
                 raise ValueError(
-                    f"data-parallel ranks must be given batches with the same entries, but rank {job.rank} has {show(mine)} and rank {rank} "
-                    f"has {theirs}"
+                    f"data-parallel ranks must be given batches with the same entries, but rank {job.rank} has {show(mine)} and "
+                    f"rank {rank} has {theirs}"
                 )
 
     def _ask(self, job: Job, rank: int, name: str) -> str:
-        while True:
+        limit = groups.get_timeout() or timedelta(minutes=30)
+        deadline = time.monotonic() + limit.total_seconds()
+        while time.monotonic() < deadline:
             passed = job.checks_of(rank) > job.checks
             theirs = job.ask(name)
             if theirs is not None:
@@ -85,6 +95,7 @@ class SameBatch:
             if job.failure is not None:
                 raise JobError(job.failure.condensed())
             job.wait_a_little(name, _PATIENCE)
+        raise RuntimeError(f"Timed out waiting {limit.total_seconds() * 1000:.0f}ms for rank {rank} to bring its batch")
 
 
 def show(description: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..pipeline.executor import CutModel, PipelineExecutor
 from ..pipeline.placement import Placement
@@ -43,6 +44,7 @@ class HybridModel(ModelWrapper):
         self.adapters = dict(adapters or {})
         self.share_buffers = share_buffers
 
+    @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)

@@ -69,6 +69,24 @@ def _fail_refuse_recover(rank: int, world: int, layout: dict[str, Any], failing:
     return {"story": story, "took": took, "refused": refused, "losses": losses, "total": total}
 
 
+def _one_rank_had_stepped(rank: int, world: int) -> str:
+    join(rank, world)
+    training = Training(pp_size=2, num_microbatches=2)
+    training.run(batch_of(0))
+    if rank == 0:
+        training.optimizer.step()  # as if the failure had come later than this rank's part of the step
+    try:
+        shardwright.recover()
+    except BrokenJobError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_no_longer_fit_are_not_trained_on() -> None:
+    for text in run_ranks(_one_rank_had_stepped, 2, debug="OFF", timeout=40):
+        assert "rank(s) [0] had taken the optimizer step" in text
+
+
 def _share(plugin: Any) -> Any:
     """This data-parallel rank's rows of a batch."""
     number, place = plugin.data_parallel

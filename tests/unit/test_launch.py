@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.cluster import environment
 from shardwright.cluster.config import load_config
-from shardwright.cluster.launch import get_default_parser, resolve_backend
+from shardwright.cluster.launch import _take_device, get_default_parser, resolve_backend
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
@@ -113,6 +113,19 @@ def test_identity_from_each_launcher() -> None:
 )
 def test_first_host(nodes: str, host: str) -> None:
     assert environment.first_host(nodes) == host
+
+
+def test_a_device_that_the_launcher_dealt_out_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # srun --gpus-per-task=1
+    _take_device(3, explicit=True)
+    assert taken == [0]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # all ranks see the same one
+    with pytest.raises(ValueError, match="local_rank=3 needs 4 CUDA devices"):
+        _take_device(3, explicit=True)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "fake"])

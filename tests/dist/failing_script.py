@@ -1,0 +1,85 @@
+"""A training script that fails on one rank as its argument says; started by torchrun or by the tests themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright
+from shardwright.booster import Booster
+from shardwright.plugins import HybridParallelPlugin
+
+
+class Layer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(how: str) -> None:
+    rank = dist.get_rank()
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"))
+    model = Net()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def criterion(outputs: torch.Tensor, batch: object) -> torch.Tensor:
+        if how == "raise" and step == 1 and rank == 3:
+            raise ValueError("bad batch")
+        return outputs.square().mean()
+
+    for step in range(3):
+        batch = {"input_ids": torch.ones(4, 4, dtype=torch.int64)}
+        booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def communicate(how: str) -> None:
+    """No model: ranks that meet in one collective after the other."""
+    total = torch.ones(3)
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 2:
+            match how:
+                case "exit":
+                    sys.exit(3)
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "return":
+                    return
+                case "sleep":
+                    time.sleep(300)
+                case "loop":
+                    raise KeyError("in the loop")
+                case "interrupt":
+                    print("READY", flush=True)
+                    time.sleep(60)
+        dist.all_reduce(total)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    shardwright.launch_from_torch(seed=1, timeout=float(os.environ.get("TIMEOUT", "60")))
+    if arguments[0] in ("raise", "well"):
+        train(arguments[0])
+    else:
+        communicate(arguments[0])
