@@ -142,6 +142,8 @@ class Booster(metaclass=ExplainedArguments):
                 own_steps.watch_model(boosted.model)
         if original is not None:
             own_steps.take(original, boosted.optimizer)
+            if self.plugin is not None and not self.plugin.can_unfreeze:
+                own_steps.keep_frozen(original, boosted.model)
         return tuple(boosted)  # type: ignore[return-value]
 
     @job.heeds_failures

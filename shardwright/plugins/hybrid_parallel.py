@@ -24,6 +24,7 @@ from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
 from ..pipeline.schedules import get_placement
 from ..pipeline.tied import create_tied_process_groups
+from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.init import LazyWeights
@@ -408,6 +409,8 @@ class HybridParallelPlugin(Plugin):
         """As `Booster.execute_pipeline`; without a criterion the loss is the model's own."""
         if not isinstance(model, HybridModel):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.require_cleared()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
         if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():

@@ -82,6 +82,10 @@ class TorchFSDPPlugin(Plugin):
         return ["fp32", "fp16", "bf16"]
 
     @property
+    def can_unfreeze(self) -> bool:
+        return True
+
+    @property
     def split(self) -> str:
         return "TorchFSDPPlugin"
 
