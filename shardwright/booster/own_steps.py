@@ -42,8 +42,8 @@ def keep_frozen(optimizer: Optimizer, model: nn.Module) -> None:
         for name, param in frozen:
             if param.requires_grad:
                 raise ValueError(
-                    f"{name} was frozen when the model was boosted and requires gradients now: unfreeze it before booster.boost. To train it "
-                    "from a later step on, boost it unfrozen in a param group with lr=0 until then"
+                    f"{name} was frozen when the model was boosted and requires gradients now: unfreeze it before booster.boost. To train "
+                    "it from a later step on, boost it unfrozen in a param group with lr=0 until then"
                 )
 
     _innermost(optimizer).register_step_pre_hook(check)

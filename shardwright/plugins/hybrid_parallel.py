@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,13 @@ class HybridParallelPlugin(Plugin):
     The arguments are documented where they live, by concern, in `shardwright.plugins.settings`. Bad ones raise a ValueError that names
     field, value, rule and what would work, on every rank and before anything is communicated.
     """
+
+    argument_advice: ClassVar[Mapping[str, str]] = {
+        "scheduler_nodes": 'leave it out: pp_style="zbv" plans itself',
+        "stage": "it is called zero_stage",
+        "dp_size": "leave it out: what the other sizes leave is data parallel",
+        "use_ddp": "leave it out",
+    }
 
     def __init__(
         self,
