@@ -361,9 +361,10 @@ def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
             "Boost the model itself"
         )
     if isinstance(model, ModelWrapper) or is_guarded(model):
+        name = type(unwrapped(model)).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"this {type(unwrapped(model)).__name__.removeprefix('FSDP')} was boosted before: boost takes the plain "
-            "model once, with everything that trains it (several rates or rules: param groups of one optimizer); use what the first call returned"
+            f"this {name} was boosted before: boost takes the plain model once, with everything that trains it (several rates: param groups "
+            "of one optimizer); use what the first call returned"
         )
     if isinstance(optimizer, Optimizer) and own_steps.is_taken(optimizer):
         raise ValueError(f"this {type(optimizer).__name__} was boosted before: build one for this model, on its parameters")
