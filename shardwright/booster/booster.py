@@ -363,8 +363,8 @@ def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
     if isinstance(model, ModelWrapper) or is_guarded(model):
         name = type(unwrapped(model)).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"this {name} was boosted before: boost takes the plain model once, with everything that trains it (several rates: param groups "
-            "of one optimizer); use what the first call returned"
+            f"this {name} was boosted before: boost takes the plain model once, with everything that trains it (several rates: param "
+            "groups of one optimizer); use what the first call returned"
         )
     if isinstance(optimizer, Optimizer) and own_steps.is_taken(optimizer):
         raise ValueError(f"this {type(optimizer).__name__} was boosted before: build one for this model, on its parameters")

@@ -25,8 +25,8 @@ def collect_entries(
     """
     if optim.state:
         raise ValueError(
-            "the optimizer has stepped already, or loaded a state: boost a fresh optimizer and load its state afterwards with booster.load. To "
-            "take over one from outside, boost it with its model in one process with Booster() and booster.save(path, model=model, "
+            "the optimizer has stepped already, or loaded a state: boost a fresh optimizer and load its state afterwards with booster.load. "
+            "To take over one from outside, boost it with its model in one process with Booster() and booster.save(path, model=model, "
             "optimizer=optimizer) there; booster.load reads that at any layout"
         )
     _refuse_sparse(models)

@@ -200,7 +200,8 @@ def take_state_over(rank: int, world: int, path: Path) -> None:
         optimizer.zero_grad()
         booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=2))
         with pytest.raises(ValueError, match=r"stepped already.*Booster\(\).*booster.load"):
-            booster.boost(copy.deepcopy(plain), _like(optimizer, copy.deepcopy(plain)))
+            started = copy.deepcopy(plain)
+            booster.boost(started, _like(optimizer, started))
         if rank == 0:
             alone = Booster(device="cpu")
             model, wrapped, *_ = alone.boost(plain, optimizer)
