@@ -44,10 +44,14 @@ def _nearest(unknown: str, known: Mapping[str, Any]) -> str:
 class ExplainedArguments(ABCMeta):
     """Metaclass of classes whose constructors explain which arguments they take; `argument_advice` of the class is said too."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """Of the constructor, which `inspect` and editors would not see behind `__call__`."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        without_self = signature.replace(parameters=list(signature.parameters.values())[1:])
-        check_call(cls.__name__, without_self, args, kwargs, getattr(cls, "argument_advice", None))
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        check_call(cls.__name__, cls.__signature__, args, kwargs, getattr(cls, "argument_advice", None))
         return super().__call__(*args, **kwargs)
 
 

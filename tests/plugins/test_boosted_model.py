@@ -199,8 +199,8 @@ def take_state_over(rank: int, world: int, path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=2))
+        started = copy.deepcopy(plain)
         with pytest.raises(ValueError, match=r"stepped already.*Booster\(\).*booster.load"):
-            started = copy.deepcopy(plain)
             booster.boost(started, _like(optimizer, started))
         if rank == 0:
             alone = Booster(device="cpu")
