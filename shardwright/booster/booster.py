@@ -175,6 +175,8 @@ class Booster(metaclass=ExplainedArguments):
                 "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), whose execute_pipeline "
                 "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
             )
+        if type(self.plugin).execute_pipeline is Plugin.execute_pipeline:  # it has no pipeline, and says what to do instead
+            return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
         model = self._require_boosted(model, "execute_pipeline")
         if optimizer is not None:
             self._require_optimizer_of(model, optimizer, "execute_pipeline")

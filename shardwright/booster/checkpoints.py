@@ -13,7 +13,7 @@ from torch import nn
 
 from ..checkpoint.agreement import Agreement
 from ..checkpoint.background import Background
-from ..checkpoint.hf_export import ExportOptions, save_model
+from ..checkpoint.hf_export import ExportOptions, check_request, save_model
 from ..checkpoint.hf_import import LoadReport, load_model, load_state
 from ..checkpoint.load import find, load, load_lr_scheduler
 from ..checkpoint.position import Position
@@ -138,6 +138,7 @@ class Checkpoints:
         if not use_safetensors:
             raise ValueError("use_safetensors=False would write pickle files, which run code when they are read; leave it True")
         options = ExportOptions(shard, prefix, _bytes(size_per_shard))
+        check_request(_path(path), _module(model), options)
         self._say_precision(model)
         position, agreement = self._setting(model, what)
         save_model(_path(path), _module(model), position, agreement, self._background, options, use_async)
