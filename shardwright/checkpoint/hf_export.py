@@ -111,8 +111,8 @@ def check_request(path: Path, model: nn.Module, options: ExportOptions) -> None:
         raise ValueError(f"path={path.name!r} is one file: with shard=True or prefix= give the path of a directory")
     if hasattr(model, "peft_config"):
         raise ValueError(
-            "save_model of a model with LoRA adapters: booster.save_lora_as_pretrained(model, path) writes the adapters; where every rank holds "
-            "all weights, model.merge_and_unload() gives a plain model to save"
+            "save_model of a model with LoRA adapters: booster.save_lora_as_pretrained(model, path) writes the adapters; where every rank "
+            "holds all weights, model.merge_and_unload() gives a plain model to save"
         )
 
 
