@@ -142,6 +142,8 @@ class Booster(metaclass=ExplainedArguments):
                 own_steps.watch_model(boosted.model)
         if original is not None:
             own_steps.take(original, boosted.optimizer)
+            if self.plugin is not None and not self.plugin.can_unfreeze:
+                own_steps.keep_frozen(original, boosted.model)
         return tuple(boosted)  # type: ignore[return-value]
 
     @job.heeds_failures
@@ -173,6 +175,8 @@ class Booster(metaclass=ExplainedArguments):
                 "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), whose execute_pipeline "
                 "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
             )
+        if type(self.plugin).execute_pipeline is Plugin.execute_pipeline:  # it has no pipeline, and says what to do instead
+            return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
         model = self._require_boosted(model, "execute_pipeline")
         if optimizer is not None:
             self._require_optimizer_of(model, optimizer, "execute_pipeline")
@@ -359,9 +363,10 @@ def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
             "Boost the model itself"
         )
     if isinstance(model, ModelWrapper) or is_guarded(model):
+        name = type(unwrapped(model)).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"this {type(unwrapped(model)).__name__.removeprefix('FSDP')} was boosted before: boost takes the plain model once, together with everything that "
-            "trains it (several rates or rules: param groups of one optimizer); use what the first call returned"
+            f"this {name} was boosted before: boost takes the plain model once, with everything that trains it (several rates: param "
+            "groups of one optimizer); use what the first call returned"
         )
     if isinstance(optimizer, Optimizer) and own_steps.is_taken(optimizer):
         raise ValueError(f"this {type(optimizer).__name__} was boosted before: build one for this model, on its parameters")

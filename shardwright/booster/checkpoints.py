@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoint.agreement import Agreement
 from ..checkpoint.background import Background
-from ..checkpoint.hf_export import ExportOptions, save_model
+from ..checkpoint.hf_export import ExportOptions, check_request, save_model
 from ..checkpoint.hf_import import LoadReport, load_model, load_state
 from ..checkpoint.load import find, load, load_lr_scheduler
 from ..checkpoint.position import Position
 from ..checkpoint.roll_call import roll_call
 from ..checkpoint.save import Contents, collect, save
 from ..interface import ModelWrapper
+from ..logging import get_dist_logger
 from ..plugins.base import Plugin
 from .mixed_precision import AutocastModel
 
@@ -32,6 +34,7 @@ class Checkpoints:
     def __init__(self, plugin: Plugin | None) -> None:
         self._plugin = plugin
         self._background = Background()
+        self._said_precision = False
         # References on both sides: a dictionary that holds a value forever would hold the key that the value knows.
         self._models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -135,8 +138,21 @@ class Checkpoints:
         if not use_safetensors:
             raise ValueError("use_safetensors=False would write pickle files, which run code when they are read; leave it True")
         options = ExportOptions(shard, prefix, _bytes(size_per_shard))
+        check_request(_path(path), _module(model), options)
+        self._say_precision(model)
         position, agreement = self._setting(model, what)
         save_model(_path(path), _module(model), position, agreement, self._background, options, use_async)
+
+    def _say_precision(self, model: nn.Module) -> None:
+        """Once: half-precision files are not what the optimizer steps on."""
+        half = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
+        if half and self._optimizer_of.get(model) is not None and not self._said_precision:
+            self._said_precision = True
+            get_dist_logger().info(
+                f"the weights are saved as the model computes with them, in {half.pop()}; the optimizer's fp32 masters are kept by "
+                "booster.save(path, model=model, optimizer=optimizer)",
+                ranks=[0],
+            )
 
     def load_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> LoadReport:
         """The whole model's state dict, which every rank has."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..interface import ModelWrapper, OptimizerWrapper
-from ..interface.optimizer import gradients
+from ..interface.optimizer import NO_GRAD_SCALER, gradients
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..utils.device import get_current_device
 from ..utils.errors import one_of
@@ -134,6 +134,11 @@ class ScaledOptimizer(OptimizerWrapper):
         result = None if overflowed else super().step(closure)
         self.scaler.update(found)
         return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """See `MixedPrecisionOptimizer`."""
+        raise ValueError(NO_GRAD_SCALER)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

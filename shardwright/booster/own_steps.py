@@ -32,6 +32,23 @@ def take(optimizer: Optimizer, wrapped: OptimizerWrapper | None) -> None:
         _watch_optimizer(_innermost(optimizer), wrapped)
 
 
+def keep_frozen(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse steps once parameters that were frozen require gradients: nobody reduces these, and perhaps nobody steps on them."""
+    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad and param.is_floating_point()]
+    if not frozen:
+        return
+
+    def check(*_: Any) -> None:
+        for name, param in frozen:
+            if param.requires_grad:
+                raise ValueError(
+                    f"{name} was frozen when the model was boosted and requires gradients now: unfreeze it before booster.boost. To train "
+                    "it from a later step on, boost it unfrozen in a param group with lr=0 until then"
+                )
+
+    _innermost(optimizer).register_step_pre_hook(check)
+
+
 def _innermost(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = optimizer.optim

@@ -79,13 +79,10 @@ def save_model(
 
     A `path` that ends in .safetensors is one file without a config; any other is a directory.
     """
+    check_request(path, model, options)
     background.wait()
     what = f"saving {path}"
     as_file = path.suffix == ".safetensors"
-    if as_file and (options.shard or options.prefix is not None):
-        raise ValueError(f"path={path.name!r} is one file: with shard=True or prefix= give the path of a directory")
-    if hasattr(model, "peft_config"):
-        raise ValueError("save_model of a model with LoRA adapters: use save_lora_as_pretrained, or merge them first (merge_and_unload)")
     exporter = Exporter(model)
     own, error = attempt(lambda: _collect(model, position, exporter))
     agreement.check(error, what)
@@ -106,6 +103,17 @@ def save_model(
         background.start(job)
     else:
         job()
+
+
+def check_request(path: Path, model: nn.Module, options: ExportOptions) -> None:
+    """What a rank can refuse by itself."""
+    if path.suffix == ".safetensors" and (options.shard or options.prefix is not None):
+        raise ValueError(f"path={path.name!r} is one file: with shard=True or prefix= give the path of a directory")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "save_model of a model with LoRA adapters: booster.save_lora_as_pretrained(model, path) writes the adapters; where every rank "
+            "holds all weights, model.merge_and_unload() gives a plain model to save"
+        )
 
 
 def _collect(model: nn.Module, position: Position, exporter: Exporter) -> list[_Own]:

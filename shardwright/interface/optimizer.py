@@ -13,6 +13,11 @@ from ..cluster import job
 from ..utils.tensors import local_tensor
 from .loss_guard import LossGuard
 
+NO_GRAD_SCALER = (
+    "torch.amp.GradScaler around an optimizer that boost returned: it finds no gradients to unscale. Leave the GradScaler out (or "
+    'enabled=False) and say precision="fp16" to the plugin, or Booster(mixed_precision="fp16"), which scales the loss and skips overflows'
+)
+
 
 class OptimizerWrapper(Optimizer):
     """One face for every plugin's optimizer: `backward, step, zero_grad, clip_grad_by_norm, clip_grad_by_value, get_grad_norm`.

@@ -74,6 +74,11 @@ class Plugin(ABC, metaclass=ExplainedArguments):
         return True
 
     @property
+    def can_unfreeze(self) -> bool:
+        """Whether a parameter that was frozen when it was boosted may require gradients later."""
+        return False
+
+    @property
     def steps_itself(self) -> bool:
         """Whether gradients and weights are only right in the step of the optimizer that boost returned."""
         return False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
 from ..pipeline.schedules import get_placement
 from ..pipeline.tied import create_tied_process_groups
+from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.init import LazyWeights
@@ -50,6 +51,13 @@ class HybridParallelPlugin(Plugin):
     The arguments are documented where they live, by concern, in `shardwright.plugins.settings`. Bad ones raise a ValueError that names
     field, value, rule and what would work, on every rank and before anything is communicated.
     """
+
+    argument_advice: ClassVar[Mapping[str, str]] = {
+        "scheduler_nodes": 'leave it out: pp_style="zbv" plans itself',
+        "stage": "it is called zero_stage",
+        "dp_size": "leave it out: what the other sizes leave is data parallel",
+        "use_ddp": "leave it out",
+    }
 
     def __init__(
         self,
@@ -408,6 +416,8 @@ class HybridParallelPlugin(Plugin):
         """As `Booster.execute_pipeline`; without a criterion the loss is the model's own."""
         if not isinstance(model, HybridModel):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.require_cleared()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
         if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():

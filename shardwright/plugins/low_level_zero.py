@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,12 @@ class LowLevelZeroPlugin(Plugin):
 
     Options that a combination has no use for are named in `without_effect` and once in the log.
     """
+
+    argument_advice: ClassVar[Mapping[str, str]] = {
+        "zero_stage": "it is called stage",
+        "tp_size": "use HybridParallelPlugin(tp_size=..., zero_stage=...)",
+        "pp_size": "use HybridParallelPlugin(pp_size=..., zero_stage=...)",
+    }
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,14 @@ class TorchFSDPPlugin(Plugin):
     param_init_fn       called with each module that has meta-device parameters after their storage was allocated
     """
 
+    argument_advice: ClassVar[Mapping[str, str]] = {
+        "process_group": "leave it out: all ranks share; shard_size limits the groups that shard",
+        "sharding_strategy": "use reshard_after_forward=True (ZeRO-3) or False (ZeRO-2), and shard_size for hybrid sharding",
+        "backward_prefetch": "leave it out: FSDP2 prefetches by itself",
+        "ignored_modules": "leave it out: freeze what is not to be trained before boost",
+        "sync_module_states": "leave it out: build or load the model alike on all ranks, or give param_init_fn",
+    }
+
     def __init__(
         self,
         mixed_precision: str | MixedPrecisionPolicy | Any | None = None,
@@ -80,6 +88,10 @@ class TorchFSDPPlugin(Plugin):
 
     def supported_precisions(self) -> list[str]:
         return ["fp32", "fp16", "bf16"]
+
+    @property
+    def can_unfreeze(self) -> bool:
+        return True
 
     @property
     def split(self) -> str:

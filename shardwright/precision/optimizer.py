@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..cluster import job
 from ..interface import OptimizerWrapper
+from ..interface.optimizer import NO_GRAD_SCALER
 from ..optim.kind import choose_fused
 from ..utils.tensors import multiply_
 from .grad_norm import clip_coefficient, power_sum, total_norm
@@ -102,6 +103,11 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         """The loss to call backward on: multiplied by the loss scale in fp16, else itself."""
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
+    def require_cleared(self) -> None:
+        """Refuse backwards onto the gradients of a step that was taken. A pipeline asks before any rank communicates."""
+        if self._has_stepped:
+            raise ValueError("backward after step without zero_grad: the last gradients are still there; call zero_grad() first")
+
     @contextmanager
     def _running_backward(self) -> Iterator[None]:
         self._before_backward()
@@ -111,8 +117,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     def _before_backward(self) -> None:
         """From here on gradients accumulate; those of the step that were reduced before are set aside."""
-        if self._has_stepped:
-            raise ValueError("backward after step without zero_grad: the last gradients are still there; call zero_grad() first")
+        self.require_cleared()
         if self.grad_state is GradState.CONSUMED:
             self._set_aside(1.0 / self._base_factor())
         else:
@@ -145,6 +150,11 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._has_stepped = self._has_gradients
         self._publish()
         return None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler.step asks before it looks for gradients, which are not where it would find them."""
+        raise ValueError(NO_GRAD_SCALER)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.grad_state = GradState.ACCUMULATING

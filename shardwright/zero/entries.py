@@ -24,7 +24,11 @@ def collect_entries(
     placed  the parameters are where they will stay
     """
     if optim.state:
-        raise ValueError("the optimizer has stepped already: boost a fresh optimizer and load its state afterwards")
+        raise ValueError(
+            "the optimizer has stepped already, or loaded a state: boost a fresh optimizer and load its state afterwards, with "
+            "booster.load. For a state from outside, boost it with its model in one process with Booster() and booster.save(path, "
+            "model=model, optimizer=optimizer) there; booster.load reads that at any layout"
+        )
     _refuse_sparse(models)
     groups = {param: number for number, group in enumerate(optim.param_groups) for param in group["params"] if param.requires_grad}
     if not groups:
