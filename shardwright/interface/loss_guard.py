@@ -37,21 +37,26 @@ class LossGuard:
         self.step = 0  # steps asked for
         self.skipped = 0
         self._found = 0
-        self._losses: torch.Tensor | None = None  # the sum of this step's: one that is not finite makes it so
-        self._travelling: tuple[int, torch.Tensor, Any] | None = None  # step, host copy, event
+        self._losses: torch.Tensor | None = None  # their sum since they were last looked at: one that is not finite makes it so
+        self._since = 0  # step of the first of them
+        self._travelling: tuple[str, torch.Tensor, Any] | None = None  # steps, sum on the host, the event that says it has arrived
+        self._room: torch.Tensor | None = None  # for it, on the host
 
     def note(self, loss: torch.Tensor) -> None:
         """`loss` is about to be differentiated."""
         loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
-        self._losses = loss if self._losses is None else self._losses + loss.to(self._losses)
+        if self._losses is None:
+            self._losses, self._since = loss, self.step + 1
+        else:
+            self._losses = self._losses + loss.to(self._losses)
 
     def withholds(self, optimizer: Any) -> bool:
         """Called first in every step: whether the step must not be taken. All ranks answer alike."""
         self.step += 1
-        losses, self._losses = self._losses, None
         if self.policy == "warn":
-            self._look(losses)
+            self._look()
             return False
+        losses, self._losses = self._losses, None
         what = self._agree(losses, optimizer)
         if what is None:
             return False
@@ -64,27 +69,31 @@ class LossGuard:
         self._say(f"{what} of step {self.step} is not finite: the step is left out on all ranks, {self.skipped} so far", ranks=[0])
         return True
 
-    def _look(self, losses: torch.Tensor | None) -> None:
-        """Say what is known by now, and send off what is not."""
+    def _look(self) -> None:
+        """Say what is known by now, and send off what is not. What cannot be sent yet waits for a later step."""
         if self._travelling is not None and self._travelling[2].query():
-            step, copy, _ = self._travelling
+            steps, total, _ = self._travelling
             self._travelling = None
-            self._check(step, float(copy))
-        if losses is None:
+            self._check(steps, float(total))
+        losses = self._losses
+        if losses is None or self._travelling is not None:
             return
+        self._losses = None
+        steps = f"step {self.step}" if self._since == self.step else f"steps {self._since} to {self.step}"
         if losses.device.type == "cpu":
-            self._check(self.step, float(losses))
-        elif self._travelling is None:
-            copy = torch.empty((), dtype=torch.float32, pin_memory=True)
-            copy.copy_(losses, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._travelling = self.step, copy, event
+            self._check(steps, float(losses))
+            return
+        if self._room is None:
+            self._room = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._room.copy_(losses.float(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._travelling = steps, self._room, event
 
-    def _check(self, step: int, value: float) -> None:
+    def _check(self, steps: str, value: float) -> None:
         if not math.isfinite(value):
             self._say(
-                f"the loss of step {step} is {value}; the optimizer has stepped as torch's would, and weights may be {value} from here on. "
+                f"the loss of {steps} is {value}; the optimizer has stepped as torch's would, and weights may be {value} from here on. "
                 "Booster(on_nan='skip') leaves such steps out, on_nan='stop' ends the run"
             )
 

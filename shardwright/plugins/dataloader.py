@@ -166,6 +166,11 @@ def build_dataloader(
 
 def _check_stream_options(dataset: Any, shuffle: bool, distributed_sampler_cls: Any) -> None:
     check_stream(dataset, "dataset")
+    if getattr(dataset, "_distributed", None) is not None:  # what `datasets.distributed.split_dataset_by_node` leaves
+        raise ValueError(
+            f"dataset={type(dataset).__name__} has been split by split_dataset_by_node already, and would be dealt out twice: pass it "
+            "undivided"
+        )
     if shuffle:
         raise ValueError(
             f"shuffle=True with a stream ({type(dataset).__name__}): nobody can draw from samples that are not there yet. Shuffle the "

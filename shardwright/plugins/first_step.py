@@ -35,7 +35,7 @@ class _Record(NamedTuple):
     def unpack(data: bytes) -> _Record:
         parts: list[Any] = [data[start : start + DIGEST] for start in range(0, 5 * DIGEST, DIGEST)]
         replica, tp_group = data[5 * DIGEST :][:_NUMBER], data[5 * DIGEST :][_NUMBER:]
-        return _Record(*parts, int.from_bytes(replica, "big"), int.from_bytes(tp_group, "big"))
+        return _Record._make([*parts, int.from_bytes(replica, "big"), int.from_bytes(tp_group, "big")])
 
 
 class FirstStep:

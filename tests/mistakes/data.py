@@ -114,7 +114,7 @@ class Stream(IterableDataset):
 
 @mistake(
     symptom="`boost(dataloader=DataLoader(dataset, batch_size, shuffle=True))`, a loader written for one process",
-    gets="it is dealt out as Accelerate's `prepare` does: every data-parallel rank takes its batches, all equally many, and the log says so",
+    gets="it is dealt out as Accelerate's `prepare` does: each data-parallel rank takes its batches, all equally many; the log says so",
     fix="nothing to do; `plugin.prepare_dataloader(dataset, batch_size, shuffle=True, seed=...)` makes such a loader at once",
 )
 def own_loader(rank: int, world: int) -> None:
@@ -223,7 +223,7 @@ def fewer_samples_than_ranks(rank: int, world: int) -> None:
 @mistake(
     symptom="a streaming dataset (`IterableDataset`, `load_dataset(..., streaming=True)`) in `prepare_dataloader`",
     gets="every rank reads the stream and keeps its share; all end after equally many batches, and the position can be saved",
-    fix="`for batch in dataloader`, or `for step in range(steps)` with a number of your own: a stream has no `len`, and asking for it says so",
+    fix="`for batch in dataloader`, or `range(steps)` with a number of your own: a stream has no `len`, and asking for it says so",
 )
 def streaming(rank: int, world: int) -> None:
     loader = TorchDDPPlugin().prepare_dataloader(Stream(4 * world + 1), batch_size=2)

@@ -219,6 +219,31 @@ def test_data_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert len(set(first) & set(second)) <= 2  # 26 samples are filled up to whole rounds of 4 ranks
 
 
+def own_shares(rank: int, world: int, path: Path, before: int | None) -> list[list[int]]:
+    """As `shares`, of a loader written for one process: batches of 6 / world samples, so that a step of all ranks takes 6."""
+    loader = torch.utils.data.DataLoader(list(range(36)), batch_size=6 // world, shuffle=True)  # type: ignore[arg-type]
+    booster = Booster(plugin=TorchDDPPlugin())
+    torch.manual_seed(rank)  # the ranks agree on an order all the same
+    model, _, _, data, _ = booster.boost(torch.nn.Linear(1, 1), dataloader=loader)
+    if before is not None:
+        batches = iter(data)  # type: ignore[call-overload]
+        seen = [next(batches).tolist() for _ in range(before)]
+        booster.save(path, model=model, dataloader=data)
+        return seen + [batch.tolist() for batch in batches]
+    booster.load(path, model=model, dataloader=data)
+    assert len(data) == 4  # type: ignore[arg-type]
+    return [batch.tolist() for batch in data]  # type: ignore[union-attr]
+
+
+def test_a_loader_of_the_user_s_own_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    whole = run_ranks(own_shares, 2, tmp_path / "run", 2, debug="INFO")
+    for ranks in (3, 1):
+        rest = run_ranks(own_shares, ranks, tmp_path / "run", None, debug="INFO")
+        for step in range(4):
+            expected = [sample for part in whole for sample in part[2 + step]]
+            assert [sample for part in rest for sample in part[step]] == expected
+
+
 def preempted(rank: int, world: int) -> list[bool]:
     answers = []
     with SaveOnSignal() as signalled:

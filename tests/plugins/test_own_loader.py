@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,6 +275,43 @@ def test_a_stream_hears_of_its_epoch_and_has_no_length() -> None:
         build_dataloader(data, 2, num_replicas=2, rank=0, shuffle=True)
     with pytest.raises(ValueError, match="can be read only once"):
         build_dataloader((number for number in range(3)), 2, num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+
+def _shards(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"x": value} for value in range(8 * shard, 8 * shard + 8))
+
+
+def test_streams_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    datasets = pytest.importorskip("datasets")
+    distributed = pytest.importorskip("datasets.distributed")
+    stream = datasets.IterableDataset.from_generator(_shards, gen_kwargs={"shards": [0, 1, 2]})
+    shuffled = stream.shuffle(seed=1, buffer_size=8)
+
+    def values(loader: Any) -> list[list[int]]:
+        return [batch["x"].tolist() for batch in loader]
+
+    for data, workers in ((stream, 0), (stream, 2), (shuffled, 0)):
+        parts: list[Any] = [build_dataloader(data, 2, num_replicas=2, rank=rank, num_workers=workers) for rank in range(2)]
+        epochs = [[values(part) for part in parts] for _ in range(2)]
+        for shares in epochs:
+            assert sorted(value for share in shares for batch in share for value in batch) == list(range(24))
+        assert (epochs[0] != epochs[1]) == (data is shuffled)
+        running = iter(parts[0])
+        third = [next(running)["x"].tolist() for _ in range(2)]
+        resumed: Any = build_dataloader(data, 2, num_replicas=2, rank=0, num_workers=workers)
+        resumed.load_state_dict(parts[0].state_dict())
+        rest = values(resumed)
+        assert third + rest == third + values(running)
+        assert len(third + rest) == 6
+    split = distributed.split_dataset_by_node(stream, rank=1, world_size=2)
+    loader = DataLoader(split, batch_size=2)
+    assert shard_dataloader(loader, 2, 1) is loader
+    with pytest.raises(ValueError, match="deals samples to 2 ranks"):
+        shard_dataloader(loader, 4, 1)
+    with pytest.raises(ValueError, match="split_dataset_by_node already"):
+        build_dataloader(split, 2, num_replicas=2, rank=1)
 
 
 def test_an_order_that_cannot_be_drawn_again_is_refused() -> None:

@@ -1,0 +1,90 @@
+"""What a model cannot take is refused, and nothing else: batches of every tiny model pass."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, OPTConfig, OPTForCausalLM, RobertaConfig, RobertaForMaskedLM
+
+from shardwright.plugins.input_limits import InputLimits
+from shardwright.testing import zoo
+
+SMALL: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_good_batches_of_every_model_pass(name: str) -> None:
+    with torch.device("meta"):
+        model = zoo.build(name, dtype=torch.float32)
+    batch = zoo.inputs(name, batch_size=3, seq_len=12)
+    limits = InputLimits(model)
+    limits.check(batch)
+    checked = {limit.key for limit in limits.values}
+    assert "input_ids" in checked or "input_ids" not in batch
+    for limit in limits.values:
+        if isinstance(batch.get(limit.key), torch.Tensor) and not batch[limit.key].is_floating_point():
+            wrong = batch[limit.key].clone()
+            wrong.view(-1)[-1] = limit.high
+            with pytest.raises(ValueError, match=rf"^{limit.key}\[.*\]={limit.high} is outside"):
+                limits.check({**batch, limit.key: wrong})
+
+
+def refuses(model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Whether the limits refuse the batch, which must be so exactly when the model itself fails on it."""
+    try:
+        with torch.no_grad():
+            model(**batch)
+        fails = False
+    except (IndexError, RuntimeError):
+        fails = True
+    try:
+        InputLimits(model).check(batch)
+        refused = False
+    except ValueError:
+        refused = True
+    assert refused == fails, "the model disagrees with its limits"
+    return refused
+
+
+def ids(length: int, low: int = 4) -> torch.Tensor:
+    return torch.randint(low, 40, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_lengths_are_those_that_the_models_take() -> None:
+    roberta = RobertaForMaskedLM(RobertaConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    padded = ids(16)
+    padded[:, 14:] = roberta.config.pad_token_id
+    opt = OPTForCausalLM(OPTConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, word_embed_proj_dim=8))
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartForConditionalGeneration(BartConfig(**SMALL, **sizes, encoder_ffn_dim=8, decoder_ffn_dim=8))
+    assert [refuses(roberta, {"input_ids": ids(length)}) for length in (14, 15)] == [False, True]
+    assert not refuses(roberta, {"input_ids": padded})  # padding takes no position
+    assert [refuses(opt, {"input_ids": ids(length)}) for length in (16, 17)] == [False, True]
+    for source, target in ((16, 16), (17, 16), (16, 17)):
+        assert refuses(bart, {"input_ids": ids(source), "decoder_input_ids": ids(target)}) == (source + target > 32)
+        assert refuses(bart, {"input_ids": ids(source), "labels": ids(target)}) == (source + target > 32)
+
+
+def test_a_model_of_any_kind_has_no_limits_that_nobody_knows() -> None:
+    limits = InputLimits(nn.Sequential(nn.Linear(3, 3)))
+    limits.check({"input_ids": torch.tensor([-5]), "labels": torch.tensor([10**6])})
+    assert limits.values == [] == limits.lengths
+
+
+def test_the_check_costs_microseconds() -> None:
+    with torch.device("meta"):
+        limits = InputLimits(zoo.build("gpt2-causal-lm", dtype=torch.float32))
+    tokens = torch.randint(1, 101, (8, 60))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.masked_fill(tokens % 3 == 0, -100)}
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(50):
+            limits.check(batch)
+        return (time.perf_counter() - start) / 50
+
+    assert min(seconds() for _ in range(5)) < 2e-3  # some 30 microseconds on an idle core
