@@ -89,8 +89,7 @@ def microbatch_sizes(samples: int, num_microbatches: int | None = None, microbat
     `microbatch_size`: ceil(samples / microbatch_size) of that size, the last one smaller if need be.
     `num_microbatches` wins when both are given; with neither the batch is one microbatch.
     """
-    if samples < 1:
-        raise ValueError("the batch has no samples; a pipeline step needs at least 1")
+    assert samples > 0
     for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or None")
@@ -104,14 +103,21 @@ def microbatch_sizes(samples: int, num_microbatches: int | None = None, microbat
     return [samples]
 
 
+def split_dims(batch: Batch) -> tuple[int, dict[Any, int | None]]:
+    """B, and of every entry the dim that counts samples; ValueError for a batch that cannot be split."""
+    samples = batch_size(batch)
+    if samples < 1:
+        raise ValueError("the batch has no samples; a pipeline step needs at least 1")
+    return samples, {key: batch_dim(key, value, samples) for key, value in items_of(batch)}
+
+
 def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Batch]:
     """The microbatches of `batch`, of the batch's own type.
 
     Sliced tensors are copies: some models write to their inputs, and writing to one of several views of a tensor would make autograd
     reject what it has saved of the others.
     """
-    samples = batch_size(batch)
-    dims = {key: batch_dim(key, value, samples) for key, value in items_of(batch)}
+    samples, dims = split_dims(batch)
     microbatches, start = [], 0
     for size in microbatch_sizes(samples, num_microbatches, microbatch_size):
         entries = {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..pipeline.microbatch import split_dims
 from .dataloader import Batches
 from .first_step import FirstStep
 from .input_limits import InputLimits
@@ -28,6 +29,11 @@ class InputGuard:
         self._first_step = first_step
         boosted.input_guard = self  # type: ignore[assignment]
         boosted.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next training batch will be compared with those of other ranks."""
+        return self._first_step is not None and not self._first_step.done
 
     def check(self, batch: Any, training: bool) -> None:
         entries = self._named(batch)
@@ -74,6 +80,8 @@ class CheckedBatches:
         if isinstance(self._data_iter, Batches):
             self._data_iter.batch_is_used()
         if self._guard is not None:
+            if self._training and self._guard.compares:
+                split_dims(batch)  # what this rank can find out alone comes before it meets the others
             self._guard.check(batch, self._training)
         return batch
 
