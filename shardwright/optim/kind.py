@@ -37,6 +37,23 @@ _FUSED: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torc
 _FUSABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
+def has_stepped(optim: Optimizer) -> bool:
+    """Whether `optim` has taken steps or loaded a state. Adagrad's constructor makes the state that others make in their first step."""
+    if not isinstance(optim, torch.optim.Adagrad):
+        return bool(optim.state)
+    return any(float(state.get("step", 1)) > 0 for state in optim.state.values())
+
+
+def begin_state(optim: Optimizer) -> None:
+    """Start the state over for the tensors that the groups hold now: nothing, or for Adagrad what its constructor makes."""
+    optim.state.clear()
+    if isinstance(optim, torch.optim.Adagrad):
+        for group in optim.param_groups:
+            for param in group["params"]:
+                step = torch.zeros((), dtype=torch.float32, device=param.device if group.get("fused") else "cpu")
+                optim.state[param] = {"step": step, "sum": torch.full_like(param, group.get("initial_accumulator_value", 0.0))}
+
+
 def is_elementwise(optim: Optimizer) -> bool:
     """Whether `optim` may step on flat pieces of parameters.
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from ..cluster.groups import bind_timeout
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..optim.kind import begin_state, has_stepped
 from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
@@ -221,7 +222,7 @@ def _offload_policy(cpu_offload: bool | OffloadPolicy | Any) -> OffloadPolicy:
 
 
 def _check_unstepped(optimizer: Optimizer | None) -> None:
-    if optimizer is not None and optimizer.state:
+    if optimizer is not None and has_stepped(optimizer):
         raise ValueError(
             f"optimizer={type(optimizer).__name__} has already taken steps; FSDP replaces its parameters by shards: boost "
             "before the first step, or load its state afterwards with booster.load_optimizer"
@@ -246,3 +247,4 @@ def _move_optimizer(optimizer: Optimizer, model: nn.Module, old_names: dict[int,
     new = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [new[old_names[id(param)]] for param in group["params"]]
+    begin_state(optimizer)

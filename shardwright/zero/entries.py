@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..optim.kind import has_stepped
 from ..precision.policy import PrecisionPolicy
 from ..spec import ParamSpec, get_spec
 from .layout import Entry, family_of
@@ -23,7 +24,7 @@ def collect_entries(
     whole   the optimizer looks at whole matrices
     placed  the parameters are where they will stay
     """
-    if optim.state:
+    if has_stepped(optim):
         raise ValueError(
             "the optimizer has stepped already, or loaded a state: boost a fresh optimizer and load its state afterwards, with "
             "booster.load. For a state from outside, boost it with its model in one process with Booster() and booster.save(path, "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
-from ..optim.kind import check_supported, is_elementwise
+from ..optim.kind import begin_state, check_supported, is_elementwise
 from ..precision.grad_norm import owned_ranges
 from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
@@ -166,6 +166,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._stepped: list[torch.Tensor] = [param.to_local().detach() if elementwise else param for param in self._params]
         for number, group in enumerate(optim.param_groups):
             group["params"] = [tensor for tensor, entry in zip(self._stepped, entries, strict=True) if entry.group == number]
+        begin_state(optim)
         self._shared = self._shared_rows()
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._syncs = True

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..optim.kind import begin_state
 from .buffers import Bucket
 from .layout import Run, Slot, plan_runs
 
@@ -49,9 +50,9 @@ class Segments:
         self._optim = optim
         self._buckets = buckets
         self._cut: set[Slot] = set()
-        optim.state.clear()
         self.items = [Segment(bucket, run) for bucket in buckets for run in plan_runs(bucket.plan, bucket.shard)]
         self._install()
+        begin_state(optim)
 
     def _install(self) -> None:
         for number, group in enumerate(self._optim.param_groups):

@@ -113,6 +113,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "groups": _groups,
     "own adamw": lambda model: OwnAdamW(_trained(model), lr=1e-2, weight_decay=0.1),
     "own adagrad": lambda model: OwnAdagrad(_trained(model), lr=0.1),
+    "adagrad": lambda model: torch.optim.Adagrad(_trained(model), lr=1e-2, initial_accumulator_value=0.01, weight_decay=0.05),
     "rmsprop": lambda model: torch.optim.RMSprop(_trained(model), lr=1e-3, eps=1e-2),
 }
 

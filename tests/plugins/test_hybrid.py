@@ -19,7 +19,8 @@ CLIPPED = Habits(clip="plugin", clip_at=0.05)
 LAYOUTS = [
     Layout("llama-causal-lm", 1),
     Layout("llama-causal-lm", 2, {"tp_size": 2}),
-    Layout("llama-causal-lm", 2, {"zero_stage": 1}),
+    Layout("llama-causal-lm", 2, {"zero_stage": 1}, habits=Habits(optimizer="adagrad")),  # whose constructor makes its state
+    Layout("llama-causal-lm", 2, {"zero_stage": 3}, habits=Habits(optimizer="adagrad")),
     Layout("llama-causal-lm", 2, {"pp_size": 2, "num_microbatches": 3}),
     Layout("llama-tied-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, habits=CLIPPED),
     Layout(
