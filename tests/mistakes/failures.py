@@ -29,6 +29,7 @@ class _Job:
         self.booster = Booster(plugin=HybridParallelPlugin(precision="fp32", pp_size=pp, tp_size=tp, num_microbatches=2))
         model = zoo.build(NAME, num_hidden_layers=2)
         self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.step()  # in the first one the ranks compare what they were given
 
     def settle(self) -> None:
         """Leave the ranks as the next row wants to find them."""
@@ -50,7 +51,7 @@ def _told(job: _Job, rank: int, failing: int, *parts: str, **step: Any) -> None:
         with refused(parts[-1], by=Exception):
             job.step(**step)
     else:
-        with refused(f"rank {failing} \\(", "step 1 of execute_pipeline", *parts, by=JobError):
+        with refused(f"rank {failing} \\(", "step 2 of execute_pipeline", *parts, by=JobError):
             job.step()
     assert time.monotonic() - started < 10
     job.settle()
@@ -128,12 +129,11 @@ def the_same_mistake_on_all_ranks(rank: int, world: int) -> None:
     symptom="in mid-training, ranks of one tensor-parallel or pipeline group get batches of different sizes, dtypes or keys",
     gets="refused before anything is exchanged, with both batches named",
     fix="`plugin.prepare_dataloader`, or a `DistributedSampler` over `plugin.data_parallel` instead of over all ranks",
-    worlds=(2, 4),
+    worlds=(4,),  # of two ranks the group is the default one, which the test harness makes with DETAIL
     alone=True,
 )
 def another_batch_on_one_rank(rank: int, world: int) -> None:
     job = _Job(rank, world, pp=1, tp=2)
-    job.step()
     size = 2 if rank == 1 else 4
     with refused("must be given the same batch", by=Exception):
         job.step(iter([zoo.inputs(NAME, batch_size=size, seed=0)]))
@@ -152,7 +152,6 @@ def leaves_early(rank: int, world: int) -> None:
     from shardwright.cluster import job as jobs
 
     job = _Job(rank, world)
-    job.step()
     if rank == 1:
         me = jobs.current()
         assert me is not None
