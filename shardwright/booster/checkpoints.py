@@ -146,7 +146,7 @@ class Checkpoints:
     def _say_precision(self, model: nn.Module) -> None:
         """Once: half-precision files are not what the optimizer steps on."""
         half = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
-        if half and self._optimizer_of.get(model) is not None and not self._said_precision:
+        if half and self._optimizer_of(model) is not None and not self._said_precision:
             self._said_precision = True
             get_dist_logger().info(
                 f"the weights are saved as the model computes with them, in {half.pop()}; the optimizer's fp32 masters are kept by "
