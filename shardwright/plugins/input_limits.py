@@ -41,13 +41,11 @@ class ValueLimit:
         if tensor.device.type != "cpu":
             torch._assert_async(~self._wrong(tensor).any(), self._rule(f"an entry of {self.key}"))
             return
-        low, high = torch.aminmax(tensor)
+        low, high = torch.aminmax(tensor if self.ignored is None else tensor.masked_fill(tensor == self.ignored, 0))
         if int(low) >= 0 and int(high) < self.high:
             return
-        wrong = self._wrong(tensor)
-        if wrong.any():
-            where = wrong.nonzero()[0].tolist()
-            raise ValueError(self._rule(f"{self.key}{where}={int(tensor[tuple(where)])}"))
+        where = self._wrong(tensor).nonzero()[0].tolist()
+        raise ValueError(self._rule(f"{self.key}{where}={int(tensor[tuple(where)])}"))
 
     def _wrong(self, tensor: torch.Tensor) -> torch.Tensor:
         wrong = (tensor < 0) | (tensor >= self.high)
