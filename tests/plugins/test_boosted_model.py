@@ -110,7 +110,7 @@ def changes(rank: int, world: int, layout: str) -> None:
         twin.model.train()
         twin.step(1)
         twin.compare()
-        if "pp" not in layout and layout != "ddp":
+        if layout != "ddp":  # whose reducer waits for every gradient
             for model in (twin.model, twin.reference):
                 for name, param in model.named_parameters():
                     param.requires_grad_("layers.0" not in name)  # frozen after boost: stays where it is
