@@ -39,7 +39,7 @@ from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_
 from .argument_types import is_whole
 from .base import require_own_parameters, require_parameters
 from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
-from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
+from .resolved import RankShape, ResolvedLayout, StageShape, Traffic, size
 from .settings import HybridSettings
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
 
@@ -175,7 +175,7 @@ class _Resolver:
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
             traffic=tuple(traffic),
-            notes=tuple(self._notes(microbatches)),
+            notes=(*self._notes(microbatches), *self._gradient_notes(microbatches, max(shape.trained for shape, _ in shapes))),
             warnings=tuple(self._warnings(microbatches, bubble)),
         )
 
@@ -357,10 +357,13 @@ class _Resolver:
         wire = self.settings.reduction.communication_dtype or torch.float32
         # With a pipeline they stay gathered for the whole step; without one each microbatch gathers them for forward and backward.
         gathers = 1 if self.mesh.size("pp") > 1 else _times(microbatches, 2)
+        rounds = microbatches if self.mesh.size("pp") > 1 else 1  # FSDP2 reduces in every backward of a pipeline
         groups = len(self.plan.units) // self.mesh.size("pp") + 1
         found = [
             Traffic("dp", "weights, all-gather before use", _times(gathers, groups), _times(gathers, whole)),
-            Traffic("dp", "gradients, reduce-scatter", groups, shape.trained * wire.itemsize * (k - 1) // k),
+            Traffic(
+                "dp", "gradients, reduce-scatter", _times(rounds, groups), _times(rounds, shape.trained * wire.itemsize * (k - 1) // k)
+            ),
         ]
         if replicas > 1:
             sent = 2 * (replicas - 1) * shape.shard * wire.itemsize // replicas
@@ -411,6 +414,22 @@ class _Resolver:
                 f"enable_all_optimization=True: {type(self.model).__name__} has neither attention nor norms that have fused kernels here"
             )
         return [text for text in found if text is not None]
+
+    def _gradient_notes(self, microbatches: int | None, trained: int) -> list[str]:
+        """Gradients that are kept within a step beside those of `RankShape`, which are kept between steps."""
+        stage, pipeline = self.settings.reduction.zero_stage, self.mesh.size("pp") > 1
+        if not self.entries or microbatches == 1 or stage < 2 or (stage == 2 and not pipeline):
+            return []
+        working = max(entry.family.dtype.itemsize for entry in self.entries)
+        wire = self.settings.reduction.communication_dtype
+        if stage == 3 and pipeline:
+            return ["ZeRO-3 with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
+        kept = wire if stage == 3 and wire is not None else torch.float64 if working == 8 else torch.float32
+        how = "with a pipeline keeps" if stage == 2 else "without a pipeline keeps"
+        return [
+            f"ZeRO-{stage} {how} whole gradients in {str(kept).removeprefix('torch.')} between the microbatches of a step: "
+            f"{size(trained * kept.itemsize)} at the peak beside the shards"
+        ]
 
 
 def _over_mean(costs: Sequence[float]) -> float | None:

@@ -130,9 +130,6 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _after_backward(self) -> None:
         """Called when a backward started through this wrapper has returned."""
 
-    def _note_written(self) -> None:
-        """Called when the gradients have been written to in place."""
-
     @job.heeds_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
@@ -144,7 +141,6 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             self.clip_grad_by_norm(self.max_norm)
         found_inf = self._found_inf() if self.scaler is not None else None
         self._inner_step(found_inf)
-        self._note_written()
         if self.scaler is not None and found_inf is not None:
             self.scaler.update(found_inf)
         self._has_stepped = self._has_gradients
@@ -172,7 +168,6 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         coefficient = clip_coefficient(norm, max_norm)
         if self.grad_state is GradState.CONSUMED:
             multiply_(self._stepped_gradients(), coefficient)
-            self._note_written()
         else:
             self._clip = coefficient if self._clip is None else self._clip * coefficient
         return norm
@@ -186,7 +181,6 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
-        self._note_written()
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
         """The norm before clipping (all ranks must call).

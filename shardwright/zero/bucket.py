@@ -197,6 +197,8 @@ class GradReducer:
         self.in_backward = self._fresh = True
 
     def on_gradient(self, slot: Slot) -> None:
+        if not self.in_backward and not self.bucket_of(slot).holds(slot):
+            return  # the model has been boosted again, and this optimizer is of the past
         if not self.in_backward and self.launch_in_backward:
             raise ValueError(
                 f"a gradient for {slot.entry.name} from a backward that its optimizer did not start, so that it would be neither scaled "

@@ -81,6 +81,10 @@ class Bucket:
     def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.start : slot.stop].view(slot.entry.param.shape)
 
+    def holds(self, slot: Slot) -> bool:
+        """Whether the parameter still lies in `flat`."""
+        return slot.entry.param.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+
     @property
     def own_flat(self) -> torch.Tensor:
         """This rank's part of the working parameters."""

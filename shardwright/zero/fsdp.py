@@ -8,9 +8,9 @@ fp32 and gathers them in the working dtype, so parameters are their own masters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from ..utils.tensors import multiply_
 from .entries import collect_entries
 from .exchange import SharedRows
 from .layout import Entry
+from .sharded_reads import RefusedGradient
 from .shards import LoadedShard, ParamShard, check_complete
 
 
@@ -111,15 +112,6 @@ def _mp_policy(precision: PrecisionPolicy, communication_dtype: torch.dtype | No
     return MixedPrecisionPolicy(reduce_dtype=communication_dtype)
 
 
-class _Known(NamedTuple):
-    """A gradient as it was when the optimizer last wrote to it: the parameter's .grad, its local part, and the latter's version."""
-
-    param: Any
-    grad: Any
-    local: torch.Tensor
-    version: int
-
-
 class FsdpOptimizer(MixedPrecisionOptimizer):
     """Steps an optimizer on the local shards of a model that `shard_model` sharded.
 
@@ -172,7 +164,8 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._syncs = True
         self._unsynced = False  # whether FSDP2 holds gradients that no_sync has accumulated
         self._carry: dict[int, Any] = {}  # entry -> reduced gradient (a DTensor) that was set aside
-        self._known: list[_Known] = []  # gradients as this object left them
+        self._known: list[tuple[Any, Any]] = []  # parameters and their gradients as they were finished
+        self._inside = 0  # contexts of `plain_parameters`
 
     def _rows(self, entry: Entry) -> tuple[int, int]:
         """[start, stop) of dim 0 that this rank holds: torch deals rows like `torch.chunk`."""
@@ -211,10 +204,38 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._syncs = value
         self.model.set_requires_gradient_sync(value)
 
+    @contextmanager
+    def plain_parameters(self) -> Iterator[None]:
+        """Inside, the model or the step runs; outside, reads of gradients that DTensor would get wrong are refused (`sharded_reads`)."""
+        self._inside += 1
+        if self._inside == 1:
+            self._refuse_reads(False)
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._refuse_reads(True)
+
+    def _refuse_reads(self, wanted: bool) -> None:
+        if self.scaler is not None or any(self.mesh.size(axis) > 1 for axis in ("tp", "pp", "sp")):
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad.__class__ = RefusedGradient if wanted else DTensor
+
+    @contextmanager
+    def _running_backward(self) -> Iterator[None]:
+        with self.plain_parameters(), super()._running_backward():
+            yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        with self.plain_parameters():
+            return super().step(closure)
+
     def _before_backward(self) -> None:
         if self._known and all(param.grad is None for param in self._params):
             self.zero_grad()  # by hand
-        self._check_outside_changes()
+        self._check_replaced()
         super()._before_backward()
         self._known.clear()
         self._unsynced = not self._syncs
@@ -226,10 +247,6 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
                 "the last backward was under no_sync, and at ZeRO stage 3 gradients are reduced in a backward only: run the last backward "
                 "of a step outside of no_sync (afterwards optimizer.zero_grad() can drop them), or use stage 1 or 2"
             )
-
-    def _after_backward(self) -> None:
-        if self._syncs and (self.scaler is not None or self._axes):
-            self._note_written()
 
     @torch.no_grad()
     def _set_aside(self, scale: float | torch.Tensor) -> None:
@@ -245,7 +262,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def _finish_gradients(self) -> None:
         self._require_synced()
-        self._check_outside_changes()
+        self._check_replaced()
         if self.grad_state.is_reduced:
             return
         for param in self._frozen:
@@ -279,41 +296,15 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
             grads[index].add_(carry.to_local())
         self._carry.clear()
         self.grad_state = GradState.FINAL
-        self._note_written()
+        self._known = [(param, param.grad) for param in self._params if param.grad is not None]
 
-    @torch.no_grad()
-    def _note_written(self) -> None:
-        self._known = []
-        for param in self._params:
-            if param.grad is not None:
-                local = param.grad.to_local()
-                self._known.append(_Known(param, param.grad, local, local._version))
-
-    def _check_outside_changes(self) -> None:
-        """See to gradients that were written to since this object did, as torch's clipping does.
-
-        With data parallelism alone they are DTensors of the whole gradient, so that torch's functions are right, and what was measured
-        is measured again. Along model axes DTensor knows nothing of the other ranks, and in fp16 gradients are still scaled.
-        """
-        if all(known.param.grad is known.grad and known.local._version == known.version for known in self._known):
-            return
-        if any(known.param.grad is not known.grad for known in self._known) and self.grad_state.is_reduced:
+    def _check_replaced(self) -> None:
+        """The step would use the gradients that were finished, whatever .grad points to by now."""
+        if any(param.grad is not grad for param, grad in self._known):
             raise ValueError(
                 "param.grad was assigned to after the gradients of the step had been read: call optimizer.zero_grad() to drop all of them; "
                 "to leave parameters out of a step set requires_grad_(False) on them before its backward"
             )
-        if self.scaler is not None or self._axes:
-            where = "in fp16 gradients carry the loss scale" if self.scaler is not None else f"{self._axes} hold parts of the gradients"
-            raise ValueError(
-                f"gradients were changed outside of the optimizer (torch.nn.utils.clip_grad_norm_?), but {where}: clip with the plugin's "
-                "max_norm=, optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(value)"
-            )
-        self._raw_norm = None
-        self._note_written()
-
-    @property
-    def _axes(self) -> str:
-        return " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in ("tp", "pp", "sp") if self.mesh.size(axis) > 1)
 
     def _extra_groups(self, entry: Entry) -> list[dist.ProcessGroup]:
         groups = [self.mesh.group(axis) for axis in entry.spec.partial if self.mesh.size(axis) > 1]
@@ -356,13 +347,14 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """As `ZeroOptimizer.gradients`."""
-        self._finish_gradients()
-        factor = self._factor()
-        return {
-            entry.name: param.grad.full_tensor() * factor
-            for entry, param in zip(self._entries, self._params, strict=True)
-            if param.grad is not None
-        }
+        with self.plain_parameters():
+            self._finish_gradients()
+            factor = self._factor()
+            return {
+                entry.name: param.grad.full_tensor() * factor
+                for entry, param in zip(self._entries, self._params, strict=True)
+                if param.grad is not None
+            }
 
     # State.
 

@@ -42,7 +42,7 @@ class ParamGatherer:
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.overlap = overlap
         self._hooks = self._install(models) if overlap else []
-        self._release = weakref.finalize(self, _remove, self._hooks)  # modules may outlive this
+        self._release = weakref.finalize(self, _end, self._hooks, self._pending)  # modules may outlive this
 
     def _install(self, models: Sequence[nn.Module]) -> list[Any]:
         me, hooks = weakref.ref(self), []
@@ -107,6 +107,9 @@ def _before_module(gatherer: weakref.ref[ParamGatherer], buckets: list[int], *_:
         here.wait(buckets)
 
 
-def _remove(hooks: list[Any]) -> None:
+def _end(hooks: list[Any], pending: dict[int, Handle[torch.Tensor]]) -> None:
+    """Leave the model whole: what is under way needs nobody's help any more."""
     for hook in hooks:
         hook.remove()
+    for handle in pending.values():
+        handle.wait()

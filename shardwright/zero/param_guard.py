@@ -40,7 +40,7 @@ class ValueReads(Protocol):
 
 
 # What can be asked of a tensor without looking at its values.
-_METADATA: set[Any] = {
+METADATA: set[Any] = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "device",
@@ -76,7 +76,7 @@ class ParamGuard:
     """The windows of some parameters. `gradients` and `values` are held by weak reference; without them reads are plain."""
 
     def __init__(self, params: Iterable[nn.Parameter], gradients: GradientReads, values: ValueReads) -> None:
-        self._own = {param: type(param) for param in params}
+        self._own = {param: getattr(type(param), "own_class", type(param)) for param in params}  # of a guard before
         self._classes = {own: _guarded(own, weakref.ref(gradients), weakref.ref(values)) for own in set(self._own.values())}
         self.asks_for_gradients = False
         self._pending: set[nn.Parameter] = set()
@@ -105,6 +105,8 @@ def _guarded(own: type, gradients: weakref.ref[GradientReads], values: weakref.r
     """Sub-classes of `own` by (gradients asked, values pending)."""
 
     class Guarded(own):  # type: ignore[misc, valid-type]
+        own_class = own
+
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             copied = super().__deepcopy__(memo)
             copied.__class__ = own
@@ -133,7 +135,7 @@ def _guarded(own: type, gradients: weakref.ref[GradientReads], values: weakref.r
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             here = values()
-            if func in _METADATA or here is None:
+            if func in METADATA or here is None:
                 return super().__torch_function__(func, types, args, kwargs)
             here.values_wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pending)])
             return func(*args, **kwargs)

@@ -13,7 +13,7 @@ from .layout import Slot
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
 
-_INSTEAD = (
+INSTEAD = (
     "clip with the plugin's max_norm=, optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(value), "
     "look at optimizer.get_grad_norm() or optimizer.gradients(), and empty them with optimizer.zero_grad()"
 )
@@ -70,14 +70,14 @@ class ScriptReads:
         name = f"{slot.entry.name}.grad"
         sizes = {axis: mesh.size(axis) for axis in ("dp", "tp", "pp", "sp") if mesh.size(axis) > 1}
         if optimizer.cpu_offload:
-            raise ValueError(f"{name}: with cpu_offload=True gradients are stepped in host memory; {_INSTEAD}")
+            raise ValueError(f"{name}: with cpu_offload=True gradients are stepped in host memory; {INSTEAD}")
         if sizes and (optimizer.stage > 0 or sizes.keys() != {"dp"}):
             layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise ValueError(
                 f"{name}: between backward and zero_grad this rank ({layout}, ZeRO stage {optimizer.stage}) holds only a part of the "
-                f"gradients, and torch.nn.utils.clip_grad_norm_ would scale each rank by a norm of its own; {_INSTEAD}"
+                f"gradients, and torch.nn.utils.clip_grad_norm_ would scale each rank by a norm of its own; {INSTEAD}"
             )
         if sizes and any(bucket.state is GradState.ACCUMULATING for bucket in optimizer.buckets):
             raise ValueError(
-                f"{name}: under no_sync this rank has the gradient of its own samples only; look after the last backward, or {_INSTEAD}"
+                f"{name}: under no_sync this rank has the gradient of its own samples only; look after the last backward, or {INSTEAD}"
             )
