@@ -41,7 +41,7 @@ def answers(step: Callable[..., Any], criterion: Any) -> None:
 
 class InBatch:
     def __call__(self, outputs: Any, inputs: Any) -> torch.Tensor:
-        return losses.in_batch_negatives(outputs, inputs)
+        return losses.refused.in_batch_negatives(outputs, inputs)
 
     def weight(self, inputs: Any) -> int:
         return len(inputs["input_ids"])
@@ -55,7 +55,7 @@ class InBatch:
 def in_batch_negatives(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("brings samples of the batch together", HOW):
-        step(losses.in_batch_negatives)
+        step(losses.refused.in_batch_negatives)
     answers(step, InBatch())
 
 
@@ -67,8 +67,8 @@ def in_batch_negatives(rank: int, world: int) -> None:
 def halves_of_a_batch(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("halves, pairs", HOW):
-        step(losses.chosen_and_rejected_halves)
-    answers(step, losses.interleaved_pairs)
+        step(losses.refused.chosen_and_rejected_halves)
+    answers(step, losses.pairs.interleaved_pairs)
 
 
 @mistake(
@@ -79,8 +79,8 @@ def halves_of_a_batch(rank: int, world: int) -> None:
 def tuple_from_the_criterion(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("no loss: the criterion returned tuple", "only thing"):
-        step(losses.a_tuple)
-    answers(step, losses.metrics_on_the_side)
+        step(losses.refused.a_tuple)
+    answers(step, losses.by_hand.metrics_on_the_side)
 
 
 @mistake(
@@ -91,7 +91,7 @@ def tuple_from_the_criterion(rank: int, world: int) -> None:
 def number_from_the_criterion(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("no loss: the criterion returned float"):
-        step(losses.a_python_number)
+        step(losses.refused.a_python_number)
 
 
 @mistake(
@@ -113,8 +113,8 @@ def no_labels(rank: int, world: int) -> None:
 def loss_of_several_elements(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("must be a scalar", r"\.mean\(\)"):
-        step(losses.not_a_scalar)
-    answers(step, losses.none_then_mean)
+        step(losses.refused.not_a_scalar)
+    answers(step, losses.by_hand.none_then_mean)
 
 
 @mistake(
@@ -125,7 +125,7 @@ def loss_of_several_elements(rank: int, world: int) -> None:
 def loss_without_gradient(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("does not require grad|the same number for every batch|without the model's outputs"):
-        step(losses.detached)
+        step(losses.refused.detached)
 
 
 @mistake(
@@ -136,7 +136,12 @@ def loss_without_gradient(rank: int, world: int) -> None:
 def masked_mean_by_hand(rank: int, world: int) -> None:
     step, batch = job(world)
     whole = losses.build().float()
-    for criterion in (losses.mask_times, losses.selected_mean, losses.masked_select_mean, losses.selected_sum_over_numel):
+    for criterion in (
+        losses.by_hand.mask_times,
+        losses.by_hand.selected_mean,
+        losses.by_hand.masked_select_mean,
+        losses.by_hand.selected_sum_over_numel,
+    ):
         found = step(criterion)
         if found is not None:
             expected = criterion(whole(**batch), batch).detach()
@@ -151,7 +156,7 @@ def masked_mean_by_hand(rank: int, world: int) -> None:
 def selected_by_the_model(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("number in other microbatches is unknown", HOW):
-        step(losses.selected_by_the_model)
+        step(losses.refused.selected_by_the_model)
 
 
 @mistake(
@@ -162,7 +167,7 @@ def selected_by_the_model(rank: int, world: int) -> None:
 def not_a_sum_over_samples(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("exp of a sum over samples", HOW):
-        step(losses.perplexity)
+        step(losses.refused.perplexity)
 
 
 @mistake(
@@ -173,7 +178,7 @@ def not_a_sum_over_samples(rank: int, world: int) -> None:
 def constant_part(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("once for each of them", HOW):
-        step(losses.constant_part)
+        step(losses.refused.constant_part)
 
 
 @mistake(
@@ -184,11 +189,11 @@ def constant_part(rank: int, world: int) -> None:
 def count_read_by_int(rank: int, world: int) -> None:
     step, _ = job(world)
     with refused("Python number that depends on the batch", r"\.item\(\)"):
-        step(losses.count_read_by_int)
+        step(losses.refused.count_read_by_int)
     with refused("Python number that depends on the batch"):
-        step(losses.count_on_the_right_of_a_float)
-    answers(step, losses.counted_by_item)
-    answers(step, losses.selected_sum_over_len)
+        step(losses.refused.count_on_the_right_of_a_float)
+    answers(step, losses.by_hand.counted_by_item)
+    answers(step, losses.by_hand.selected_sum_over_len)
 
 
 class BadWeight:
@@ -235,6 +240,6 @@ def odd_pairs(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", pp_size=min(world, 2), microbatch_size=3))
     model = losses.build()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for criterion, text in ((losses.interleaved_pairs, "groups of 2"), (losses.pairs_by_view, "parts them")):
+    for criterion, text in ((losses.pairs.interleaved_pairs, "groups of 2"), (losses.pairs.pairs_by_view, "parts them")):
         with refused(text):
             booster.execute_pipeline(iter([losses.batch(6)]), boosted, criterion, optimizer)

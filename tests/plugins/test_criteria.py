@@ -83,7 +83,7 @@ def run_layout(rank: int, world: int, plugin: dict[str, Any], samples: int) -> t
             said = {name: job.refuses(criterion, mine) for name, criterion in losses.REFUSED.items()}
             if samples % 2:
                 said |= {name: job.refuses(criterion, mine) for name, criterion in losses.PAIRS.items()}
-            job.check(losses.cross_entropy, whole, samples)  # nothing is left of what was refused
+            job.check(losses.means.cross_entropy, whole, samples)  # nothing is left of what was refused
         return wrong, said
 
 
@@ -103,19 +103,19 @@ def test_losses_are_right_or_refused_on_every_rank(layout: str) -> None:
 def run_sharded(rank: int, world: int) -> None:
     """Logits of which every rank holds a part of the vocabulary, and whole ones."""
     config = {"num_hidden_layers": 2}
-    split = (losses.cross_entropy, losses.smoothed, losses.summed, losses.counted_by_item, losses.num_items)
-    whole = (losses.hand_written_log_softmax, losses.selected_mean, losses.z_loss, losses.trainer_label_smoother)
+    means, by_hand = losses.means, losses.by_hand
+    split = (means.cross_entropy, means.smoothed, means.summed, by_hand.counted_by_item, by_hand.num_items)
+    whole = (by_hand.hand_written_log_softmax, by_hand.selected_mean, means.z_loss, by_hand.trainer_label_smoother)
     with keep_float64():
         batch = zoo.inputs("llama-causal-lm", batch_size=5, seq_len=9, **config)
         batch["num_items_in_batch"] = (batch["labels"][:, 1:] != -100).sum()
-        losses.VOCABULARY = zoo.build("llama-causal-lm", **config).config.vocab_size
         for parallel_output, criteria in ((True, split), (False, whole)):
             model = zoo.build("llama-causal-lm", dtype=torch.float64, **config)
             job = Job({"tp_size": 2, "num_microbatches": 2, "parallel_output": parallel_output}, model)
             for criterion in criteria:
                 job.check(criterion, batch, 5)
         with pytest.raises(ValueError, match="samples of the batch together"):
-            job.run(losses.softmax_over_logits, batch)
+            job.run(losses.refused.softmax_over_logits, batch)
 
 
 def test_losses_of_sharded_models() -> None:
