@@ -23,6 +23,7 @@ from ..utils.tensors import map_tensors, to_device
 from . import schedules
 from .checkpointing import PipelineGradientCheckpointConfig
 from .layer_chain import Unit, find_units
+from .loss_check import LossCheck
 from .loss_weight import GlobalLoss
 from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
@@ -66,12 +67,14 @@ class CutModel:
     placement    where all stages live
     tied_groups  parameters that several ranks hold: the same list on every rank
     rank         this rank's position in the pipeline
+    loss_check   see `CutPlan`
     """
 
     staged: StagedModel
     placement: Placement
     tied_groups: tuple[TiedGroup, ...]
     rank: int
+    loss_check: LossCheck | None = None
 
     @property
     def holds_last_stage(self) -> bool:
@@ -87,6 +90,7 @@ class CutPlan:
     stages         units of every stage
     checkpointed   per pipeline rank: recomputed layers of each of its stages
     tied_groups    parameters that several ranks hold
+    loss_check     finds out what losses do before they run; None where one microbatch on one rank is everything
     """
 
     units: tuple[Unit, ...]
@@ -95,12 +99,13 @@ class CutPlan:
     stages: tuple[range, ...]
     checkpointed: tuple[Mapping[int, int], ...]
     tied_groups: tuple[TiedGroup, ...]
+    loss_check: LossCheck | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
         staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
-        return CutModel(staged, self.placement, self.tied_groups, rank)
+        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check)
 
 
 def plan_cut(
@@ -131,7 +136,8 @@ def plan_cut(
     checkpointed = tuple(
         config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
     )
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tuple(find_tied_groups(survey, stages, placement)))
+    tied = tuple(find_tied_groups(survey, stages, placement))
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck(model, survey.units))
 
 
 def _plan_one_stage(
@@ -149,7 +155,10 @@ def _plan_one_stage(
     if numbers is not None and (any(number < 1 for number in numbers) or sum(numbers) != len(units)):
         raise ValueError(f"num_layers_per_stage={list(numbers)} must sum to the model's {len(units)} layers; [{len(units)}] would work")
     checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
-    return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), ())
+    one = settings.microbatch_size is None and settings.num_microbatches in (None, 1)
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    check = None if one and alone else LossCheck(model, units)
+    return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), (), check)
 
 
 def cut_model(
@@ -264,8 +273,9 @@ class PipelineExecutor:
         microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
-        step = _Step(microbatches, GlobalLoss(microbatches, criterion, self._loss_group, self._batch_device()), optimizer)
+        step = _Step(microbatches, GlobalLoss(microbatches, criterion, self._loss_group, self._batch_device(), self._buffers), optimizer)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
+        self._check_loss(step)
         self._step = step
         try:
             if self.runtime is None:
@@ -280,6 +290,14 @@ class PipelineExecutor:
             return {"loss": None, "outputs": None}
         loss = step.loss.reported() if want_loss else None
         return {"loss": loss, "outputs": step.merged_outputs(loss) if want_outputs else None}
+
+    def _check_loss(self, step: _Step) -> None:
+        """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
+        check = self.cut.loss_check
+        if check is None or not (step.training or step.want_loss) or (self.runtime is None and not step.loss.is_watched):
+            return
+        check.follow_mode(self.cut.staged.model.training)
+        step.loss.checked = check.check(step.loss.criterion, step.microbatches, step.shape_keys(), step.loss.is_watched, step.training)
 
     def sync_tied_gradients(self) -> None:
         """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
@@ -322,8 +340,8 @@ class PipelineExecutor:
         step = self._step
         assert step is not None
 
-        def watch() -> AbstractContextManager[Any]:
-            return step.loss.watch(index)
+        def watch(seen: Any) -> AbstractContextManager[Any]:
+            return step.loss.watch(index, seen)
 
         payload, output = self.cut.staged.run(stage, received, step.microbatches[index], watch)
         if payload is not None:
@@ -352,6 +370,9 @@ class PipelineExecutor:
             backward(tensors, grads)
         else:
             torch.autograd.backward(tensors, grads)  # type: ignore[arg-type]
+
+    def _buffers(self) -> frozenset[int]:
+        return frozenset(id(buffer) for buffer in self.cut.staged.model.buffers())
 
     def _batch_device(self) -> torch.device:
         if self._device is None:

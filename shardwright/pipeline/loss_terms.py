@@ -1,24 +1,29 @@
-"""Loss terms inside a model's own head: found, and scaled to the whole batch, while the head runs.
+"""Loss terms inside a model's own head and criterion: found, and scaled to the whole batch, while they run.
 
 A head computes means (`cross_entropy(..., reduction="mean")`) over the tokens of its microbatch. A mean over the whole batch is not
-the mean of such means when the microbatches have unequal numbers of tokens. So while the part behind the last layer runs, calls of the
-loss functions in `_LOSSES` are answered with
+the mean of such means when the microbatches have unequal numbers of tokens. So while the part behind the last layer and the criterion run,
+means over samples are answered with
 
     sum over this microbatch's elements / number of elements of the whole batch
 
-The divisor must be known when the first microbatch runs. It depends on the targets of all microbatches, which are made from the
-batch's labels by the head (shifted, clamped, flattened, selected). These steps are recorded for the first microbatch (`Recipe`) and
-repeated on the labels of the others, so no rule per head is needed and heads with several terms get a divisor for each.
+and a count of this microbatch that something is divided by with the count of the whole batch. Both must be known when the first microbatch
+runs. They follow from the entries of all microbatches by steps (labels shifted, clamped, compared, selected) that are recorded for the
+first microbatch (`Recipe`) and repeated on the entries of the others, so no rule per head is needed and heads with several terms get a
+divisor for each.
 
-The loss is the sum over microbatches only if it is a linear function of the terms; that is tracked as well (`linear`), so that a
-loss with a part of another kind is refused instead of being wrong.
+Every tensor on the way carries what is known about it (`loss_facts`), so that a loss with a part that microbatches cannot compute is
+refused instead of being wrong. The sums are computed in fp32 or fp64, whatever the model computes in.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,216 +32,503 @@ from torch.overrides import TorchFunctionMode
 
 from ..ops.vocab_mode import sharded_cross_entropy
 from ..utils import pytree
-from .microbatch import items_of
+from .loss_facts import CONST, LOOSE, SAMPLES, SUM, Axis, Fact, Kind, Recipe, first_unknown, names, number, unknown
+from .loss_index import CREATORS, INDEX_RULES, created
+from .loss_rules import RULES, TOGETHER, Call, elementwise, is_elementwise, per_row
+from .loss_shapes import SHAPE_RULES
+from .microbatch import batch_dim, items_of
 
-_SIGNATURES = {
-    function: inspect.signature(function)
-    for function in (
-        F.cross_entropy,
-        sharded_cross_entropy,
-        F.nll_loss,
-        F.mse_loss,
-        F.l1_loss,
-        F.smooth_l1_loss,
-        F.huber_loss,
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-    )
-}
-_BY_CLASS = (F.cross_entropy, sharded_cross_entropy, F.nll_loss)  # their targets are class indices, with an ignore index
-# What keeps a linear function of the terms linear, by the name of the torch function.
-_SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__", "__rsub__", "stack", "cat"})
-_QUOTIENTS = frozenset({"div", "div_", "true_divide", "__truediv__", "__itruediv__", "__div__"})
-_PRODUCTS = _QUOTIENTS | {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
-_READ_BY_HOST = frozenset({"item", "__int__", "__float__", "tolist"})
-_SAME = frozenset(
-    {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "detach", "clone", "contiguous", "neg", "__neg__"}
-    | {"sum", "mean", "squeeze", "unsqueeze", "view", "reshape", "flatten"}
+_CLASSES = (F.cross_entropy, sharded_cross_entropy, F.nll_loss)  # their targets are class indices, with an ignore index
+_BY_ELEMENT = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.gaussian_nll_loss,
+    F.soft_margin_loss,
+    F.hinge_embedding_loss,
+    F.margin_ranking_loss,
 )
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a tensor was made from the entries of the microbatch: an entry itself, or a function of recipes and constants."""
-
-    key: Any = None
-    function: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    output: int = 0  # which tensor of the function's result
-    in_place: bool = False  # the result is the changed first argument
-
-    def make(self, entries: Mapping[Any, Any]) -> torch.Tensor:
-        """The tensor for another microbatch."""
-        if self.function is None:
-            return entries[self.key]
-        leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs or {})))
-        args, kwargs = pytree.tree_unflatten([leaf.make(entries) if isinstance(leaf, Recipe) else leaf for leaf in leaves], spec)
-        if self.in_place:
-            target = args[0].clone()
-            self.function(target, *args[1:], **kwargs)
-            return target
-        return [leaf for leaf in pytree.tree_leaves(self.function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)][self.output]
-
-
-@dataclass(frozen=True)
-class Elements:
-    """What a term averages over: `count(entries)` of one microbatch, as a number or a 0-d tensor."""
-
-    count: Callable[[Mapping[Any, Any]], int | torch.Tensor]
+_BY_ROW = (  # one number per row of dim 0
+    F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+    F.triplet_margin_with_distance_loss,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss,
+)
+_SIGNATURES = {function: inspect.signature(function) for function in (*_CLASSES, *_BY_ELEMENT, *_BY_ROW)}
+_RULES = {**RULES, **SHAPE_RULES, **INDEX_RULES}
+_READ_BY_HOST = names("""item __int__ __float__ __index__ __bool__ tolist numpy __array__""")
+_SILENT = names(
+    """dim is_floating_point is_complex is_contiguous element_size stride data_ptr get_device ndimension requires_grad_ is_nonzero
+    backward register_hook retain_grad _set_grad_enabled __hash__ __repr__ __format__ __str__ is_pinned untyped_storage
+    storage_offset is_shared share_memory_ finfo iinfo is_same_size result_type can_cast promote_types broadcast_shapes"""
+)
+_SIZES = names("""size numel nelement __len__""")
+_IN_PLACE_DUNDERS = names("""__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__ __ixor__ __ipow__""")
+_OPERATORS = {
+    "rtruediv": "rdiv", "truediv": "div", "rmul": "mul", "radd": "add", "invert": "bitwise_not",
+    "and": "bitwise_and", "rand": "bitwise_and",
+    "or": "bitwise_or", "ror": "bitwise_or", "xor": "bitwise_xor", "rxor": "bitwise_xor", "rmatmul": "matmul",
+}  # fmt: skip
+ARITHMETIC = names(
+    """add sub mul div rdiv rsub pow rpow true_divide divide multiply subtract clamp clip clamp_min clamp_max tensor as_tensor"""
+)
+_SHAPED = names("view reshape unflatten expand zeros ones full empty arange new_zeros new_ones new_full new_empty getitem")
+_COMPARISONS = names("lt le gt ge eq ne less less_equal greater greater_equal not_equal isclose")
+_RANDOM = names("""dropout bernoulli multinomial rand randn randint rand_like randn_like randint_like empty empty_like new_empty""")
 
 
 class TermWatcher(TorchFunctionMode):
     """Active while the part of the model behind its last layer, and the criterion, run for one microbatch.
 
-    divide(index, elements) -> number of elements of the whole batch for term number `index`
+    total(index, count) -> sum of count(entries) over all microbatches of the global batch, for the question number `index`
+    constants() -> ids of tensors that are the same in every microbatch though they are no parameters (buffers)
+    pristine  gets copies of entries before they are written to
     """
 
-    def __init__(self, microbatch: Any, divide: Callable[[int, Elements], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        microbatch: Any,
+        samples: int,
+        total: Callable[[int, Callable[[Mapping[Any, Any]], Any]], torch.Tensor],
+        constants: Callable[[], frozenset[int]] = frozenset,
+        pristine: dict[Any, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.entries = dict(items_of(microbatch))
-        self._divide = divide
-        self._recipes: dict[int, tuple[torch.Tensor, Recipe]] = {
-            id(value): (value, Recipe(key)) for key, value in self.entries.items() if isinstance(value, torch.Tensor)
-        }
-        self._linear: dict[int, torch.Tensor] = {}
-        self.num_terms = 0
-        self.counts_itself = False  # something was divided by a number that follows from the batch: a mean written by hand
+        self.entries = {**dict(items_of(microbatch)), SAMPLES: samples}
+        self._pristine = pristine if pristine is not None else {}
+        self.samples = samples
+        self.num_questions = 0
+        self.lengths: dict[int, Any] = {}  # what len() returned as a plain int, and what it was the size of
+        self.counting = False  # whether plain numbers are told apart by their place
+        self.lengths_at: frozenset[int] = frozenset()  # places in the criterion's arithmetic where such an int stands
+        self.num_plain = 0  # plain numbers that have entered the criterion's arithmetic
+        self._asking = False
+        self.decided = False  # values of this microbatch alone have decided what to do
+        self._orders: dict[int, torch.Tensor] = {}  # results of comparing values that are not those of the whole batch
+        self.unfollowed = False  # the host has read values of the batch where they can be followed no further
+        self.trusting = True  # what a model's forward does is taken to keep samples apart; what a criterion does is not
+        self._total = total
+        self._constants = constants
+        self._facts: dict[int, tuple[weakref.ref[torch.Tensor], Fact]] = {}
+        for key, value in items_of(microbatch):
+            if isinstance(value, torch.Tensor):
+                dim = batch_dim(key, value, samples)
+                recipe = Recipe(key)
+                self._note(value, CONST if dim is None else Fact(Kind.ROWS, dim, Axis(), recipe=recipe))
 
-    def is_linear(self, loss: torch.Tensor) -> bool:
-        """Whether `loss` is a sum of multiples of the terms found."""
-        return id(loss) in self._linear
+    def close(self) -> None:
+        """Let go of the batch: numbers that the criterion has kept hold on to this."""
+        self.entries, self._facts, self.lengths, self._orders = {}, {}, {}, {}
+        self._total = _ended
 
-    def recipe_of(self, tensor: Any) -> Recipe | None:
-        found = self._recipes.get(id(tensor))
-        return found[1] if found is not None else None
+    # Facts -----------------------------------------------------------------------------------------------------------
+
+    def fact(self, tensor: torch.Tensor) -> Fact:
+        found = self._facts.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        return self._foreign(tensor)
+
+    def _note(self, tensor: torch.Tensor, fact: Fact) -> None:
+        self._facts[id(tensor)] = (weakref.ref(tensor), fact)
+
+    def _foreign(self, tensor: torch.Tensor) -> Fact:
+        """A tensor that was made before the watch began, or behind its back."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return LOOSE
+        if tensor.requires_grad:
+            if self.trusting:
+                return self.assumed(tensor)
+            return LOOSE if tensor.is_leaf else unknown("a value that was computed in a way that is not followed")
+        if not self.trusting or id(tensor) in self._constants():
+            return CONST
+        found = self.assumed(tensor)
+        return found if found.kind is Kind.ROWS else LOOSE
+
+    def assumed(self, tensor: torch.Tensor) -> Fact:
+        """What a model computes has its samples on dim 0."""
+        if tensor.dim() and tensor.shape[0] % self.samples == 0:
+            return Fact(Kind.ROWS, 0, Axis(None, Fraction(tensor.shape[0], self.samples)))
+        return unknown("a value that the model computed before its last layer, or in a way that is not followed")
+
+    def seed(self, tree: Any) -> None:
+        """Note the values that a model's layers return."""
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                self._note(leaf, self.assumed(leaf))
+
+    def enter_criterion(self, output: Any) -> None:
+        """From now on what is not understood is not trusted; outputs that nobody has seen have their samples on dim 0."""
+        for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
+            if isinstance(leaf, torch.Tensor):
+                found = self._facts.get(id(leaf))
+                if found is None or found[0]() is not leaf:
+                    self._note(leaf, self._foreign(leaf))
+        self.trusting = False
+
+    def is_sum(self, tensor: torch.Tensor) -> bool:
+        return self.fact(tensor).kind is Kind.SUM
+
+    # Questions about the whole batch -------------------------------------------------------------------------------------
+
+    def rows(self, axis: Axis) -> torch.Tensor:
+        return self._ask(axis.rows)
+
+    def total(self, count: Callable[[Mapping[Any, Any]], Any], local: torch.Tensor) -> torch.Tensor:
+        exact = self._ask(count)
+        if exact.is_meta:
+            return local
+        low = local.dtype in (torch.float16, torch.bfloat16)
+        return exact.to(device=local.device, dtype=torch.float32 if low else local.dtype)
+
+    def _ask(self, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
+        self.num_questions += 1
+        self._asking = True  # the answer is computed from entries of other microbatches, which nobody follows
+        try:
+            return self._total(self.num_questions - 1, count)
+        finally:
+            self._asking = False
+
+    # Calls -----------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if self._asking:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._property(func, args)
+        if name in _SILENT or name == "__set__":
+            return func(*args, **kwargs)
+        if name in _SIZES:
+            return self._size(name, func, args, kwargs)
         if func in _SIGNATURES:
-            bound = _SIGNATURES[func].bind(*args, **kwargs)
-            bound.apply_defaults()
-            if bound.arguments["reduction"] == "mean" and bound.arguments["size_average"] is None and bound.arguments["reduce"] is None:
-                return self._term(func, dict(bound.arguments))
-        result = func(*args, **kwargs)
-        self._trace(func, args, kwargs, result)
+            return self._loss(func, args, kwargs)
+        if name in _READ_BY_HOST:
+            return self._read(name, func, args, kwargs)
+        in_place = name in _IN_PLACE_DUNDERS or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return self._run(func, _bare(name), args, kwargs, in_place)
+
+    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+        if self.lengths or self.counting:
+            args, kwargs = self._with_lengths(name, args, kwargs)
+        if name in CREATORS:
+            call = Call(self, func, name, args, kwargs)
+            made = created(call)
+            self._note(call.result, CONST if made is None else self._with_recipe(call, made, 0))
+            return call.result
+        call = Call(self, func, name, args, kwargs)
+        if not call.facts:
+            return call.result
+        if not call.numbers and all(fact.kind is Kind.CONST for fact in call.facts):
+            return self._keep_constant(call)
+        rule = _RULES.get(name) or (elementwise if is_elementwise(name) else None)
+        facts = rule(call) if rule is not None else self._not_followed(call)
+        if in_place:
+            self._changed(call, facts if isinstance(facts, Fact) else facts[0])
+            return call.result
+        leaves = [call.result] if isinstance(call.result, torch.Tensor) else pytree.tree_leaves(call.result)
+        for place, leaf in enumerate(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            fact = facts if isinstance(facts, Fact) else facts[place]
+            if fact.kind is Kind.UNKNOWN and self.trusting and not fact.coupled and leaf.dim():
+                fact = self.assumed(leaf) if leaf.shape[0] % self.samples == 0 else fact
+            self._note(leaf, self._with_recipe(call, fact, place))
+            if name in _COMPARISONS and not self.trusting and not leaf.dim() and fact.kind is not Kind.WHOLE:
+                self._orders[id(leaf)] = leaf
+        return call.result
+
+    def _with_lengths(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Plain ints that came from len(), by their value in shapes, by their place in arithmetic, where constants stand beside them."""
+        if self.trusting:
+            return args, kwargs
+        if name in ARITHMETIC and self.counting:
+            return tuple(self._plain_number(name, value) for value in args), {
+                k: self._plain_number(name, value) for k, value in kwargs.items()
+            }
+        if name in _SHAPED:
+            return pytree.tree_map_only(int, lambda value: self.lengths.get(value, value) if type(value) is int else value, (args, kwargs))
+        return args, kwargs
+
+    def _plain_number(self, name: str, value: Any) -> Any:
+        if type(value) not in (int, float):
+            return value
+        self.num_plain += 1
+        if self.num_plain - 1 not in self.lengths_at:
+            return value
+        if value not in self.lengths:
+            raise ValueError(f"{name}() took the result of len() in other microbatches, and {value} here")
+        return self.lengths[value]
+
+    def _keep_constant(self, call: Call) -> Any:
+        """Results with gradient are noted, since unknown tensors with gradient are taken for the model's activations."""
+        loose = LOOSE in call.facts
+        if loose or self.trusting:
+            for leaf in [call.result] if isinstance(call.result, torch.Tensor) else pytree.tree_leaves(call.result):
+                if isinstance(leaf, torch.Tensor):
+                    self._note(leaf, LOOSE if loose else CONST)
+        return call.result
+
+    @staticmethod
+    def _not_followed(call: Call) -> Fact:
+        blame = first_unknown(call.facts)
+        if blame is not None:
+            return blame
+        return unknown(f"what {call.name} does to the samples of a batch is not known here")
+
+    def _with_recipe(self, call: Call, fact: Fact, place: int) -> Fact:
+        """`fact` with how to make the tensor in other microbatches, where all that went in follows from the entries."""
+        if fact.kind not in (Kind.ROWS, Kind.UNKNOWN) or fact.recipe is not None or call.name in _RANDOM:
+            return fact
+        if not all(known.recipe is not None or known is CONST for known in call.facts):
+            return fact
+        if not any(known.recipe is not None for known in call.facts) and not call.numbers:
+            return fact
+        func, args, kwargs = call.func, call.args, call.kwargs
+        if call.name in ("view", "reshape") and fact.dim == 0:
+            # Written with the sizes of this microbatch, perhaps; the first one varies with its samples.
+            func, args, kwargs = torch.reshape, (args[0], (-1, *call.result.shape[1:])), {}
+        args, kwargs = pytree.tree_map(self._named, (args, kwargs))
+        return replace(fact, recipe=Recipe(None, func, args, kwargs, place))
+
+    def _named(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.fact(leaf).recipe or leaf
+        return leaf
+
+    def _changed(self, call: Call, fact: Fact) -> None:
+        """An in-place operation: what its target holds is what the operation made of it, and views of the same memory are not known to."""
+        target = call.args[0]
+        if not isinstance(target, torch.Tensor):
+            return
+        recipe = None
+        if not target._is_view() and all(known.recipe is not None or known is CONST for known in call.facts):
+            args, kwargs = pytree.tree_map(self._named, (call.args, call.kwargs))
+            recipe = Recipe(None, call.func, args, kwargs, in_place=True) if call.facts[0].recipe is not None else None
+        self._keep_entry(target)
+        call.result  # noqa: B018  runs the call
+        base = target._base if target._is_view() else target
+        memory = None if target.is_meta else target.untyped_storage().data_ptr()
+        for key, (reference, known) in list(self._facts.items()):
+            tensor = reference()
+            if tensor is None:
+                del self._facts[key]
+            elif (
+                tensor is base or tensor._base is base or (memory and not tensor.is_meta and tensor.untyped_storage().data_ptr() == memory)
+            ):
+                spoilt = fact if fact.kind is Kind.UNKNOWN else known
+                self._facts[key] = (reference, replace(spoilt, recipe=None, samples=False, mask=None))
+        self._note(target, replace(fact, recipe=recipe, samples=False, mask=None))
+
+    def _keep_entry(self, target: torch.Tensor) -> None:
+        """An entry of the batch is about to be written to: recipes start from what it was."""
+        base = target._base if target._is_view() else target
+        for key, value in self.entries.items():
+            if value is base and base is not None and key not in self._pristine and not base.is_meta:
+                self._pristine[key] = base.clone()
+
+    # Reading sizes and values --------------------------------------------------------------------------------------------
+
+    def _property(self, func: Any, args: tuple[Any, ...]) -> Any:
+        result, name = func(*args), func.__self__.__name__
+        if name == "shape":
+            fact = self.fact(args[0])
+            if fact.kind is Kind.ROWS and fact.dim is not None:
+                return torch.Size([self._tracked(size, fact, 1) if dim == fact.dim else size for dim, size in enumerate(result)])
+        elif name in ("T", "mT", "H", "mH"):
+            return self._run(func, name, args, {}, False) if args[0].dim() == 2 or name[0] == "m" else result
+        elif name in ("data", "real") and isinstance(result, torch.Tensor):
+            self._note(result, replace(self.fact(args[0]), recipe=None))
         return result
 
-    def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> torch.Tensor:
-        elements = _class_elements(self, func, arguments) if _has_class_targets(func, arguments) else _plain_elements(self, func, arguments)
-        divisor = self._divide(self.num_terms, elements)
-        self.num_terms += 1
-        if arguments["input"].dtype == torch.float16:
-            arguments["input"] = arguments["input"].float()  # a sum over many tokens exceeds the range of float16
+    def _size(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        fact = self.fact(args[0])
+        if fact.kind is not Kind.ROWS or fact.dim is None:
+            return result
+        shape = tuple(args[0].shape)
+        if isinstance(result, torch.Size):
+            return torch.Size([self._tracked(size, fact, 1) if dim == fact.dim else size for dim, size in enumerate(result)])
+        if name in ("numel", "nelement"):
+            return self._tracked(result, fact, math.prod(shape[: fact.dim] + shape[fact.dim + 1 :]))
+        if name == "__len__":
+            if fact.dim == 0:
+                self.lengths[result] = self._tracked(result, fact, 1)  # Python's len() strips what it gets of all but the number
+            return result
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return self._tracked(result, fact, 1) if dim is not None and dim % len(shape) == fact.dim else result
+
+    def _tracked(self, size: int, fact: Fact, times: int) -> Any:
+        """A size that depends on the number of samples."""
+        if fact.axis is None:
+            return number(size, None, "the number of elements that were selected by something that does not follow from the batch alone")
+        axis = fact.axis.times(times)
+        return number(size, cache(partial(self.rows, axis)), axis=axis, decides=None if self.trusting else self._decide)
+
+    def _read(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fact = self.fact(args[0])
+        if name == "__bool__":
+            return self._decided(fact, func, args, kwargs)
+        value = self.value(name, func, args, kwargs)
+        if fact.kind is Kind.CONST:
+            return value
+        if fact.kind is Kind.WHOLE or fact.recipe is not None:
+            # Python strips what int() and float() return of everything but the number, and numpy does not know of facts.
+            self.unfollowed |= name not in ("item", "tolist")
+        decides = None if self.trusting else self._decide
+        if fact.kind is Kind.WHOLE:
+            return number(value, fact.whole, decides=decides)
+        return _numbers(value, fact.why or f"{name.strip('_')}() reads values of this microbatch's samples", decides)
+
+    def _decided(self, fact: Fact, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """What a truth value makes a criterion do: what the whole batch would make it do."""
+        if fact.whole is not None and not self.trusting:
+            whole = fact.whole()
+            if not whole.is_meta:
+                return bool(whole)
+        elif id(args[0]) in self._orders:
+            self._decide()
+        return bool(self.value("__bool__", func, args, kwargs))
+
+    def _decide(self) -> None:
+        self.decided = True
+
+    def value(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the host reads from a tensor."""
+        return func(*args, **kwargs)
+
+    # Torch's loss functions ------------------------------------------------------------------------------------------------
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = _SIGNATURES[func].bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        old_style = arguments.get("size_average") is not None or arguments.get("reduce") is not None
+        call = Call(self, func, func.__name__, args, kwargs)
+        if not call.numbers and all(fact.kind is Kind.CONST for fact in call.facts):
+            return self._keep_constant(call)
+        reduction = "none" if old_style else arguments["reduction"]
+        elements = self._class_elements(call, arguments) if _has_class_targets(func, arguments) else self._elements(call, arguments)
+        if call.args is not args or call.kwargs is not kwargs:  # weights that follow from the whole batch have been put in
+            bound = _SIGNATURES[func].bind(*call.args, **call.kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+        if isinstance(elements, Fact):
+            fact = elements
+            result = call.result
+        elif old_style:
+            fact, result = unknown(f"{call.name} with size_average or reduce, deprecated in torch; reduction= works"), call.result
+        elif reduction == "none":
+            fact, result = elements[0], call.result
+        else:
+            fact, result = self._reduced(func, arguments, elements)
+        self._note(result, fact)
+        return result
+
+    def _reduced(self, func: Any, arguments: dict[str, Any], elements: tuple[Fact, Any]) -> tuple[Fact, torch.Tensor]:
+        logits, reduction = next(iter(arguments.values())), arguments["reduction"]
+        if "input" in arguments and logits.dtype in (torch.float16, torch.bfloat16) and func is not sharded_cross_entropy:
+            # A sum over many tokens exceeds what these can hold. Targets that are no indices have the same dtype.
+            for key, value in arguments.items():
+                if isinstance(value, torch.Tensor) and value.dtype == logits.dtype:
+                    arguments[key] = value.float()
         total = func(**{**arguments, "reduction": "sum"})
-        term = total / divisor.to(device=total.device, dtype=total.dtype)
-        self._linear[id(term)] = term
-        return term
+        if reduction == "sum":
+            return SUM, total
+        rows, count = elements
+        if reduction == "batchmean":
+            if rows.dim != 0:
+                return SUM, total / logits.shape[0]
+            count = rows.axis.rows if rows.axis is not None else None
+        if count is None:
+            return unknown("a mean over elements whose number in other microbatches is not known"), total
+        divisor = self._ask(count)
+        return SUM, total / divisor.to(device=total.device, dtype=total.dtype)
 
-    def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not tensors:
-            return
-        name = getattr(func, "__name__", "")
-        in_place = (
-            name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
-        )
-        known = all(id(tensor) in self._recipes for tensor in tensors)
-        if in_place and isinstance(args[0], torch.Tensor):
-            self._change(func, args, kwargs, known)
-        elif known:
-            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            if name in ("view", "reshape") and isinstance(result, torch.Tensor) and result.dim():
-                # Written with the sizes of this microbatch, perhaps; the first one varies with its samples.
-                func, args, kwargs = torch.reshape, (args[0], (-1, *result.shape[1:])), {}
-            named_args, named_kwargs = self._named((args, kwargs))
-            for index, tensor in enumerate(made):
-                if id(tensor) not in self._recipes:
-                    self._recipes[id(tensor)] = (tensor, Recipe(None, func, named_args, named_kwargs, index))
-        divisor = args[1] if name in _QUOTIENTS and len(args) > 1 else args[0] if name in _READ_BY_HOST else None
-        self.counts_itself |= isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and self.recipe_of(divisor) is not None
-        if isinstance(result, torch.Tensor) and self._linear:
-            if self._stays_linear(name, args, kwargs, tensors):
-                self._linear[id(result)] = result
-            elif in_place:
-                self._linear.pop(id(args[0]), None)
+    def _class_elements(self, call: Call, arguments: Mapping[str, Any]) -> Fact | tuple[Fact, Any]:
+        """(fact of the losses one by one, how to count them): targets that are not ignored, each with the weight of its class."""
+        logits, target = arguments["input"], arguments["target"]
+        weight, ignored = arguments["weight"], arguments["ignore_index"]
+        one, other = self.fact(logits), self.fact(target)
+        if blame := first_unknown([one] if other.recipe is not None else [one, other]):
+            return blame
+        if Kind.SUM in (one.kind, other.kind) or Kind.ROWS not in (one.kind, other.kind):
+            return unknown(f"{call.name} of a sum over samples")
+        if one.kind is not other.kind or one.dim != other.dim or one.order != other.order:
+            return unknown(TOGETHER.format(name=call.name), coupled=True)
+        if one.dim is not None and one.dim == 1 and logits.dim() > 1:
+            return unknown(f"{call.name} with the samples where the classes belong", coupled=True)
+        recipe = other.recipe
+        if weight is not None:
+            known = self.fact(weight)
+            if known.kind not in (Kind.CONST, Kind.WHOLE):
+                return (
+                    known if known.kind is Kind.UNKNOWN else unknown(f"{call.name} with class weights that the model or samples have made")
+                )
+            if known.whole is not None:
+                call.args = tuple(known.whole() if value is weight else value for value in call.args)
+                call.kwargs = {key: known.whole() if value is weight else value for key, value in call.kwargs.items()}
+                weight = known.whole()
+        if recipe is None:
+            if arguments["reduction"] != "mean":
+                return (replace(other, samples=False, mask=None), None)
+            return unknown(
+                f"the targets of {call.name}, of shape {tuple(target.shape)}, do not follow from the batch's entries "
+                f"({', '.join(str(key) for key in self.entries if key != SAMPLES)}) alone, so their number in other microbatches is unknown"
+            )
 
-    def _change(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool) -> None:
-        """An in-place operation: views of the same memory are unknown from now on, and the tensor is what the operation made of it."""
-        target = args[0]
-        if target.device.type == "meta":
-            return
-        named_args, named_kwargs = self._named((args, kwargs))
-        memory = target.untyped_storage().data_ptr()
-        for key in [key for key, (tensor, _) in self._recipes.items() if tensor.untyped_storage().data_ptr() == memory]:
-            del self._recipes[key]
-        if known and not target._is_view():
-            self._recipes[id(target)] = (target, Recipe(None, func, named_args, named_kwargs, in_place=True))
+        def count(entries: Mapping[Any, Any]) -> torch.Tensor:
+            targets = recipe.make(entries)
+            valid = targets != ignored
+            if weight is None:
+                return valid.sum()
+            return (weight.detach()[targets.clamp(0, len(weight) - 1)].double() * valid).sum()
 
-    def _named(self, tree: Any) -> Any:
-        return pytree.tree_map(lambda leaf: self.recipe_of(leaf) or leaf, tree)
+        return replace(other, recipe=None, samples=False, mask=None), count
 
-    def _stays_linear(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> bool:
-        linear = [id(tensor) in self._linear for tensor in tensors]
-        if not any(linear):
-            return False
-        numbers = [leaf for leaf in pytree.tree_leaves(args[:2]) if isinstance(leaf, int | float)]
-        if name in _SUMS:
-            return all(linear) and (name in ("stack", "cat") or not any(numbers))
-        if name in _PRODUCTS:
-            others = [tensor for tensor, is_linear in zip(tensors, linear, strict=True) if not is_linear]
-            same_everywhere = all(isinstance(other, torch.nn.Parameter) for other in others)
-            divided = name in ("__rdiv__", "__rtruediv__")
-            return sum(linear) == 1 and same_everywhere and not divided and isinstance(args[0], torch.Tensor) and linear[0]
-        return name in _SAME and linear[0] and sum(linear) == 1
+    def _elements(self, call: Call, arguments: Mapping[str, Any]) -> Fact | tuple[Fact, Any]:
+        """(fact of the losses one by one, how to count them): all elements, or one for each distribution or row."""
+        fact = per_row(call) if call.func in _BY_ROW else elementwise(call)
+        if fact.kind is not Kind.ROWS:
+            return fact if fact.kind is Kind.UNKNOWN else unknown(f"{call.name} of a sum over samples")
+        shapes = [tensor.shape for tensor in call.tensors]
+        if call.func in _CLASSES:  # probabilities of classes, which are on dim 1 (dim 0 without a batch dim)
+            shape = list(arguments["input"].shape)
+            del shape[1 if len(shape) > 1 else 0]
+            if fact.dim == 1:
+                return unknown(f"{call.name} with the samples where the classes belong", coupled=True)
+        elif call.func in _BY_ROW:
+            shape = list(shapes[0][:1])
+        else:
+            shape = list(torch.broadcast_shapes(*shapes))
+        if fact.dim is None:
+            return replace(fact, samples=False), Axis(None, Fraction(math.prod(shape), self.samples)).rows
+        others = math.prod(shape[: fact.dim] + shape[fact.dim + 1 :])
+        return replace(fact, samples=False), fact.axis.times(others).rows if fact.axis is not None else None
 
 
 def _has_class_targets(func: Any, arguments: Mapping[str, Any]) -> bool:
-    return func in _BY_CLASS and not arguments["target"].is_floating_point()
+    return func in _CLASSES and not arguments["target"].is_floating_point()
 
 
-def _class_elements(watcher: TermWatcher, func: Any, arguments: Mapping[str, Any]) -> Elements:
-    """Targets that are not ignored, each with the weight of its class."""
-    target, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
-    recipe = watcher.recipe_of(target)
-
-    def count_in(targets: torch.Tensor) -> torch.Tensor:
-        valid = targets != ignored
-        if weight is None:
-            return valid.sum()
-        return (weight.detach()[targets.clamp(0, len(weight) - 1)] * valid).sum()
-
-    if recipe is None:
-        raise ValueError(
-            f"the loss of this model cannot be made that of the whole batch: the targets of {func.__name__}, of shape "
-            f"{tuple(target.shape)}, do not follow from the batch's entries ({', '.join(map(str, watcher.entries))}) alone, so their "
-            "number in other microbatches is unknown. Pass a criterion with criterion.weight(inputs) -> number, or use one microbatch"
-        )
-    return Elements(lambda entries: count_in(recipe.make(entries)))
+def _ended(index: int, count: Any) -> torch.Tensor:
+    raise ValueError("a number that a criterion read from its batch was used in arithmetic with tensors after the step; keep float(number)")
 
 
-def _plain_elements(watcher: TermWatcher, func: Any, arguments: Mapping[str, Any]) -> Elements:
-    """All elements of the loss: as many as the targets, or in proportion to the samples where the targets are computed."""
-    target, logits = arguments["target"], arguments["input"]
-    if func in _BY_CLASS:  # probabilities of classes: one element per distribution, classes on dim 1 (dim 0 without a batch dim)
-        elements = logits.numel() // logits.shape[1 if logits.dim() > 1 else 0]
-    else:
-        elements = torch.broadcast_shapes(target.shape, logits.shape).numel()
-    recipe = watcher.recipe_of(target)
-    if recipe is not None and target.numel() and elements % target.numel() == 0:
-        ratio = elements // target.numel()
-        return Elements(lambda entries: recipe.make(entries).numel() * ratio)
-    if recipe is not None and elements and target.numel() % elements == 0:
-        ratio = target.numel() // elements
-        return Elements(lambda entries: recipe.make(entries).numel() // ratio)
-    samples = watcher.entries.get(SAMPLES)
-    assert samples
-    if elements % samples:
-        raise ValueError(
-            f"the loss of this model cannot be made that of the whole batch: {func.__name__} averages over {elements} elements for "
-            f"{samples} samples. Pass a criterion with criterion.weight(inputs) -> number, or use one microbatch"
-        )
-    return Elements(lambda entries: elements // samples * entries[SAMPLES])
+def _numbers(value: Any, why: str, decides: Callable[[], None] | None) -> Any:
+    return [_numbers(one, why, decides) for one in value] if isinstance(value, list) else number(value, None, why, decides=decides)
 
 
-SAMPLES = "<samples>"  # entry that holds the number of samples of a microbatch
+def _bare(name: str) -> str:
+    """The name of the operation, whether it was written as an operator, in place or as a function."""
+    if name in _IN_PLACE_DUNDERS:
+        return "div" if name in ("__itruediv__", "__idiv__") else name[3:-2]
+    if name.startswith("__") and name.endswith("__"):
+        return _OPERATORS.get(name[2:-2], name[2:-2])
+    return name[:-1] if name.endswith("_") else name

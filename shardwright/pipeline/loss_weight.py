@@ -2,24 +2,111 @@
 
 How a microbatch's loss is weighted, first rule that applies:
 
+    one microbatch, one rank     the loss itself
     criterion.weight(inputs)     loss * weight / (sum of weights over microbatches and data-parallel ranks)
-    loss terms found             the head's or criterion's means are taken over the global batch one by one (`loss_terms`)
-    no integer labels in batch, and no division by a number that follows from the batch (a masked mean written by hand)
-                                 loss * samples / (all samples)
-    else                         ValueError: the tokens that count cannot be known
+    a sum over samples           the head's and the criterion's means are taken over the global batch one by one (`loss_terms`)
+    else                         ValueError: how microbatches weigh cannot be known
+
+Weights, parts and totals are at least fp32, whatever the model computes in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .loss_terms import SAMPLES, Elements, TermWatcher
+from .loss_facts import SAMPLES, Kind
+from .loss_terms import TermWatcher
 from .microbatch import batch_size, items_of
+
+Criterion = Callable[..., torch.Tensor]
+
+HOW_TO_WEIGH = (
+    "Pass a criterion with criterion.weight(inputs) -> number (for example the number of label tokens): the loss is then the mean of the "
+    "microbatches' losses with these weights; see docs/losses.md. Or use one microbatch on one data-parallel rank (microbatch_size=None, "
+    "num_microbatches=1)"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What following a criterion on the meta device has shown.
+
+    error    why the loss is refused
+    lengths  places in its arithmetic where the plain int that len() returned stands
+    followed False when it could not be followed
+    """
+
+    error: str | None = None
+    lengths: frozenset[int] = frozenset()
+    followed: bool = True
+
+
+NOT_FOLLOWED = Verdict(followed=False)
+
+
+class LossError(ValueError):
+    """What a model or criterion returns is no loss, or none that microbatches can compute."""
+
+
+def loss_of_output(criterion: Criterion | None, output: Any, microbatch: Any) -> torch.Tensor:
+    """The loss of one microbatch, a scalar."""
+    if criterion is not None:
+        loss: Any = criterion(output, microbatch)
+    else:
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        kind = next((base for base in (bool, int, float) if isinstance(loss, base)), type(loss)).__name__
+        what = "the criterion" if criterion is not None else "the model"
+        hint = " (the loss must be the only thing that it returns)" if isinstance(loss, tuple | list | dict) else ""
+        raise LossError(
+            f"no loss: {what} returned {kind}{hint}; pass labels in the batch so that the model computes one, or a "
+            "criterion(outputs, inputs) -> scalar tensor. To get outputs alone leave the optimizer out and pass return_loss=False"
+        )
+    if loss.dim() != 0:
+        raise LossError(
+            f"the loss must be a scalar, but {'the criterion' if criterion is not None else 'the model'} returned a tensor of shape "
+            f"{tuple(loss.shape)}; end it with .mean() or .sum()"
+        )
+    return loss
+
+
+def check_grad(loss: torch.Tensor) -> None:
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not require grad: it was detached (.item(), .detach(), torch.no_grad()), or every parameter that it depends on "
+            "is frozen; leave the optimizer out to evaluate"
+        )
+
+
+def check_linear(watcher: TermWatcher, loss: torch.Tensor) -> None:
+    """Refuse a loss that is not the sum of what microbatches contribute."""
+    if watcher.decided:
+        raise LossError(
+            "the loss cannot be made that of the whole batch from microbatches: the criterion compares values of this microbatch with < or "
+            f"> and may do different things in different microbatches; choose with torch.where or clamp. {HOW_TO_WEIGH}"
+        )
+    fact = watcher.fact(loss)
+    if fact.kind is Kind.SUM:
+        return
+    why = {
+        Kind.CONST: "it is the same number for every batch",
+        Kind.ROWS: "it belongs to a single sample; a batch of more would have several",
+        Kind.WHOLE: "it is computed from the batch's entries alone, without the model's outputs",
+        Kind.UNKNOWN: fact.why,
+    }[fact.kind]
+    raise LossError(f"the loss cannot be made that of the whole batch from microbatches: {why}. {HOW_TO_WEIGH}")
+
+
+def needs_no_weights(num_microbatches: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether a microbatch is the whole global batch."""
+    return num_microbatches == 1 and (group is None or dist.get_world_size(group) == 1)
 
 
 class GlobalLoss:
@@ -29,53 +116,56 @@ class GlobalLoss:
     criterion     (outputs, inputs) -> loss, or None for the loss that the model computed itself
     group         ranks whose microbatches belong to the same global batch (data parallel; None: just this process)
     device        where the loss lives
+    constants     ids of the model's buffers, see `TermWatcher`
     """
 
     def __init__(
         self,
         microbatches: Sequence[Any],
-        criterion: Callable[..., torch.Tensor] | None,
+        criterion: Criterion | None,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        constants: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self.microbatches = list(microbatches)
         self.criterion = criterion
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.device = device
         self.total: torch.Tensor | None = None  # of this rank, over the microbatches done
-        self._divisors: list[torch.Tensor] = []
+        self.checked: Mapping[int, Verdict] = {}  # by microbatch, what is known of the criterion before it runs
+        self._constants = constants
+        self._answers: list[torch.Tensor] = []
         self._watchers: dict[int, TermWatcher] = {}
-        self._num_terms: int | None = None
-        self._weights: list[Any] | None = None
-        weigh = getattr(criterion, "weight", None)
-        if callable(weigh):
-            self._weights = [weigh(microbatch) for microbatch in self.microbatches]
-        self._whole = self.group is None and len(self.microbatches) == 1
+        self._pristine: dict[int, dict[Any, torch.Tensor]] = {}  # entries of microbatches as they were before they were written to
+        self._num_questions: int | None = None
+        self._whole = needs_no_weights(len(self.microbatches), self.group)
+        self._weights = None if self._whole else given_weights(criterion, self.microbatches, alone=self.group is None)
         self._samples = [batch_size(microbatch) for microbatch in self.microbatches]
         self._weight_sum: torch.Tensor | None = None
         self.summed_entries: frozenset[str] = frozenset()  # names of the model's outputs that are parts of global means
 
-    def watch(self, index: int) -> AbstractContextManager[Any]:
-        """Context for the head of microbatch `index`."""
-        if self._whole or self._weights is not None:
+    @property
+    def is_watched(self) -> bool:
+        """Whether weights follow from what head and criterion do."""
+        return not self._whole and self._weights is None
+
+    def watch(self, index: int, seen: Any = None) -> AbstractContextManager[Any]:
+        """Context for the head of microbatch `index`; `seen` is what the last layer returned."""
+        if not self.is_watched:
             return nullcontext()
-        watcher = TermWatcher(self.microbatches[index], self._divisor)
-        watcher.entries[SAMPLES] = self._samples[index]
+        pristine = self._pristine[index] = {}
+        watcher = TermWatcher(self.microbatches[index], self._samples[index], self._answer, self._constants, pristine)
+        watcher.seed(seen)
         self._watchers[index] = watcher
         return watcher
 
     def contribution(self, index: int, output: Any) -> torch.Tensor:
         """This microbatch's part of the global loss, a scalar with gradient."""
         watcher = self._watchers.pop(index, None)
-        with watcher if watcher is not None else nullcontext():
-            loss = self._loss(output, index)
-        if loss.dim() != 0:
-            raise ValueError(f"the loss must be a scalar, but the criterion returned a tensor of shape {tuple(loss.shape)}")
-        part = self._weighted(loss, index, watcher)
-        if watcher is not None and isinstance(output, dict):
-            self.summed_entries = frozenset(
-                key for key, value in output.items() if isinstance(value, torch.Tensor) and watcher.is_linear(value)
-            )
+        if watcher is None:
+            part = self._weighted(loss_of_output(self.criterion, output, self.microbatches[index]), index)
+        else:
+            part = self._followed(watcher, index, output)
         detached = part.detach()
         self.total = detached if self.total is None else self.total + detached
         return part
@@ -88,67 +178,83 @@ class GlobalLoss:
             dist.all_reduce(total, group=self.group)
         return total
 
-    def _loss(self, output: Any, index: int) -> torch.Tensor:
-        if self.criterion is not None:
-            loss: Any = self.criterion(output, self.microbatches[index])
-        else:
-            loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if not isinstance(loss, torch.Tensor):
-            raise ValueError(
-                f"no loss: {'the criterion' if self.criterion is not None else 'the model'} returned {type(loss).__name__}; pass labels in "
-                "the batch so that the model computes one, or a criterion(outputs, inputs) -> scalar tensor"
+    def _followed(self, watcher: TermWatcher, index: int, output: Any) -> torch.Tensor:
+        verdict = self.checked.get(index, NOT_FOLLOWED)
+        watcher.enter_criterion(output)
+        watcher.lengths_at, watcher.counting = verdict.lengths, bool(verdict.lengths)
+        with watcher:
+            loss = loss_of_output(self.criterion, output, self.microbatches[index])
+        check_linear(watcher, loss)
+        if not verdict.followed and (watcher.unfollowed or watcher.lengths):
+            raise LossError(
+                "the loss cannot be made that of the whole batch from microbatches: the criterion reads counts of the batch with len(), "
+                f"int(), float() or numpy, which leaves open what it does with them; use tensors, .shape or .item(). {HOW_TO_WEIGH}"
             )
-        return loss
+        if self._num_questions is None:
+            self._num_questions = watcher.num_questions
+        if watcher.num_questions != self._num_questions:
+            raise LossError(
+                f"the loss has {self._num_questions} means or counts in the first microbatch and {watcher.num_questions} in microbatch "
+                f"{index}: it takes another way there. {HOW_TO_WEIGH}"
+            )
+        if isinstance(output, dict):
+            self.summed_entries = frozenset(
+                key for key, value in output.items() if isinstance(value, torch.Tensor) and not value.dim() and watcher.is_sum(value)
+            )
+        watcher.close()
+        return loss if loss.dtype not in (torch.float16, torch.bfloat16) else loss.float()
 
-    def _weighted(self, loss: torch.Tensor, index: int, watcher: TermWatcher | None) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         if self._whole:
             return loss
-        if self._weights is not None:
-            return self._by_weight(loss, self._weights, index)
-        assert watcher is not None
-        if self._num_terms is None:
-            self._num_terms = watcher.num_terms
-        if watcher.num_terms != self._num_terms:
-            raise ValueError(
-                f"the loss has {self._num_terms} mean terms in the first microbatch and {watcher.num_terms} in microbatch {index}; "
-                "pass a criterion with criterion.weight(inputs) -> number"
-            )
-        if watcher.num_terms and watcher.is_linear(loss):
-            return loss
-        labels = [
-            key
-            for key, value in items_of(self.microbatches[index])
-            if isinstance(value, torch.Tensor) and not value.is_floating_point() and ("label" in str(key) or "position" in str(key))
-            if str(key) not in ("position_ids", "positions")
-        ]
-        if watcher.num_terms or watcher.counts_itself or labels:
-            raise ValueError(
-                "the loss cannot be made that of the whole batch from microbatches: it is not a sum of means that torch's loss functions "
-                f"computed ({watcher.num_terms} were found), so how microbatches weigh is unknown. Mixture-of-experts auxiliary losses are "
-                "such parts (set output_router_logits=False). Pass a criterion with criterion.weight(inputs) -> number (for example the "
-                "number of label tokens), or use one microbatch"
-            )
-        return self._by_weight(loss, self._samples, index)
-
-    def _by_weight(self, loss: torch.Tensor, weights: Sequence[Any], index: int) -> torch.Tensor:
+        assert self._weights is not None
         if self._weight_sum is None:
-            self._weight_sum = self._summed([torch.as_tensor(weight) for weight in weights])
-        return loss * (weights[index] / self._weight_sum.to(loss.device)).to(loss.dtype)
+            self._weight_sum = self._summed([torch.as_tensor(weight).reshape(()) for weight in self._weights])
+        exact = loss if loss.dtype not in (torch.float16, torch.bfloat16) else loss.float()
+        return exact * (self._weights[index] / self._weight_sum).to(device=exact.device, dtype=exact.dtype)
 
-    def _divisor(self, index: int, elements: Elements) -> torch.Tensor:
-        """Elements of term `index` in the global batch, counted when the first microbatch meets the term."""
-        if index == len(self._divisors):
+    def _answer(self, index: int, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
+        """The sum of `count(entries)` over the global batch, computed when the first microbatch asks question `index`."""
+        if index == len(self._answers):
             counts = []
-            for microbatch, samples in zip(self.microbatches, self._samples, strict=True):
-                entries = dict(items_of(microbatch))
-                entries[SAMPLES] = samples
+            for number, (microbatch, samples) in enumerate(zip(self.microbatches, self._samples, strict=True)):
+                entries = {**dict(items_of(microbatch)), **self._pristine.get(number, {}), SAMPLES: samples}
                 with torch.no_grad():
-                    counts.append(torch.as_tensor(elements.count(entries)))
-            self._divisors.append(self._summed(counts))
-        return self._divisors[index]
+                    counts.append(torch.as_tensor(count(entries)))
+            self._answers.append(self._summed(counts))
+        return self._answers[index]
 
     def _summed(self, counts: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = torch.stack([count.to(device=self.device, dtype=torch.float64, non_blocking=True) for count in counts]).sum()
+        total = torch.stack([count.to(device=self.device, dtype=torch.float64, non_blocking=True) for count in counts]).sum(0)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return total
+
+
+def given_weights(criterion: Criterion | None, microbatches: Sequence[Any], alone: bool) -> list[Any] | None:
+    """criterion.weight of every microbatch, or None without such a method. `alone`: no other rank has microbatches of the batch."""
+    weigh = getattr(criterion, "weight", None)
+    if not callable(weigh):
+        return None
+    weights = [weigh(microbatch) for microbatch in microbatches]
+    known = []
+    for index, weight in enumerate(weights):
+        if isinstance(weight, torch.Tensor):
+            is_number, number = weight.numel() == 1, weight.detach() if weight.device.type == "cpu" else None
+        else:
+            is_number, number = isinstance(weight, int | float) and not isinstance(weight, bool), weight
+        if not is_number:
+            shown = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+            raise ValueError(
+                f"criterion.weight(inputs) returned {shown} for microbatch {index}; it must return one number, such as "
+                "(inputs['labels'] != -100).sum()"
+            )
+        if number is not None:
+            known.append(float(number))
+            if not (math.isfinite(known[-1]) and known[-1] >= 0):
+                raise ValueError(
+                    f"criterion.weight(inputs) returned {known[-1]} for microbatch {index}; a weight must be finite and not negative"
+                )
+    if alone and len(known) == len(weights) and not sum(known):
+        raise ValueError("criterion.weight(inputs) returned 0 for every microbatch of the batch, so its loss is a mean over nothing")
+    return weights

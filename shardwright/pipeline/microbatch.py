@@ -154,7 +154,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collecti
         return _merge_tensors(outputs, sizes)
     if isinstance(first, Mapping):
         merged = {
-            key: torch.stack([output[key] for output in outputs]).sum()
+            key: torch.stack([_exact(output[key]) for output in outputs]).sum()
             if key in summed
             else merge_outputs([o[key] for o in outputs], sizes)
             for key in first
@@ -167,12 +167,16 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collecti
     return first
 
 
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Many small parts lose digits in 16 bits."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _merge_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
     if tensors[0].dim() == 0:
-        weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        return sum(
-            (tensor * weight.item() for tensor, weight in zip(tensors[1:], weights[1:], strict=True)), tensors[0] * weights[0].item()
-        )
+        if not tensors[0].is_floating_point():
+            tensors = [tensor.double() for tensor in tensors]
+        return torch.stack([_exact(tensor) * (size / sum(sizes)) for tensor, size in zip(tensors, sizes, strict=True)]).sum()
     dims = [dim for dim in range(tensors[0].dim()) if all(t.dim() > dim and t.shape[dim] == s for t, s in zip(tensors, sizes, strict=True))]
     for dim in dims:
         shapes = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}

@@ -15,6 +15,7 @@ stages of one rank is therefore one parameter.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class StageRun:
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
     outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage -> its output, where a later stage reads it
     wanted: frozenset[int] = frozenset()
-    enter_tail: Callable[[], None] | None = None
+    enter_tail: Callable[[Any], None] | None = None
 
     def output_before(self, unit: int) -> Any:
         """What a gate before the stage returns: its own output, or the next one that arrived when nobody reads its own."""
@@ -103,11 +104,12 @@ class StagedModel:
         return len(self.stages)
 
     def run(
-        self, stage: int, received: Payload | None, batch: Any, tail: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self, stage: int, received: Payload | None, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[Payload | None, Any]:
         """Forward of `stage`: (what travels to the next stage, None), or on the last stage (None, the model's output).
 
-        `tail` gives a context for the part of the last stage's forward behind the last layer (the whole forward of a model without units).
+        `tail` gives, for what the last layer returned, a context for the part of the last stage's forward behind it (for None, one for the
+        whole forward of a model without units).
         """
         self._follow_device()
         units = self.stages[stage]
@@ -118,9 +120,9 @@ class StagedModel:
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
         with ExitStack() as stack:
             if is_last and not self.units:
-                stack.enter_context(tail())
+                stack.enter_context(tail(None))
             elif is_last:
-                run.enter_tail = lambda: _discard(stack.enter_context(tail()))
+                run.enter_tail = lambda output: _discard(stack.enter_context(tail(output)))
             self.current = run
             try:
                 output = self._call(batch)
@@ -151,23 +153,36 @@ class StagedModel:
         return self.model(batch, **self._defaults)
 
     def _pack(self, run: StageRun) -> Payload:
-        """Tensors of every unit's output that is read behind the stage, units ascending."""
+        """Tensors of every unit's output that is read behind the stage, units ascending; last all their numbers, if there are any.
+
+        Numbers travel as a tensor, since what is not data is sent only with the first message of a shape. Reading them again
+        waits for the device, which layers that return numbers have done themselves if they computed these on it.
+        """
         assert self.survey is not None
         tensors: list[torch.Tensor] = []
+        numbers: list[bool | int | float] = []
         for unit in self.survey.boundary(run.high):
             output = run.outputs[unit] if unit >= run.low else run.received[unit]
-            tensors += self.survey.templates[unit].tensors(output, self.units[unit].gate)
+            more, values = self.survey.templates[unit].take_apart(output, self.units[unit].gate)
+            tensors += more
+            numbers += values
+        if numbers:
+            tensors.append(_encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def _unpack(self, received: Payload | None, position: int) -> dict[int, Any]:
         assert self.survey is not None
         if received is None:
             return {}
-        found, start = {}, 0
-        for unit in self.survey.boundary(position):
-            template = self.survey.templates[unit]
-            found[unit] = template.build(received[start : start + template.num_tensors])
-            start += template.num_tensors
+        templates = {unit: self.survey.templates[unit] for unit in self.survey.boundary(position)}
+        numbers: list[bool | int | float] = []
+        if any(template.num_numbers for template in templates.values()):
+            *tensors, encoded = received
+            received, numbers = tuple(tensors), _decode(encoded)
+        found, start, used = {}, 0, 0
+        for unit, template in templates.items():
+            found[unit] = template.build(received[start : start + template.num_tensors], numbers[used : used + template.num_numbers])
+            start, used = start + template.num_tensors, used + template.num_numbers
         assert start == len(received), (start, len(received))
         return found
 
@@ -236,7 +251,7 @@ class StagedModel:
                     raise StageExit
                 if run.enter_tail is not None:
                     enter, run.enter_tail = run.enter_tail, None
-                    enter()
+                    enter(output)
             return output
 
         return call_gate
@@ -280,6 +295,28 @@ class StagedModel:
             return pytree.tree_map_only(torch.Tensor, lambda shape: torch.zeros_like(shape, device=device), shapes[key])
 
         return call_stub
+
+
+def _encode(numbers: Sequence[bool | int | float], device: torch.device) -> torch.Tensor:
+    """[n, 2] of int64: 0 and the number, 1 and the bits of a float, 2 and a truth value."""
+    rows = []
+    for number in numbers:
+        if isinstance(number, bool):
+            rows.append((2, int(number)))
+        elif isinstance(number, int):
+            rows.append((0, int(number)))
+        else:
+            rows.append((1, struct.unpack("<q", struct.pack("<d", number))[0]))
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _decode(encoded: torch.Tensor) -> list[bool | int | float]:
+    read: dict[int, Callable[[int], bool | int | float]] = {
+        0: int,
+        1: lambda bits: struct.unpack("<d", struct.pack("<q", bits))[0],
+        2: bool,
+    }
+    return [read[kind](value) for kind, value in encoded.tolist()]
 
 
 def _output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

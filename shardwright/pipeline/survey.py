@@ -34,27 +34,48 @@ class Template:
     others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
     written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
 
-    def tensors(self, output: Any, name: str) -> list[torch.Tensor]:
-        """The tensors of `output`, which must have this structure."""
+    def take_apart(self, output: Any, name: str) -> tuple[list[torch.Tensor], list[bool | int | float]]:
+        """Tensors and numbers of `output`, which must have this structure. Other values must be those of the dry run."""
         leaves, spec = pytree.tree_flatten(output)
-        same = spec == self.spec and all(
-            (other is TENSOR) == isinstance(leaf, torch.Tensor) for leaf, other in zip(leaves, self.others, strict=True)
-        )
+        same = spec == self.spec and all(_kind_of(leaf) is _kind_of(other) for leaf, other in zip(leaves, self.others, strict=True))
         if not same:
             raise ValueError(
                 f"the output of {name} differs in structure from the dry run's ({spec} here, {self.spec} there), so the next pipeline "
                 "stage could not rebuild it; pass a batch like the real ones as example_inputs, without output_attentions and the like"
             )
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf, other in zip(leaves, self.others, strict=True):
+            if isinstance(leaf, str | torch.dtype | None) and leaf != other:
+                raise ValueError(
+                    f"the output of {name} holds {leaf!r} where the dry run had {other!r}; between pipeline stages travel tensors and "
+                    "numbers, and other values must be the same for every batch: return a number instead"
+                )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tensors, [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
 
-    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def build(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> Any:
         """The output again. Received tensors are leaves, which autograd lets nobody write to: those that the model writes to are copied."""
         remaining = iter(tensor.clone() if written else tensor for tensor, written in zip(tensors, self.written, strict=True))
-        return pytree.tree_unflatten([next(remaining) if other is TENSOR else other for other in self.others], self.spec)
+        values = iter(numbers)
+        leaves = [
+            next(remaining) if other is TENSOR else next(values) if isinstance(other, bool | int | float) else other
+            for other in self.others
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
 
     @property
     def num_tensors(self) -> int:
         return sum(other is TENSOR for other in self.others)
+
+    @property
+    def num_numbers(self) -> int:
+        return sum(isinstance(other, bool | int | float) for other in self.others)
+
+
+def _kind_of(leaf: Any) -> type:
+    """What may stand for what: a tensor for a tensor, a number for a number."""
+    if leaf is TENSOR or isinstance(leaf, torch.Tensor):
+        return torch.Tensor
+    return float if isinstance(leaf, bool | int | float) else object
 
 
 class CutError(ValueError):

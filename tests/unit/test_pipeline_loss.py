@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,8 +16,7 @@ from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cu
 from shardwright.testing import keep_float64, loss_of, zoo
 
 WITHOUT_LOSS = ("base", "encoder", "seq2seq_base", "image_base")
-BY_HAND = ("masked_image",)  # a masked mean that the head computes itself
-WITH_LOSS = [name for name in zoo.names() if zoo.entry(name).task not in WITHOUT_LOSS + BY_HAND]
+WITH_LOSS = [name for name in zoo.names() if zoo.entry(name).task not in WITHOUT_LOSS]
 
 
 def build(name: str) -> torch.nn.Module:
@@ -75,7 +75,13 @@ def criteria() -> dict[str, Callable[[Any, Any], torch.Tensor]]:
         active = inputs["attention_mask"].bool()
         return F.binary_cross_entropy_with_logits(outputs.logits[..., 0][active], inputs["labels"][active].clamp(0, 1).double())
 
-    return {"weighted": weighted, "several": several, "masked": masked}
+    def partly(outputs: Any, inputs: Any) -> torch.Tensor:
+        return outputs.loss + outputs.logits.square().mean()
+
+    def by_hand(outputs: Any, inputs: Any) -> torch.Tensor:
+        return OwnWeight()(outputs, inputs)
+
+    return {"weighted": weighted, "several": several, "masked": masked, "partly": partly, "by_hand": by_hand}
 
 
 @pytest.mark.parametrize("which", list(criteria()))
@@ -113,8 +119,6 @@ def run(criterion: Any, name: str = "llama-causal-lm", **settings: Any) -> Any:
 @pytest.mark.parametrize(
     "criterion",
     [
-        lambda outputs, inputs: OwnWeight()(outputs, inputs),  # a mean of unknown weight
-        lambda outputs, inputs: outputs.loss + outputs.logits.square().mean(),  # partly
         lambda outputs, inputs: outputs.loss**2,  # not linear
         lambda outputs, inputs: outputs.loss + 1.0,
         lambda outputs, inputs: F.cross_entropy(outputs.logits.flatten(0, 1), outputs.logits.argmax(-1).flatten()),  # computed targets
@@ -126,9 +130,34 @@ def test_losses_that_cannot_be_put_together_are_refused(criterion: Any) -> None:
     run(criterion, num_microbatches=1)  # one microbatch is the whole batch
 
 
-def test_a_head_that_averages_by_hand_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"criterion\.weight"):
-        run(None, "vit-masked-image", num_microbatches=2)
+@pytest.mark.parametrize(("samples", "length"), [(256, 9), (1024, 3)])
+def test_bfloat16_logits_give_the_loss_of_a_reference_in_float32(samples: int, length: int) -> None:
+    """Divisors, parts and totals of many microbatches are not rounded to 8 bits."""
+    model, reference = (zoo.build("llama-causal-lm", num_hidden_layers=1).to(torch.bfloat16).eval() for _ in range(2))
+    batch = {"input_ids": torch.randint(0, 60, (samples, length), generator=torch.Generator().manual_seed(0))}
+
+    def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
+        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten())
+
+    def by_hand(outputs: Any, inputs: Any) -> torch.Tensor:
+        logps = outputs.logits[:, :-1].float().log_softmax(-1)
+        return -logps.gather(-1, inputs["input_ids"][:, 1:, None]).mean()
+
+    expected, count = 0.0, samples * (length - 1)
+    for ids in batch["input_ids"].split(1):
+        logits = reference(input_ids=ids).logits[:, :-1].flatten(0, 1).float()
+        part = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum") / count
+        part.backward()
+        expected += part.item()
+    there = reference.lm_head.weight.grad.float()
+    for each in (criterion, by_hand):
+        copied, chosen = copy.deepcopy(model), PipelineSettings(num_microbatches=samples)
+        executor = PipelineExecutor(cut_model(copied, chosen), chosen)
+        found = executor.execute(iter([batch]), each, torch.optim.SGD(copied.parameters(), lr=0.1))
+        assert found["loss"].dtype == torch.float32
+        assert abs(float(found["loss"]) - expected) < 1e-5 * expected
+        here = copied.lm_head.weight.grad.float()
+        assert abs(float((here * there).sum() / there.square().sum()) - 1) < 1e-3
 
 
 def test_router_losses_are_refused_before_anything_runs() -> None:

@@ -1,0 +1,347 @@
+"""What a head and a criterion do, found out on every rank before the first step of each shape.
+
+Only the rank with the last stage computes the loss. A loss that microbatches cannot compute would come to light there alone, in the middle
+of a step, while the others wait for messages. So every rank keeps a copy of the whole model without memory (on the meta device),
+runs it for the shapes of the microbatches, then the criterion, follows them as `loss_terms` does, and raises what comes of it: the same on
+all ranks.
+
+The criterion runs twice, for n and for 2 n samples. A Python number that enters the arithmetic of both runs with different values depends
+on the batch: as the result of `len()` it is known, else (`int(count)`, `1.0 / len(x)`) it could not be followed and is refused.
+
+A model or criterion that needs real numbers cannot be run like this. Then the last stage finds out by itself, in its first microbatch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..utils import pytree
+from .dry_run import forward_defaults, meta_copy, without_data
+from .layer_chain import Unit
+from .loss_terms import ARITHMETIC, TermWatcher
+from .loss_weight import HOW_TO_WEIGH, NOT_FOLLOWED, Criterion, LossError, Verdict, check_grad, check_linear, loss_of_output
+from .microbatch import batch_dim, batch_size, items_of
+
+_REMEMBERED = 256  # verdicts; the least recently used is forgotten
+
+
+class CannotFollow(Exception):
+    """The criterion needs real numbers."""
+
+
+class LossCheck:
+    """Verdicts about losses of one model.
+
+    model  whole, not sharded, as the user gave it; copied here without memory
+    units  its chain of layers, behind which the loss begins; empty: nothing is known of them
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        trained = [parameter.requires_grad for parameter in model.parameters()]
+        self._model = meta_copy(model)
+        for parameter, requires_grad in zip(self._model.parameters(), trained, strict=True):
+            parameter.requires_grad_(requires_grad)
+        self._gate = units[-1].gate if units else None
+        self._known_layers: dict[Hashable, Any] = {}  # of one run: output by what a layer is and gets
+        for unit in units[:-1]:
+            self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
+        self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
+        self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
+
+    def check(
+        self, criterion: Criterion | None, microbatches: Sequence[Any], keys: Sequence[Hashable], weighed: bool, training: bool
+    ) -> dict[int, Verdict]:
+        """Verdict of every microbatch; raises ValueError where the loss is none, or cannot be that of the whole batch.
+
+        keys     of the microbatches: equal where their shapes are
+        weighed  microbatches are weighed by what the loss does; else it must just be a loss
+        """
+        identity = _identity(criterion)
+        found: dict[Hashable, Verdict] = {}
+        for key, microbatch in zip(keys, microbatches, strict=True):
+            if key in found:
+                continue
+            known = (identity, key, weighed, training, self._model.training)
+            if known not in self._verdicts:
+                self._verdicts[known] = self._judge(criterion, microbatch, weighed, training)
+                self._held[known] = criterion
+                if len(self._verdicts) > _REMEMBERED:
+                    del self._held[self._verdicts.popitem(last=False)[0]]
+            self._verdicts.move_to_end(known)
+            found[key] = self._verdicts[known]
+            if found[key].error is not None:
+                raise LossError(found[key].error)
+        return {index: found[key] for index, key in enumerate(keys)}
+
+    def _run_once_of_a_kind(self, layer: nn.Module) -> None:
+        """Layers that are alike return alike: of a deep model only a few run."""
+        kind = (type(layer), tuple((parameter.shape, parameter.requires_grad) for parameter in layer.parameters()))
+        forward = layer.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            given = tuple((x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+            key = (kind, spec, given, torch.is_grad_enabled())
+            if key not in self._known_layers:
+                self._known_layers[key] = forward(*args, **kwargs)
+                return self._known_layers[key]
+            return pytree.tree_map_only(
+                torch.Tensor, lambda seen: torch.empty_like(seen).requires_grad_(seen.requires_grad).clone(), self._known_layers[key]
+            )
+
+        layer.forward = run  # type: ignore[method-assign]
+
+    def follow_mode(self, training: bool) -> None:
+        """The model is in training or in evaluation mode."""
+        if training != self._model.training:
+            self._model.train(training)
+
+    def _judge(self, criterion: Criterion | None, microbatch: Any, weighed: bool, training: bool) -> Verdict:
+        verdicts = []
+        for guess in (True, False):  # what `if mask.any()` finds
+            runs: list[_MetaWatcher | Exception] = []
+            for factor in (1, 2) if weighed else (1,):
+                try:
+                    runs.append(self._run(_on_meta(criterion), microbatch, factor, weighed, training, guess))
+                except Exception as error:  # the user's own code: anything can happen
+                    runs.append(error)
+            verdicts.append(_verdict(runs, batch_size(microbatch)))
+            if verdicts[-1].followed and verdicts[-1].error is None:
+                return verdicts[-1]
+        return next((verdict for verdict in verdicts if not verdict.followed), verdicts[0])
+
+    def _run(self, criterion: Criterion | None, microbatch: Any, factor: int, weighed: bool, training: bool, guess: bool) -> _MetaWatcher:
+        """Follow head and criterion for `factor` times the samples."""
+        samples = batch_size(microbatch)
+        inputs = _sized(microbatch, samples, factor)
+        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess)
+        with ExitStack() as stack:
+            stack.callback(self._known_layers.clear)
+            stack.enter_context(without_data())
+            stack.enter_context(torch.set_grad_enabled(training))
+            if weighed and self._gate is not None:
+                gate = self._model.get_submodule(self._gate)
+
+                def enter(module: nn.Module, args: Any, output: Any) -> None:
+                    watcher.seed(output)
+                    stack.enter_context(watcher)
+
+                handle = gate.register_forward_hook(enter)
+                stack.callback(handle.remove)
+            elif weighed:
+                stack.enter_context(watcher)
+            output = _call(self._model, inputs)
+        with without_data(), torch.set_grad_enabled(training):
+            if not weighed:
+                loss = loss_of_output(criterion, output, inputs)
+            else:
+                watcher.enter_criterion(output)
+                with watcher:
+                    loss = loss_of_output(criterion, output, inputs)
+                check_linear(watcher, loss)
+        if training:
+            check_grad(loss)
+        return watcher
+
+
+class _MetaWatcher(TermWatcher):
+    """Follows tensors without data. `factor` tells runs apart, `guess` is what truth values are taken to be."""
+
+    def __init__(self, model: nn.Module, microbatch: Any, samples: int, factor: int, guess: bool) -> None:
+        def total(index: int, count: Any) -> torch.Tensor:
+            return torch.ones((), dtype=torch.float64, device="meta")
+
+        super().__init__(microbatch, samples, total, lambda: frozenset(id(buffer) for buffer in model.buffers()))
+        self.numbers: list[tuple[str, float, int | None]] = []  # function, number, its place if len() may have returned it
+        self._factor = factor
+        self._guess = guess
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._truth: dict[int, bool] = {}
+        self.counting = True
+
+    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+        if name in ("cpu", "cuda") or (name == "to" and not args[0].is_meta):
+            func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
+        elif name == "to":
+            args = (args[0], *(value for value in args[1:] if not isinstance(value, str | torch.device)))
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+            if len(args) == 1 and not kwargs.keys() & {"dtype"}:
+                func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
+        if self.trusting and name in ARITHMETIC:
+            self.numbers += [(name, float(value), None) for value in (*args, *kwargs.values()) if type(value) in (int, float)]
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
+        result = super()._run(func, name, args, kwargs, in_place)
+        if isinstance(result, torch.Tensor) and result.dtype == torch.bool and not result.dim():
+            self._truth[id(result)] = self._truth_of(name, args)
+        return result
+
+    def _with_lengths(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if name == "full" and not self.trusting:
+            self.numbers += [(name, float(value), None) for value in args[1:] if type(value) in (int, float)]
+        return super()._with_lengths(name, args, kwargs)
+
+    def _plain_number(self, name: str, value: Any) -> Any:
+        if type(value) not in (int, float):
+            return value
+        found = self.lengths.get(value)
+        self.numbers.append((name, float(value), None if found is None else self.num_plain))
+        self.num_plain += 1
+        return value if found is None else found
+
+    def _truth_of(self, name: str, args: tuple[Any, ...]) -> bool:
+        """What guards ask: something is there (`count > 0`, `mask.any()`), and nothing is wrong (`isnan().any()`, `(ids < size).all()`)."""
+        if name in ("eq", "lt", "le", "isnan", "isinf", "logical_not"):
+            return False
+        if name == "any":
+            return self._guess
+        return True
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
+        return super()._loss(func, args, kwargs)
+
+    def _on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        found = self._moved.get(id(tensor))
+        if found is None:
+            found = self._moved[id(tensor)] = (tensor, tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
+            self._note(found[1], self.fact(tensor))
+        return found[1]
+
+    def value(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not tensor.is_meta:
+            return func(*args, **kwargs)
+        if name in ("numpy", "__array__", "tolist"):
+            raise CannotFollow(name)
+        if tensor.dtype == torch.bool:
+            return self._truth.get(id(tensor), True)
+        made_up = 1 + 2 * self._factor
+        return True if name == "__bool__" else float(made_up) if tensor.is_floating_point() or name == "__float__" else made_up
+
+
+def _verdict(runs: Sequence[_MetaWatcher | Exception], samples: int) -> Verdict:
+    """Of one run, or of two with `samples` and twice as many."""
+    refused = next((run for run in runs if isinstance(run, LossError)), None)
+    if refused is not None:
+        return Verdict(error=str(refused))
+    if isinstance(runs[0], Exception):
+        if len(runs) == 2 and not isinstance(runs[1], Exception):
+            return Verdict(
+                error=f"the criterion works for {2 * samples} samples, but fails for a microbatch of {samples}: {runs[0]}. If rows of "
+                "the batch belong together, choose num_microbatches or microbatch_size so that no microbatch parts them"
+            )
+        return NOT_FOLLOWED
+    if len(runs) == 1:
+        return Verdict()
+    if isinstance(runs[1], Exception):
+        return NOT_FOLLOWED
+    name, lengths = _difference(runs[0].numbers, runs[1].numbers)
+    if name is None:
+        return Verdict(lengths=lengths)
+    return Verdict(
+        error="the loss cannot be made that of the whole batch from microbatches: a Python number that depends on the batch "
+        f"enters {name}() in a way that cannot be followed (int(), float(), and a float on the left of * and / end it); write "
+        f"the count as a tensor, .shape or .item(), on the right. {HOW_TO_WEIGH}"
+    )
+
+
+def _difference(
+    first: list[tuple[str, float, int | None]], second: list[tuple[str, float, int | None]]
+) -> tuple[str | None, frozenset[int]]:
+    """(the function that took a number in the second run that it did not take in the first, places of numbers that len() returned)"""
+    if len(first) != len(second):
+        known = {pair[:2] for pair in first}
+        return next((pair[0] for pair in second if pair[:2] not in known), None), frozenset()
+    lengths = set()
+    for (name, value, place), (_, other, there) in zip(first, second, strict=True):
+        if value != other:
+            if place is None or place != there:
+                return name, frozenset()
+            lengths.add(place)
+    return None, frozenset(lengths)
+
+
+def _sized(microbatch: Any, samples: int, factor: int) -> Any:
+    """The microbatch on the meta device, with `factor` times the samples."""
+    entries = {}
+    for key, value in items_of(microbatch):
+        if isinstance(value, torch.Tensor):
+            dim = batch_dim(key, value, samples)
+            shape = list(value.shape)
+            if dim is not None:
+                shape[dim] *= factor
+            value = torch.empty(shape, dtype=value.dtype, device="meta")
+        entries[key] = value
+    if isinstance(microbatch, Mapping):
+        return entries
+    if isinstance(microbatch, tuple) and hasattr(microbatch, "_fields"):
+        return type(microbatch)(*entries.values())
+    return type(microbatch)(entries.values()) if isinstance(microbatch, list | tuple) else entries[None]
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    defaults = forward_defaults(model)
+    if isinstance(batch, Mapping):
+        return model(**{**defaults, **batch})
+    return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
+
+
+def _on_meta(criterion: Criterion | None) -> Criterion | None:
+    """A criterion that keeps state is copied, so that following it leaves no trace in it. A plain function is taken as it is."""
+    if criterion is None or isinstance(criterion, types.FunctionType):
+        return criterion
+    owner = getattr(criterion, "__self__", criterion)
+    try:
+        if isinstance(owner, nn.Module):
+            copied: Any = meta_copy(owner).train(owner.training)
+        else:
+            memo: dict[int, Any] = {}
+            for value in vars(owner).values():  # a reference model is not copied with its weights
+                if isinstance(value, nn.Module):
+                    memo[id(value)] = meta_copy(value).train(value.training)
+                elif isinstance(value, torch.Tensor):
+                    memo[id(value)] = value
+            copied = copy.deepcopy(owner, memo)
+    except Exception:
+        return criterion  # it holds something that cannot be copied
+    return copied if owner is criterion else getattr(copied, criterion.__name__)
+
+
+def _identity(criterion: Any) -> Hashable:
+    """Equal for criteria that do the same: a function written anew in every step is one criterion."""
+    if isinstance(criterion, types.FunctionType):
+        cells = tuple(_content(cell) for cell in criterion.__closure__ or ())
+        defaults = tuple(_identity_of_value(value) for value in criterion.__defaults__ or ())
+        return (criterion.__code__, cells, defaults)
+    if isinstance(criterion, types.MethodType):
+        return (criterion.__func__.__code__, id(criterion.__self__))
+    if isinstance(criterion, functools.partial):
+        values = (*criterion.args, *criterion.keywords.values())
+        return (_identity(criterion.func), tuple(criterion.keywords), tuple(_identity_of_value(value) for value in values))
+    return None if criterion is None else id(criterion)
+
+
+def _content(cell: Any) -> Hashable:
+    try:
+        return _identity_of_value(cell.cell_contents)
+    except ValueError:  # not bound yet
+        return None
+
+
+def _identity_of_value(value: Any) -> Hashable:
+    if callable(value):
+        return _identity(value)
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    return f"{type(value).__module__}.{type(value).__qualname__}"

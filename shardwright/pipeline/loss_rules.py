@@ -1,0 +1,463 @@
+"""What functions of torch make of facts (`loss_facts`): one rule per kind of function, by its name.
+
+A rule is `rule(call) -> Fact | list of Facts`, with the result of the call in `call.result`, which a few rules compute themselves.
+Functions without a rule make UNKNOWN of everything that comes from the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from .loss_facts import CONST, SUM, Axis, Fact, Kind, Number, Recipe, first_unknown, names, unknown, whole_beside
+
+HALVES = (
+    "{name} picks particular samples of the batch (halves, pairs, one of them), which are others in every microbatch. Give the rows that "
+    "belong together as one sample, [samples, 2, ...]"
+)
+TOGETHER = "{name} brings samples of the batch together, so no microbatch can compute it alone"
+
+
+class Watch(Protocol):
+    """What rules ask of the watcher."""
+
+    def fact(self, tensor: torch.Tensor) -> Fact: ...
+    def rows(self, axis: Axis) -> torch.Tensor:
+        """Rows of the whole batch, 0-d."""
+
+    def total(self, count: Callable[[Any], Any], local: torch.Tensor) -> torch.Tensor:
+        """Sum of count(entries) over all microbatches, in the shape and dtype of `local`, this microbatch's."""
+
+    @property
+    def trusting(self) -> bool: ...
+
+
+class Call:
+    """One call of a torch function: its arguments, and the facts about the tensors among them, in order."""
+
+    def __init__(self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.watch, self.func, self.name, self.args, self.kwargs = watch, func, name, args, kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: list[Number] = []
+        for value in args:
+            self._collect(value)
+        for value in kwargs.values():
+            self._collect(value)
+        self.facts = [watch.fact(tensor) for tensor in self.tensors]
+        self._result: Any = None
+        self._called = False
+
+    def _collect(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                self._collect(one)
+        elif isinstance(value, Number):
+            self.numbers.append(value)
+
+    @property
+    def result(self) -> Any:
+        if not self._called:
+            self.result = self.func(*self.args, **self.kwargs)
+        return self._result
+
+    @result.setter
+    def result(self, value: Any) -> None:
+        self._result, self._called = value, True
+
+    @property
+    def first(self) -> torch.Tensor:
+        return self.tensors[0]
+
+    def argument(self, place: int, *names: str, default: Any = None) -> Any:
+        for name in names:
+            if name in self.kwargs:
+                return self.kwargs[name]
+        return self.args[place] if len(self.args) > place else default
+
+
+Rule = Callable[[Call], "Fact | list[Fact]"]
+
+
+# Elementwise -----------------------------------------------------------------------------------------------------------
+
+_ELEMENTWISE = names(
+    """to float double half bfloat16 int long bool type type_as cpu cuda detach contiguous alias requires_grad_ dropout log_sigmoid
+    logsigmoid relu6 selu celu softsign tanhshrink hardsigmoid hardswish threshold prelu rrelu and or xor invert truediv floordiv
+    floor_divide isin masked_fill where maximum minimum zeros_like ones_like full_like empty_like rand_like randn_like bernoulli
+    fill zero copy nan_to_num square xlogy special_xlogy not_equal greater less greater_equal less_equal pos positive rdiv rsub
+    rpow rfloordiv mod rmod multiply divide subtract"""
+)
+_LINEAR = names(
+    """to float double half bfloat16 type type_as cpu cuda detach clone contiguous alias neg pos positive requires_grad_ squeeze
+    unsqueeze view reshape flatten sum mean stack cat concat transpose permute expand select getitem unbind split chunk"""
+)
+
+
+@cache
+def is_elementwise(name: str) -> bool:
+    """Whether every element of the result depends on the elements in its place alone."""
+    if name in _ELEMENTWISE:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def elementwise(call: Call) -> Fact:
+    kinds = {fact.kind for fact in call.facts}
+    if blame := first_unknown(call.facts):
+        return blame
+    if Kind.ROWS in kinds or Kind.SUM in kinds:
+        lost = next((number for number in call.numbers if number.whole is None), None)
+        if lost is not None:
+            return unknown(lost.why)
+        if Kind.WHOLE in kinds or call.numbers:
+            _take_whole(call)
+    if Kind.SUM in kinds:
+        return _linear(call)
+    if Kind.ROWS in kinds:
+        return _aligned(call)
+    return _follows_from_wholes(call)
+
+
+def _take_whole(call: Call) -> None:
+    """Put the whole batch's value in the place of this microbatch's."""
+    dtype = call.first.dtype
+
+    def put(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            fact = call.watch.fact(value)
+            return fact.whole() if fact.whole is not None else value
+        return whole_beside(value, dtype)
+
+    call.args = tuple(put(value) for value in call.args)
+    call.kwargs = {name: put(value) for name, value in call.kwargs.items()}
+
+
+def _follows_from_wholes(call: Call) -> Fact:
+    if not call.numbers and all(fact.kind is Kind.CONST for fact in call.facts):
+        return CONST
+    lost = next((number for number in call.numbers if number.whole is None), None)
+    if lost is not None:
+        return unknown(lost.why)
+    args, kwargs, func = call.args, call.kwargs, torch.as_tensor if call.name == "tensor" else call.func
+    dtype = call.first.dtype if call.tensors else torch.get_default_dtype()
+    known = {id(tensor): fact.whole for tensor, fact in zip(call.tensors, call.facts, strict=True) if fact.whole is not None}
+
+    def put(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(put(one) for one in value)
+        found = known.get(id(value))
+        return found() if found is not None else whole_beside(value, dtype)
+
+    return Fact(
+        Kind.WHOLE, whole=cache(lambda: func(*(put(value) for value in args), **{name: put(value) for name, value in kwargs.items()}))
+    )
+
+
+def _linear(call: Call) -> Fact:
+    """SUM stays SUM under linear functions alone."""
+    name, sums = call.name, [fact.kind is Kind.SUM for fact in call.facts]
+    others = [fact.kind for fact, is_sum in zip(call.facts, sums, strict=True) if not is_sum]
+    if Kind.ROWS in others:
+        return unknown(f"{name} mixes a sum over the samples of the microbatch with values of single samples")
+    if name in ("add", "sub", "radd", "rsub"):
+        if not others and not any(isinstance(value, int | float) and value != 0 for value in call.args[:2]):
+            return SUM
+        return unknown(f"{name} adds something to the loss that is the same in every microbatch, so it would count once for each of them")
+    if name in ("mul", "div", "true_divide", "truediv"):
+        is_first = sums[0] and isinstance(call.args[0], torch.Tensor)
+        if sum(sums) == 1 and (name == "mul" or is_first):
+            return SUM
+    elif name in _LINEAR and all(sums):
+        return SUM
+    return unknown(f"{name} of a sum over samples is not the sum over microbatches of {name}")
+
+
+def _aligned(call: Call) -> Fact:
+    """All rows must stand in the same place."""
+    rows = [(tensor, fact) for tensor, fact in zip(call.tensors, call.facts, strict=True) if fact.kind is Kind.ROWS]
+    tensor, fact = rows[0]
+    place = _from_right(tensor, fact)
+    axis = fact.axis
+    for other, known in rows[1:]:
+        if _from_right(other, known) != place:
+            return unknown(TOGETHER.format(name=call.name), coupled=True)
+        if known.order != fact.order:
+            return unknown(f"{call.name} combines rows of the batch that were ordered in different ways", coupled=True)
+        axis = axis or known.axis
+    if place is not None:
+        for other, known in zip(call.tensors, call.facts, strict=True):
+            if known.kind is Kind.CONST and other.dim() >= -place and other.shape[place] != 1 and not call.watch.trusting:
+                return unknown(f"{call.name} gives every place in the batch a value of its own")
+    widest = max(one.dim() for one in call.tensors)
+    return Fact(Kind.ROWS, None if place is None else widest + place, axis, fact.order)
+
+
+def _from_right(tensor: torch.Tensor, fact: Fact) -> int | None:
+    return None if fact.dim is None else fact.dim - tensor.dim()
+
+
+# Reductions ------------------------------------------------------------------------------------------------------------
+
+
+def _dims(call: Call, place: int = 1) -> tuple[list[int], bool]:
+    """Dims that a reduction runs over, and whether they stay with size 1."""
+    dim = call.argument(place, "dim", "axis")
+    if isinstance(dim, bool):  # `unbiased` of std and var
+        dim = None
+    keepdim = bool(call.argument(place + 1, "keepdim", "keepdims", default=False))
+    ndim = call.first.dim()
+    if dim is None or isinstance(dim, torch.dtype) or (isinstance(dim, tuple | list) and not dim):
+        return list(range(ndim)), keepdim
+    given = dim if isinstance(dim, tuple | list) else (dim,)
+    return [one % max(ndim, 1) for one in given], keepdim
+
+
+def _left_over(fact: Fact, dims: Sequence[int], keepdim: bool) -> Fact:
+    """Rows whose other dims have been reduced."""
+    assert fact.dim is not None
+    return replace(without_origin(fact), dim=fact.dim if keepdim else fact.dim - sum(dim < fact.dim for dim in dims))
+
+
+def without_origin(fact: Fact) -> Fact:
+    return replace(fact, samples=False, mask=None, recipe=None)
+
+
+def _reduces_samples(fact: Fact, dims: Sequence[int], ndim: int) -> bool:
+    return fact.dim in dims or (fact.dim is None and len(dims) == ndim)
+
+
+def reduction(call: Call) -> Fact:
+    """Sums and means over samples add up; other reductions work within samples."""
+    fact = call.facts[0]
+    if blame := first_unknown(call.facts):
+        return blame
+    if fact.kind is not Kind.ROWS:
+        return elementwise(call)
+    dims, keepdim = _dims(call, 2 if call.name in ("norm", "linalg_norm", "linalg_vector_norm") else 1)
+    if not _reduces_samples(fact, dims, call.first.dim()):
+        return without_origin(fact) if fact.dim is None else _left_over(fact, dims, keepdim)
+    if fact.recipe is not None and call.name in ("sum", "count_nonzero", "mean"):
+        return _summed_ahead(call, fact, dims, keepdim)
+    if call.name in ("sum", "nansum", "count_nonzero"):
+        if call.name != "count_nonzero" and call.first.dtype in (torch.float16, torch.bfloat16) and call.kwargs.get("dtype") is None:
+            call.kwargs = {**call.kwargs, "dtype": torch.float32}
+        return SUM
+    if call.name != "mean":
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    if fact.axis is None:
+        return unknown(
+            "mean() averages over elements whose number in other microbatches is unknown: they were selected by something that "
+            "does not follow from the batch's entries alone"
+        )
+    dtype = call.kwargs.get("dtype") or (torch.float32 if call.first.dtype in (torch.float16, torch.bfloat16) else call.first.dtype)
+    axis = fact.axis.times(math.prod(call.first.shape[dim] for dim in dims if dim != fact.dim))
+    total = call.first.sum(dims, keepdim=keepdim, dtype=dtype) if call.first.dim() else call.first.to(dtype)
+    call.result = total / call.watch.rows(axis).to(device=total.device, dtype=total.dtype)
+    return SUM
+
+
+def _summed_ahead(call: Call, fact: Fact, dims: Sequence[int], keepdim: bool) -> Fact:
+    """The sum of something that follows from the batch's entries can be known for the whole batch before any microbatch runs."""
+    watch, local, dtype = call.watch, call.result, call.kwargs.get("dtype")
+    if call.name == "count_nonzero":
+        recipe = Recipe(None, torch.count_nonzero, (fact.recipe, list(dims)))
+    else:
+        recipe = Recipe(None, torch.sum, (fact.recipe, list(dims)), {"keepdim": keepdim, "dtype": dtype})
+    if call.name != "mean":
+        return Fact(Kind.WHOLE, whole=cache(lambda: watch.total(recipe.make, local)))
+    if fact.axis is None:
+        return unknown("mean() over a number of elements that is not known in other microbatches")
+    axis = fact.axis.times(math.prod(call.first.shape[dim] for dim in dims if dim != fact.dim))
+    return Fact(Kind.WHOLE, whole=cache(lambda: watch.total(recipe.make, local) / watch.rows(axis).to(local.dtype)))
+
+
+def extremum(call: Call) -> Fact:
+    """max and min: of two tensors, or over a dim."""
+    two = (len(call.args) > 1 and isinstance(call.args[1], torch.Tensor)) or isinstance(call.kwargs.get("other"), torch.Tensor)
+    return elementwise(call) if two else reduction(call)
+
+
+def within(call: Call) -> Fact:
+    """Functions along one dim that keep the shape: softmax, cumsum, sort, topk, normalize."""
+    fact = call.facts[0]
+    if blame := first_unknown(call.facts):
+        return blame
+    if fact.kind is not Kind.ROWS:
+        return elementwise(call)
+    default = {"normalize": 1, "log_softmax": None, "softmax": None, "softmin": None}.get(call.name, -1)
+    place = 2 if call.name in ("normalize", "topk", "kthvalue", "quantile", "roll", "diff") else 1
+    dim = call.argument(place, "dim", "axis", "dims", default=default)
+    if isinstance(dim, bool):
+        return unknown(f"{call.name} is not followed here")
+    if not isinstance(dim, int) or fact.dim == dim % max(call.first.dim(), 1) or fact.dim is None:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    if call.name == "kthvalue" or call.name == "quantile":
+        return _left_over(fact, [dim % call.first.dim()], bool(call.kwargs.get("keepdim", False)))
+    return without_origin(fact)
+
+
+def along(call: Call) -> Fact:
+    """gather, scatter and the like: along a dim that does not hold the samples, rows meet rows."""
+    if blame := first_unknown(call.facts):
+        return blame
+    if all(fact.kind is Kind.CONST for fact in call.facts):
+        return CONST
+    rows = [fact for fact in call.facts if fact.kind is Kind.ROWS]
+    dim = call.argument(2 if call.name == "take_along_dim" else 1, "dim", "axis")
+    if len(rows) == 0 or not isinstance(dim, int):
+        return unknown(f"{call.name} is not known to keep samples apart")
+    dim %= call.first.dim()
+    same = all(fact.dim == rows[0].dim and fact.order == rows[0].order for fact in rows)
+    index = call.facts[1] if len(call.facts) > 1 else CONST
+    if not same or dim == rows[0].dim or (call.name != "index_select" and call.facts[0].kind is not Kind.ROWS):
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    if call.name == "index_select" and index.kind is not Kind.CONST:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    return without_origin(rows[0])
+
+
+# Products --------------------------------------------------------------------------------------------------------------
+
+
+def matmul(call: Call) -> Fact:
+    if blame := first_unknown(call.facts):
+        return blame
+    kinds = {fact.kind for fact in call.facts}
+    if Kind.ROWS not in kinds:
+        return elementwise(call) if kinds <= {Kind.CONST, Kind.WHOLE} else unknown(f"{call.name} of sums over samples")
+    (left, right), (one, other) = call.tensors[:2], call.facts[:2]
+    if call.name == "linear":
+        free = one.kind is Kind.ROWS and all(fact.kind is Kind.CONST for fact in call.facts[1:]) and one.dim != left.dim() - 1
+        return without_origin(one) if free else unknown(TOGETHER.format(name=call.name), coupled=True)
+    contracted = -1 if right.dim() == 1 else -2
+    place = _from_right(left, one) if one.kind is Kind.ROWS else None
+    there = _from_right(right, other) if other.kind is Kind.ROWS else None
+    if (one.kind is Kind.ROWS and place is None) or (other.kind is Kind.ROWS and there is None):
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    if place == -1 and there == contracted and one.order == other.order:
+        return SUM if left.dim() <= 2 and right.dim() <= 2 else unknown(TOGETHER.format(name=call.name), coupled=True)
+    if place == -1 or there == contracted or (place == -2 and there is not None) or (there == -1 and place is not None):
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    if place is not None and there is not None and (place != there or one.order != other.order):
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    fact = one if place is not None else other
+    found = place if place is not None else there
+    assert found is not None
+    if right.dim() == 1:
+        found += 1
+    elif left.dim() == 1:
+        found += found < -1
+    return replace(without_origin(fact), dim=call.result.dim() + found)
+
+
+def einsum(call: Call) -> Fact:
+    if blame := first_unknown(call.facts):
+        return blame
+    equation = call.args[0]
+    if not isinstance(equation, str) or "..." in equation or not any(fact.kind is Kind.ROWS for fact in call.facts):
+        return elementwise(call) if all(fact.kind is Kind.CONST for fact in call.facts) else unknown("einsum is not followed here")
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    letters: set[str] = set()
+    orders: set[Hashable] = set()
+    for term, fact in zip(inputs.split(","), call.facts, strict=True):
+        if fact.kind is Kind.ROWS and fact.dim is not None:
+            letters.add(term[fact.dim])
+            orders.add(fact.order)
+        elif fact.kind is not Kind.CONST:
+            return unknown("einsum is not followed here")
+    if len(letters) != 1 or len(orders) != 1 or "->" not in equation:
+        return unknown(TOGETHER.format(name="einsum"), coupled=True)
+    letter = letters.pop()
+    if any(letter in term for term, fact in zip(inputs.split(","), call.facts, strict=True) if fact.kind is Kind.CONST):
+        return unknown("einsum gives every place in the batch a value of its own")
+    first = next(fact for fact in call.facts if fact.kind is Kind.ROWS)
+    return replace(without_origin(first), dim=output.index(letter)) if letter in output else SUM
+
+
+# Dims that an input has when its first one counts samples.
+_BATCHED = {"batch_norm": 2, "group_norm": 2, "conv2d": 4, "conv3d": 5, "conv_transpose2d": 4, "max_pool2d": 4, "avg_pool2d": 4}
+_BATCHED |= {"adaptive_avg_pool2d": 4, "adaptive_max_pool2d": 4, "pixel_shuffle": 4}
+
+
+def per_sample(call: Call) -> Fact:
+    """Layers that work on each row of dim 0, with weights."""
+    if blame := first_unknown(call.facts):
+        return blame
+    rows = [fact for fact in call.facts if fact.kind is Kind.ROWS]
+    if not rows:
+        return elementwise(call)
+    training = call.name == "batch_norm" and call.kwargs.get("training", call.args[5] if len(call.args) > 5 else False)
+    batched = call.first.dim() >= _BATCHED.get(call.name, 3)
+    if any(fact.dim != 0 or fact.order != rows[0].order for fact in rows) or not batched or training:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    return without_origin(rows[0])
+
+
+def per_row(call: Call) -> Fact:
+    """Losses with one number for each row of dim 0."""
+    if blame := first_unknown(call.facts):
+        return blame
+    rows = [fact for fact in call.facts if fact.kind is Kind.ROWS]
+    if not rows or any(fact.dim != 0 or fact.order != rows[0].order for fact in rows):
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    return without_origin(rows[0])
+
+
+def last_dims(call: Call) -> Fact:
+    """layer_norm, one_hot, embedding, glu: the dims of the argument that counts rows stay in front."""
+    if blame := first_unknown(call.facts):
+        return blame
+    rows = [fact for fact in call.facts if fact.kind is Kind.ROWS]
+    if not rows:
+        return elementwise(call)
+    fact = call.facts[0]
+    ok = fact.kind is Kind.ROWS and len(rows) == 1 and fact.dim is not None
+    if call.name in ("layer_norm", "rms_norm"):
+        ok = ok and fact.dim is not None and fact.dim < call.first.dim() - len(call.argument(1, "normalized_shape"))
+    elif call.name == "one_hot":
+        if call.argument(1, "num_classes", default=-1) == -1:
+            return unknown("one_hot without num_classes makes as many classes as the microbatch happens to have")
+    elif call.name == "glu":
+        ok = ok and fact.dim != call.argument(1, "dim", default=-1) % call.first.dim()
+    return without_origin(fact) if ok else unknown(TOGETHER.format(name=call.name), coupled=True)
+
+
+def distance(call: Call) -> Fact:
+    """cosine_similarity and pairwise_distance: elementwise, then one dim goes."""
+    fact = elementwise(call)
+    if fact.kind is not Kind.ROWS or fact.dim is None:
+        return fact
+    ndim = max(tensor.dim() for tensor in call.tensors)
+    dim = (call.argument(2, "dim", default=1) if call.name == "cosine_similarity" else -1) % ndim
+    if dim == fact.dim:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    return replace(fact, dim=fact.dim - (dim < fact.dim))
+
+
+def named(rule: Rule, functions: str) -> dict[str, Rule]:
+    return dict.fromkeys(functions.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **named(reduction, "sum mean nansum nanmean amax amin argmax argmin logsumexp special_logsumexp prod any all std var median "),
+    **named(reduction, "nanmedian count_nonzero aminmax mode std_mean var_mean norm linalg_norm linalg_vector_norm"),
+    **named(extremum, "max min"),
+    **named(within, "softmax log_softmax softmin special_softmax special_log_softmax cumsum cumprod logcumsumexp sort argsort topk flip"),
+    **named(within, "normalize kthvalue quantile diff cummax cummin roll"),
+    **named(along, "gather scatter scatter_add scatter_reduce take_along_dim index_select index_fill index_add"),
+    **named(matmul, "matmul mm bmm mv dot linear"),
+    **named(einsum, "einsum"),
+    **named(per_sample, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d max_pool1d max_pool2d avg_pool1d avg_pool2d batch_norm"),
+    **named(per_sample, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d interpolate group_norm instance_norm"),
+    **named(per_sample, "scaled_dot_product_attention pixel_shuffle"),
+    **named(last_dims, "layer_norm rms_norm one_hot embedding glu"),
+    **named(distance, "cosine_similarity pairwise_distance"),
+}
