@@ -111,8 +111,9 @@ def _with_habits(rng: random.Random, layout: Layout) -> Layout:
         habits["frozen" if rng.random() < 0.5 else "unused"] = True
     if layout.model.endswith("causal-lm") and rng.random() < 0.35:
         habits["criterion"] = rng.choice(sorted(CRITERIA))
-        if layout.calls and plugin.get("tp_size", 1) > 1:
-            plugin["parallel_output"] = False  # outside of execute_pipeline a criterion meets the logits as they are
+        mixes = habits["criterion"] in ("indexed_mean", "with_z_loss")  # reads all columns of the logits, of which a rank may hold some
+        if plugin.get("tp_size", 1) > 1 and (mixes or layout.calls):
+            plugin["parallel_output"] = False
     if layout.family in ("llama", "qwen2") and layout.model.endswith("causal-lm") and rng.random() < 0.15:
         habits["embeds"] = True
     if not habits.get("lora") and rng.random() < 0.2:
