@@ -126,12 +126,10 @@ class ScaledOptimizer(OptimizerWrapper):
         self.unscale()
         return super().get_grad_norm(norm_type)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self.loss_guard is not None and self.loss_guard.withholds(self):
-            return None
+    def _take_step(self) -> Any:
         found = self.unscale()
         overflowed = bool(found)  # the step is a host decision: torch optimizers cannot be skipped on the device
-        result = None if overflowed else super().step(closure)
+        result = None if overflowed else super()._take_step()
         self.scaler.update(found)
         return result
 

@@ -82,6 +82,10 @@ class OptimizerWrapper(Optimizer):
             )
         if self.loss_guard is not None and self.loss_guard.withholds(self):
             return None
+        return self._take_step()
+
+    def _take_step(self) -> Any:
+        """A step that nothing speaks against."""
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
         return self._step_wrapped()

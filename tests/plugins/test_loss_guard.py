@@ -1,0 +1,63 @@
+"""A loss that is nan on one rank alone: all ranks leave the step out, or all raise, under every plugin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright import Booster
+from shardwright.interface import NonFiniteLoss
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.testing import run_ranks
+from shardwright.utils.tensors import local_tensor
+
+PLUGINS: dict[str, Any] = {
+    "ddp": lambda: {"plugin": TorchDDPPlugin()},
+    "ddp, fp16": lambda: {"plugin": TorchDDPPlugin(), "mixed_precision": "fp16"},
+    "fsdp": lambda: {"plugin": TorchFSDPPlugin()},
+    "zero 1": lambda: {"plugin": LowLevelZeroPlugin(stage=1, precision="fp32", max_norm=1.0)},
+    "zero 2, fp16": lambda: {"plugin": LowLevelZeroPlugin(stage=2, precision="fp16", initial_scale=8)},
+    "zero 3": lambda: {"plugin": LowLevelZeroPlugin(stage=3, precision="fp32")},
+    "hybrid": lambda: {"plugin": HybridParallelPlugin(precision="fp32")},
+}
+
+
+def train(rank: int, kind: str, on_nan: str, factors: list[float]) -> tuple[list[torch.Tensor], str]:
+    """A step per factor, which multiplies rank 1's loss; the weights at the end, and what was raised."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    booster = Booster(**PLUGINS[kind](), on_nan=on_nan)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    error = ""
+    for number, factor in enumerate(factors):
+        inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+        loss = model(inputs).float().square().mean()
+        booster.backward(loss * (factor if rank else 1.0), optimizer)
+        try:
+            optimizer.step()
+        except NonFiniteLoss as raised:
+            error = str(raised)
+        optimizer.zero_grad()
+    return [local_tensor(param.detach()).clone() for param in model.unwrap().parameters()], error
+
+
+def compare(rank: int, world: int) -> None:
+    for kind in PLUGINS:
+        straight, _ = train(rank, kind, "skip", [1.0])
+        for bad in (math.nan, math.inf):
+            skipped, _ = train(rank, kind, "skip", [1.0, bad])
+            stopped, error = train(rank, kind, "stop", [1.0, bad])
+            assert "step 2 is not finite" in error, kind
+            for left_out, kept, expected in zip(skipped, stopped, straight, strict=True):
+                assert torch.equal(left_out, expected), kind
+                assert torch.equal(kept, expected), kind
+        for watched, plain in zip(train(rank, kind, "skip", [1.0, 1.0])[0], train(rank, kind, "warn", [1.0, 1.0])[0], strict=True):
+            assert torch.equal(watched, plain), f"{kind}: looking at the norm changed a good step"
+
+
+def test_all_ranks_decide_alike() -> None:
+    run_ranks(compare, 2, debug="INFO", timeout=110)
