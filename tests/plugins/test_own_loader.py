@@ -284,8 +284,9 @@ def _shards(shards: list[int]) -> Iterator[dict[str, int]]:
 
 def test_streams_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    datasets = pytest.importorskip("datasets")
-    distributed = pytest.importorskip("datasets.distributed")
+    import datasets  # late: it takes a second, which other tests need not
+    from datasets import distributed
+
     stream = datasets.IterableDataset.from_generator(_shards, gen_kwargs={"shards": [0, 1, 2]})
     shuffled = stream.shuffle(seed=1, buffer_size=8)
 
