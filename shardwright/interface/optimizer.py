@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..cluster import job
 from ..utils.tensors import local_tensor
@@ -131,6 +132,23 @@ class OptimizerWrapper(Optimizer):
         raise ValueError(
             "add_param_group after boost is not supported: the plugin has laid out the parameters; add the group before booster.boost"
         )
+
+    # Hooks of a step run around the wrapped optimizer's, with gradients as it sees them.
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        return self.optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        return self.optim.register_step_post_hook(hook)
+
+    def _refuse_state_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        raise ValueError(
+            "hooks on the state dict of a boosted optimizer: its states are laid out over the ranks and would pass them by; change "
+            "the dict that state_dict() returns, or that load_state_dict(...) is given"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_state_hook
 
     def unwrap(self) -> Optimizer:
         return self.optim

@@ -164,6 +164,7 @@ class GradReducer:
         self.in_backward = False
         self._generation = job.generation()
         self.touched: set[int] = set()  # entries that got a gradient in this step
+        self._kept: set[int] = set()  # entries whose gradients were set to zero, not None: they take part in steps from here on
         self._hooks = self._install()
 
     def _wire(self, bucket: Bucket) -> torch.dtype:
@@ -195,6 +196,7 @@ class GradReducer:
 
     def begin_backward(self) -> None:
         self.in_backward = self._fresh = True
+        self.touched |= self._kept
 
     def on_gradient(self, slot: Slot) -> None:
         if not self.in_backward and not self.bucket_of(slot).holds(slot):
@@ -451,8 +453,10 @@ class GradReducer:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def clear(self) -> None:
-        """Forget this step's gradients."""
+    def clear(self, keep_zeros: bool = False) -> None:
+        """Forget this step's gradients. With `keep_zeros` those that there were are zero from here on, as torch's
+        zero_grad(set_to_none=False) leaves them, not absent."""
+        self._kept = self._kept | self.touched if keep_zeros else set()
         if self._generation != job.generation():  # sums on their way through groups that were closed by a failure
             self._generation = job.generation()
             self._flying.clear()

@@ -65,6 +65,7 @@ class Bucket:
         self.empty = True  # whether the gradient buffers hold nothing of this step
         self.carry: torch.Tensor | None = None
         self._versions: list[int] = []
+        self._addresses: list[int] = []  # of the parameters' views
         self.grad_views = {slot: self.view(self.grads, slot) for slot in plan.slots} if self.grads is not None else {}
 
     def _new_master(self) -> torch.Tensor:
@@ -109,6 +110,7 @@ class Bucket:
             param = slot.entry.param
             param.grad = None
             param.data = self.view(self.flat, slot)
+        self._addresses = [slot.entry.param.data_ptr() for slot in self.plan.slots]
         self.attach_gradients()
         self.note_versions()
 
@@ -133,6 +135,27 @@ class Bucket:
         """Remember how often autograd has counted each parameter as written to (publishing writes to `flat`, which is not counted)."""
         if self.has_copies:
             self._versions = [slot.entry.param._version for slot in self.plan.slots]
+
+    @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Take the values of parameters that were given other storage (`param.data = tensor`), and make them views again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            assigned = [
+                slot for slot, address in zip(self.plan.slots, self._addresses, strict=True) if slot.entry.param.data_ptr() != address
+            ]
+            for slot in assigned:
+                param, view = slot.entry.param, self.view(self.flat, slot)
+                if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                    raise ValueError(
+                        f"{slot.entry.name}.data = a tensor of {_describe(param)} after boost: the optimizer knows this parameter as "
+                        f"{_describe(view)}; assign one like that, or change the model before booster.boost"
+                    )
+                view.copy_(param)
+                param.data = view
+                part = slot.part_in(self.low, self.high) if self.has_copies else None
+                if part is not None:
+                    where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
+                    self.master[where].copy_(self.own_flat[where])
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -196,6 +219,10 @@ class Bucket:
     def _tensors(self) -> list[torch.Tensor]:
         own = [self.flat, self.master, self.shard_grad, self.step_grad]
         return own + [tensor for tensor in (self.grads, self.carry) if tensor is not None]
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
 class ScratchPool:

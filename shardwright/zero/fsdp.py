@@ -156,9 +156,8 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._entries = entries
         self._params: list[Any] = [entry.param for entry in entries]
         self._stepped: list[torch.Tensor] = [param.to_local().detach() if elementwise else param for param in self._params]
-        for number, group in enumerate(optim.param_groups):
-            group["params"] = [tensor for tensor, entry in zip(self._stepped, entries, strict=True) if entry.group == number]
-        begin_state(optim)
+        with self._installed():
+            begin_state(optim)
         self._shared = self._shared_rows()
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._syncs = True
@@ -166,6 +165,23 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._carry: dict[int, Any] = {}  # entry -> reduced gradient (a DTensor) that was set aside
         self._known: list[tuple[Any, Any]] = []  # parameters and their gradients as they were finished
         self._inside = 0  # contexts of `plain_parameters`
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold what it steps on; outside, the script's parameters, whose gradients are DTensors."""
+        groups = self.optim.param_groups
+        shown = [group["params"] for group in groups]
+        for number, group in enumerate(groups):
+            group["params"] = [tensor for tensor, entry in zip(self._stepped, self._entries, strict=True) if entry.group == number]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, shown, strict=True):
+                group["params"] = params
+
+    def _step_wrapped(self) -> Any:
+        with self._installed():
+            return super()._step_wrapped()
 
     def _rows(self, entry: Entry) -> tuple[int, int]:
         """[start, stop) of dim 0 that this rank holds: torch deals rows like `torch.chunk`."""

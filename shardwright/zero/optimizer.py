@@ -345,10 +345,14 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._take_edits()
         return super().step(closure)
 
+    def _step_wrapped(self) -> Any:
+        with self.segments.installed():
+            return super()._step_wrapped()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.guard.ask_for_gradients(False)
-        self.reducer.clear()
+        self.reducer.clear(keep_zeros=not set_to_none)
         self._norm_parts.clear()
         self._agreed = False
         self._reads.dropped.clear()
@@ -369,8 +373,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._apply_factor()
 
     def _take_edits(self) -> None:
-        """Masters follow parameters that were written to in place: load_state_dict, copy_, nn.init (not `.data`, which leaves no trace)."""
+        """Masters follow parameters that were written to: load_state_dict, copy_, nn.init, `param.data = tensor` (not `param.data.mul_`
+        and its like, which leave no trace)."""
         for bucket in self.buckets:
+            bucket.take_assigned()
             if bucket.has_copies:
                 bucket.take_edits()
 
@@ -423,6 +429,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None:
         """Take masters and states, by parameter name, for exactly the ranges that `shards` lists; then publish the weights."""
         self.gatherer.wait()
+        self._take_edits()
         check_complete({slot.entry.spec.name for segment in self.segments.items for slot in segment.run.slots}, set(loaded))
         # Step counts may differ within a segment: cut at every parameter that does not continue the one before it.
         cut: set[Slot] = set()
@@ -466,6 +473,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def refresh_masters(self) -> None:
         """Take masters from the working parameters, after weights were written through `.data`; other ways are noticed."""
         self.gatherer.wait()
+        self._take_edits()
         for bucket in self.buckets:
             if bucket.has_copies:
                 bucket.master.copy_(bucket.own_flat)

@@ -8,6 +8,7 @@ first time that happens, and from then on the cut-out piece has .grad None in su
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,19 +45,32 @@ class Segment:
 
 
 class Segments:
-    """All segments of this rank, installed in the optimizer's param groups; the optimizer object and its group dicts stay the user's."""
+    """All segments of this rank. The optimizer object and its group dicts stay the user's.
+
+    The groups hold segments while the optimizer steps and the script's parameters otherwise: clipping, freezing or averaging what is
+    in `param_groups` does to parameters what it does in one process, or is refused as it is for `model.parameters()`.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], optim: Optimizer) -> None:
         self._optim = optim
         self._buckets = buckets
         self._cut: set[Slot] = set()
         self.items = [Segment(bucket, run) for bucket in buckets for run in plan_runs(bucket.plan, bucket.shard)]
-        self._install()
-        begin_state(optim)
+        with self.installed():
+            begin_state(optim)
 
-    def _install(self) -> None:
-        for number, group in enumerate(self._optim.param_groups):
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold the segments."""
+        groups = self._optim.param_groups
+        shown = [group["params"] for group in groups]
+        for number, group in enumerate(groups):
             group["params"] = [segment.tensor for segment in self.items if segment.run.group == number]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, shown, strict=True):
+                group["params"] = params
 
     def set_touched(self, touched: set[int] | None) -> None:
         """Give gradients to the parameters numbered in `touched` (None: to all) and withhold them from the others."""
@@ -86,7 +100,6 @@ class Segments:
                     if state:
                         self._optim.state[items[-1].tensor] = _cut_state(state, old, run)
         self.items = items
-        self._install()
 
     def grads(self) -> list[torch.Tensor]:
         """Gradients of the step, of the segments that have one."""

@@ -116,7 +116,7 @@ class Pair:
             return self.stepped
         if self.sequence.stage == 3 and self.unsynced and name in ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "step"):
             return True  # FSDP2 reduces in backward only
-        if name in ("torch_clip", "read"):
+        if name in ("torch_clip", "groups_clip", "read"):
             if self.world == 1 or self.sequence.stage == 3 or not self.has_gradients:
                 return False
             return self.sequence.stage > 0 or self.unsynced
@@ -196,13 +196,16 @@ class Pair:
             nn.utils.clip_grad_value_(self.plain.parameters(), most)
         self.unsynced = False
 
-    def do_torch_clip(self, number: int) -> None:
+    def do_torch_clip(self, number: int, params: Any = None) -> None:
         if self.sequence.stage == 3 and self.unsynced:
             return  # FSDP2 keeps what no_sync accumulates out of sight
         most = 0.05 * (1 + number % 7)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters() if params is None else params, most)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         same(norm, float(nn.utils.clip_grad_norm_(self.plain.parameters(), most)), "torch's norm")
+
+    def do_groups_clip(self, number: int) -> None:
+        self.do_torch_clip(number, [param for group in self.optim.param_groups for param in group["params"]])
 
     def do_read(self, _: int) -> None:
         if self.sequence.stage == 3 and self.unsynced:
@@ -239,6 +242,12 @@ class Pair:
             with torch.no_grad():
                 dict(module.named_parameters())["head.weight"].mul_(1 + 0.01 * (number % 5))
 
+    def do_assign(self, number: int) -> None:
+        """As torch.nn.utils.vector_to_parameters and scripts that swap in averaged weights do."""
+        for module in (self.model, self.plain):
+            for param in module.parameters():
+                param.data = param.data * (1 + 0.01 * (number % 5))
+
     def do_average(self, _: int) -> None:
         """What an average of weights over a list made before boost sees, right now."""
         params = self.captured if self.sequence.stage < 3 else list(self.model.parameters())
@@ -267,6 +276,18 @@ class Pair:
             self.optim.zero_grad()
         self.plain_optim.zero_grad()
         self.has_gradients = self.stepped = self.unsynced = False
+
+    def do_zero_in_place(self, _: int) -> None:
+        for optim in (self.optim, self.plain_optim):
+            optim.zero_grad(set_to_none=False)
+        self.has_gradients = self.stepped = self.unsynced = False
+
+    def do_count_steps(self, _: int) -> None:
+        counted: list[str] = []
+        self.optim.register_step_pre_hook(lambda *_: counted.append("before"))
+        self.optim.register_step_post_hook(lambda *_: counted.append("after"))
+        self.do_step(0)
+        assert counted == ["before", "after"]
 
     def do_step(self, _: int) -> None:
         self.optim.step()
@@ -311,7 +332,7 @@ def run_sequence(rank: int, world: int, sequence: Sequence) -> None:
     for position, (name, number) in enumerate(sequence.calls):
         try:
             pair.call(name, number)
-            if name in ("step", "load", "edit", "restore"):
+            if name in ("step", "load", "edit", "assign", "restore"):
                 if number % 2:
                     pair.do_average(number)
                 pair.compare()

@@ -122,3 +122,17 @@ def test_many_more_sequences(world: int) -> None:
     while left > 0:
         check(world, drawn(world, min(left, 50), again=False))
         left -= 50
+
+
+HABITS = (
+    *(("backward", 3), ("step", 1), ("zero_in_place", 0), ("backward", 4), ("step", 1), ("zero_in_place", 0), ("backward", 8), ("step", 1)),
+    *(("zero_grad", 0), ("backward", 8), ("groups_clip", 1), ("step", 1), ("zero_grad", 0), ("assign", 2), ("backward", 6), ("assign", 3)),
+    *(("step", 1), ("assign", 4), ("save", 0), ("zero_grad", 0), ("backward", 7), ("step", 1), ("restore", 0), ("zero_grad", 0)),
+    *(("backward", 7), ("groups_clip", 2), ("count_steps", 0)),
+)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_ways_to_clip_assign_and_clear(world: int) -> None:
+    plans = [(0, "hybrid", "adamw"), (1, "zero", "sgd"), (2, "zero", "own step"), (1, "hybrid", "adamw")]
+    run_ranks(run_sequences, world, [Sequence(stage, HABITS, plugin, optimizer) for stage, plugin, optimizer in plans], timeout=60)

@@ -51,7 +51,10 @@ def _bytes_kept(rank: int, world: int) -> list[dict[str, Any]]:
         booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
         optimizer.step()
         states = sum(v.numel() * v.itemsize for state in optimizer.optim.state.values() for v in map(_local, state.values()) if v.ndim)
-        shard = sum(_local(p).numel() for group in optimizer.optim.param_groups for p in group["params"])
+        if isinstance(optimizer, ZeroOptimizer):
+            shard = sum(segment.tensor.numel() for segment in optimizer.segments.items)
+        else:
+            shard = sum(_local(p).numel() for group in optimizer.optim.param_groups for p in group["params"])
         kept = {"states": states, "shard": shard}
         if isinstance(optimizer, ZeroOptimizer):
             kept["weights"] = sum(bucket.flat.numel() * bucket.flat.itemsize for bucket in optimizer.buckets)
