@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from .failure import DIED, INTERRUPTED, LEFT, TIMEOUT, Failure
 from .job import Job
@@ -26,7 +26,7 @@ _OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
 _STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
 
 _exit_code: int | None = None  # what this process ends with, once that is decided
-_script_exit: tuple[int, str] | None = None  # the last sys.exit: its code, and from where
+_script_exit: _Exit | None = None  # the last sys.exit that nobody caught
 
 
 def excepthook(job: Job, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
@@ -137,15 +137,39 @@ def leave_interrupted(job: Job) -> NoReturn:
 def remember_exits() -> None:
     """Let `sys.exit` note who called it with what, which no exit handler is told."""
     leave = sys.exit
+    if getattr(leave, "notes_exits", False):
+        return
 
     def leave_with_note(code: object = None, /) -> NoReturn:
         global _script_exit
         caller = sys._getframe(1)
         number = code if isinstance(code, int) else 0 if code is None else 1
-        _script_exit = (number, f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}")
-        leave(code)  # type: ignore[arg-type]
+        _script_exit = _Exit(number, f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}")
+        try:
+            leave(code)  # type: ignore[arg-type]
+        except SystemExit as error:
+            error.until_caught = _UntilCaught(_script_exit)  # type: ignore[attr-defined]
+            raise
 
+    leave_with_note.notes_exits = True  # type: ignore[attr-defined]
     sys.exit = leave_with_note
+
+
+class _Exit(NamedTuple):
+    code: int
+    where: str
+
+
+class _UntilCaught:
+    """Held by a SystemExit. The interpreter drops one that nobody caught when no frame is left; a frame is there when one was caught."""
+
+    def __init__(self, note: _Exit) -> None:
+        self._note = note
+
+    def __del__(self) -> None:
+        global _script_exit
+        if _script_exit is self._note and sys._getframe().f_back is not None:
+            _script_exit = None
 
 
 def at_exit(job: Job) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import itertools
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ logger = logging.getLogger("shardwright")
 Config = str | Path | Mapping[str, Any] | None
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _BACKENDS = ("nccl", "gloo", "fake")
+
+_end_watch: Callable[[], None] | None = None  # of the job that this process belongs to
+_joined = itertools.count()  # jobs of several ranks that this process has joined
 
 
 def launch(
@@ -62,8 +68,11 @@ def launch(
     else:
         if "nccl" in backend:
             _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
+        if _end_watch is not None:
+            _end_watch()  # of a job whose process group was destroyed
         _join(rank, world_size, host, port, backend, limit)
         os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
+        atexit.unregister(_leave)  # once is enough for a process that joins again
         atexit.register(_leave)
     if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
         _fail_together(limit)
@@ -161,24 +170,50 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
 
 def _fail_together(timeout: timedelta) -> None:
     """Let this rank hear of the failures of others, and others of its own; see `cluster.job`."""
-    # Checked on torch 2.13: the store of the default group has no public name.
-    me = job.Job(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    global _end_watch
+    # Checked on torch 2.13: the store of the default group has no public name. torchrun's outlives the group, with all that was said in it.
+    store = dist.PrefixStore(f"shardwright/{next(_joined)}", dist.distributed_c10d._get_default_store())
+    me = job.Job(store, dist.get_rank(), dist.get_world_size())
     job.set_current(me)
     groups.set_timeout(timeout)
     watch = Watch(me)
     watch.install()
     ending.remember_exits()
     default = sys.excepthook
-    sys.excepthook = lambda kind, error, tb: ending.excepthook(me, kind, error, tb)
+    process = os.getpid()
 
-    def stop() -> None:
-        ending.at_exit(me)
+    def end_by_exception(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if os.getpid() == process:
+            ending.excepthook(me, kind, error, tb)
+        else:
+            default(kind, error, tb)
+
+    def end_watch() -> None:
+        global _end_watch
+        _end_watch = None
+        atexit.unregister(stop)
         watch.stop()
-        sys.excepthook = default
+        if sys.excepthook is end_by_exception:
+            sys.excepthook = default
         job.set_current(None)
 
+    def stop() -> None:
+        if os.getpid() == process:
+            ending.at_exit(me)
+            end_watch()
+
+    sys.excepthook = end_by_exception
+    _end_watch = end_watch
+    hears = weakref.ref(watch)
+    os.register_at_fork(after_in_child=lambda: _end_in_child(hears()))
     # Handlers run last in, first out: this one before `_leave`, where `launch` registered it.
     atexit.register(stop)
+
+
+def _end_in_child(watch: Watch | None) -> None:
+    """A forked child (of a data loader, a multiprocessing.Pool) is no rank: what ends it must not end the rank."""
+    if watch is not None:
+        watch.stop_listening()
 
 
 def _leave() -> None:

@@ -33,24 +33,39 @@ class Watch(threading.Thread):
         self._end_at: float | None = None
         self._interrupted_at: float | None = None
         self._interrupt_raised = False
+        self._listens = False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
 
     def install(self) -> None:
-        """Start, and listen to the signals that nobody else has asked for. Call from the main thread."""
+        """Start, and listen to the signals that nobody else has asked for; they can be asked for from the main thread only."""
+        self.start()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._listens = True
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_terminate)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_interrupt)
-        self.start()
 
     def stop(self) -> None:
         """End the thread: a thread that asks for Python's lock while the interpreter is taken apart aborts it."""
         self._stopping = True
-        signal.set_wakeup_fd(-1)
+        self.stop_listening()
         self._writer.send(b"\0")
         self.join(2 * POLL)
+
+    def stop_listening(self) -> None:
+        """Signals do again what they did before. Also for a forked child, whose signals would be taken for this process's."""
+        if not self._listens or threading.current_thread() is not threading.main_thread():
+            return
+        self._listens = False
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._on_terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _on_terminate(self, *_: Any) -> None:
         """The thread answers; see `_read_signals`."""

@@ -12,7 +12,7 @@ assertion is launched, which names the entry when it fails and which nobody wait
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class ValueLimit:
     what: str
     advice: str
     ignored: int | None = None
+
+    def but_for(self, ignored: Any) -> ValueLimit:
+        """This limit where a call says itself which labels its loss ignores (`model(..., ignore_index=-1)`)."""
+        return self if self.ignored is None or not isinstance(ignored, int) else replace(self, ignored=ignored)
 
     def check(self, tensor: torch.Tensor) -> None:
         if tensor.dtype not in _WHOLE_NUMBERS or not tensor.numel():
@@ -83,7 +87,8 @@ class InputLimits:
         self.values: list[ValueLimit] = []
         self.lengths: list[LengthLimit] = []
         self._model = type(model).__name__
-        self._vocabulary("input_ids", _rows(_ask(model, "get_input_embeddings")))
+        config = getattr(model, "config", None)
+        self._vocabulary("input_ids", _rows(_ask(model, "get_input_embeddings"), config))
         self._vocabulary("decoder_input_ids", _rows(_ask(_ask(model, "get_decoder"), "get_input_embeddings")))
         self._labels(model)
         self._tables(model)
@@ -93,7 +98,7 @@ class InputLimits:
         for value_limit in self.values:
             tensor = batch.get(value_limit.key)
             if isinstance(tensor, torch.Tensor):
-                value_limit.check(tensor)
+                value_limit.but_for(batch.get("ignore_index")).check(tensor)
         for length_limit in self.lengths:
             tensor = batch.get(length_limit.key)
             if isinstance(tensor, torch.Tensor) and (length_limit.key != "input_ids" or batch.get("position_ids") is None):
@@ -110,6 +115,8 @@ class InputLimits:
     def _labels(self, model: nn.Module) -> None:
         head = _ask(model, "get_output_embeddings")
         classes = getattr(head, "out_features", None)
+        if isinstance(classes, int):
+            classes += int(getattr(head, "out_additional_features", None) or 0)
         what, advice = f"the vocabulary of {self._model}", "Mark what the loss shall leave out, padding for one, by -100"
         config = getattr(model, "config", None)
         if head is None and self._model.endswith(_CLASSIFIERS) and getattr(config, "problem_type", None) in (None, _SINGLE):
@@ -121,10 +128,17 @@ class InputLimits:
 
     def _tables(self, model: nn.Module) -> None:
         tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding) and "vision" not in name}
-        positions = {name: table for name, table in tables.items() if name.rpartition(".")[2] in _POSITIONS}
+        config = getattr(model, "config", None)
+        positions = {
+            name: table
+            for name, table in tables.items()
+            if name.rpartition(".")[2] in _POSITIONS and not hasattr(table, "make_weight")  # those grow with the text
+        }
+        if getattr(config, "reset_position_index_per_cell", False):
+            positions = {}  # what is counted is the tokens of a cell of a table
         decoders = {name: table for name, table in positions.items() if "decoder" in name.split(".")}
         others = {name: table for name, table in positions.items() if name not in decoders}
-        two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        two = getattr(config, "is_encoder_decoder", False)
         if len(decoders) == 1 and two:
             self._positions(next(iter(decoders.values())), ("decoder_input_ids", "labels"), "decoder_position_ids")
             positions = others
@@ -158,5 +172,11 @@ def _ask(model: Any, name: str) -> Any:
         return None
 
 
-def _rows(embedding: Any) -> int | None:
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+def _rows(embedding: Any, config: Any = None) -> int | None:
+    """Ids that a model takes: the rows of its embedding, those of a second table behind it, and ids that stand for an image or a sound,
+    which models with `config` replace before they look into the table."""
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    rows = embedding.num_embeddings + int(getattr(embedding, "num_additional_embeddings", None) or 0)
+    markers = [getattr(config, f"{kind}_token_{what}", None) for kind in ("image", "video", "audio") for what in ("id", "index")]
+    return max([rows, *(marker + 1 for marker in markers if isinstance(marker, int))])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 
 import shardwright
 from shardwright.booster import Booster
+from shardwright.cluster.job import current
 from shardwright.plugins import HybridParallelPlugin
 
 
@@ -54,6 +58,32 @@ def train(how: str) -> None:
         optimizer.zero_grad()
 
 
+def live() -> None:
+    """What scripts do that fails nobody: children that are ended, exits that are caught or end a thread only, joining a second time."""
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+    child = fork.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join()
+    assert child.exitcode == -signal.SIGTERM
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+    with contextlib.suppress(SystemExit):
+        sys.exit(2)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    thread = threading.Thread(target=shardwright.launch_from_torch)
+    thread.start()
+    thread.join()
+    job = current()
+    assert job is not None
+    assert job.wait_for([f"host/{rank}" for rank in range(job.world_size)], 30)
+    dist.barrier()
+
+
 def communicate(how: str) -> None:
     """No model: ranks that meet in one collective after the other."""
     total = torch.ones(3)
@@ -81,5 +111,7 @@ if __name__ == "__main__":
     shardwright.launch_from_torch(seed=1, timeout=float(os.environ.get("TIMEOUT", "60")))
     if arguments[0] in ("raise", "well"):
         train(arguments[0])
+    elif arguments[0] == "live":
+        live()
     else:
         communicate(arguments[0])

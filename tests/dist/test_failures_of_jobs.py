@@ -91,7 +91,11 @@ def processes(how: str, tmp_path: Path, **extra: str) -> tuple[list[int], list[s
         if len(ends) < sum(process.poll() is not None for process in started):
             ends.append(time.monotonic())
         time.sleep(0.02)
-    return [process.returncode for process in started], [(tmp_path / str(rank)).read_text() for rank in range(3)], time.monotonic() - ends[0]
+    return (
+        [process.returncode for process in started],
+        [(tmp_path / str(rank)).read_text() for rank in range(3)],
+        time.monotonic() - ends[0],
+    )
 
 
 def test_the_others_say_which_rank_died(tmp_path: Path) -> None:
@@ -102,6 +106,11 @@ def test_the_others_say_which_rank_died(tmp_path: Path) -> None:
         assert "Connection closed" not in text
         assert len(text.splitlines()) <= 2, text
     assert took < 10
+
+
+def test_what_is_no_failure_fails_nobody(tmp_path: Path) -> None:
+    codes, printed, _ = processes("live", tmp_path)
+    assert codes == [0, 0, 0], printed
 
 
 def test_a_timeout_binds_and_names_the_sleeping_rank(tmp_path: Path) -> None:

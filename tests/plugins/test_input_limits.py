@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration, OPTConfig, OPTForCausalLM, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    TapasConfig,
+    TapasModel,
+)
 
 from shardwright.plugins.input_limits import InputLimits
 from shardwright.testing import zoo
@@ -67,6 +82,46 @@ def test_lengths_are_those_that_the_models_take() -> None:
     for source, target in ((16, 16), (17, 16), (16, 17)):
         assert refuses(bart, {"input_ids": ids(source), "decoder_input_ids": ids(target)}) == (source + target > 32)
         assert refuses(bart, {"input_ids": ids(source), "labels": ids(target)}) == (source + target > 32)
+
+
+def test_what_models_take_beyond_their_tables() -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    fsmt = FSMTForConditionalGeneration(
+        FSMTConfig(
+            langs=["a", "b"],
+            src_vocab_size=40,
+            tgt_vocab_size=40,
+            d_model=8,
+            **sizes,
+            encoder_ffn_dim=8,
+            decoder_ffn_dim=8,
+            max_position_embeddings=16,
+        )
+    )
+    assert not refuses(fsmt, {"input_ids": ids(20), "labels": ids(20)})  # its table of positions grows
+    tapas = TapasModel(TapasConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    cells = torch.zeros(2, 20, 7, dtype=torch.int64)
+    cells[:, :, 1] = cells[:, :, 2] = torch.arange(20) // 5
+    assert not refuses(tapas, {"input_ids": ids(20), "token_type_ids": cells})  # it counts the tokens of a cell
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=2))
+    labels = ids(8)
+    labels[:, 0] = -1
+    assert not refuses(gpt2, {"input_ids": ids(8), "labels": labels, "ignore_index": -1})
+    assert refuses(gpt2, {"input_ids": ids(8), "labels": labels})
+    text = {"model_type": "gemma", "vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    paligemma = PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(
+            vision_config={"model_type": "siglip_vision_model", **vision, "projection_dim": 8},
+            text_config={**text, "num_attention_heads": 2, "num_key_value_heads": 2},
+            image_token_id=45,
+            projection_dim=8,
+            hidden_size=8,
+        )
+    )
+    image = ids(8)
+    image[:, :4] = 45  # replaced by the image before the table is asked
+    assert not refuses(paligemma, {"input_ids": image, "pixel_values": torch.ones(2, 3, 8, 8), "attention_mask": torch.ones_like(image)})
 
 
 def test_a_model_of_any_kind_has_no_limits_that_nobody_knows() -> None:
