@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -204,16 +203,8 @@ def _fail_together(timeout: timedelta) -> None:
 
     sys.excepthook = end_by_exception
     _end_watch = end_watch
-    hears = weakref.ref(watch)
-    os.register_at_fork(after_in_child=lambda: _end_in_child(hears()))
     # Handlers run last in, first out: this one before `_leave`, where `launch` registered it.
     atexit.register(stop)
-
-
-def _end_in_child(watch: Watch | None) -> None:
-    """A forked child (of a data loader, a multiprocessing.Pool) is no rank: what ends it must not end the rank."""
-    if watch is not None:
-        watch.stop_listening()
 
 
 def _leave() -> None:

@@ -9,11 +9,13 @@ descriptor (`signal.set_wakeup_fd`) at once, and this thread reads it.
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
 import threading
 import time
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -40,6 +42,7 @@ class Watch(threading.Thread):
     def install(self) -> None:
         """Start, and listen to the signals that nobody else has asked for; they can be asked for from the main thread only."""
         self.start()
+        _keep_from_children(self)
         if threading.current_thread() is not threading.main_thread():
             return
         self._listens = True
@@ -116,3 +119,25 @@ class Watch(threading.Thread):
             self._interrupted_at = self._interrupted_at or time.monotonic()
         if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) == self._on_terminate:
             ending.leave_terminated(self._job)
+
+
+def _keep_from_children(watch: Watch) -> None:
+    """A forked child (of a data loader, a `multiprocessing.Pool`) is no rank: what ends it must not end the rank, and must end it.
+
+    The child inherits handlers and descriptor. A signal that reaches it before they are taken away waits until they are.
+    """
+    hears, before = weakref.ref(watch), threading.local()
+
+    def hold() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def release_child() -> None:
+        here = hears()
+        if here is not None:
+            here.stop_listening()
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_child)

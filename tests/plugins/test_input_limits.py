@@ -105,7 +105,7 @@ def test_what_models_take_beyond_their_tables() -> None:
     assert not refuses(tapas, {"input_ids": ids(20), "token_type_ids": cells})  # it counts the tokens of a cell
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=2))
     labels = ids(8)
-    labels[:, 0] = -1
+    labels[:, 1] = -1
     assert not refuses(gpt2, {"input_ids": ids(8), "labels": labels, "ignore_index": -1})
     assert refuses(gpt2, {"input_ids": ids(8), "labels": labels})
     text = {"model_type": "gemma", "vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
