@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import json
 import os
 import signal
@@ -49,7 +50,7 @@ def test_torchrun_ends_with_the_root_cause() -> None:
     assert "rank      : 3 (local_rank: 3)" in root
     assert "rank 3 (dp=1, pp=1, tp=0) failed first in step 2 of execute_pipeline, action 1F0 (stage 1, chunk 0, microbatch 0)" in root
     assert "ValueError: bad batch" in root
-    assert 'failing_script.py:47 criterion: raise ValueError("bad batch")' in root
+    assert re.search(r'failing_script.py:\d+ criterion: raise ValueError\("bad batch"\)', root), root
     assert lines[-1].startswith("====")
     assert "<NO_OTHER_FAILURES>" in "\n".join(lines)
     [name] = [line.split(": ", 1)[1] for line in lines if line.strip().startswith("error_file:")]
