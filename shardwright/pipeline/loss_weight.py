@@ -138,6 +138,7 @@ class GlobalLoss:
         self._watchers: dict[int, TermWatcher] = {}
         self._pristine: dict[int, dict[Any, torch.Tensor]] = {}  # entries of microbatches as they were before they were written to
         self._num_questions: int | None = None
+        self._watched_one = False
         self._whole = needs_no_weights(len(self.microbatches), self.group)
         self._weights = None if self._whole else given_weights(criterion, self.microbatches, alone=self.group is None)
         self._samples = [batch_size(microbatch) for microbatch in self.microbatches]
@@ -154,7 +155,10 @@ class GlobalLoss:
         if not self.is_watched:
             return nullcontext()
         pristine = self._pristine[index] = {}
-        watcher = TermWatcher(self.microbatches[index], self._samples[index], self._answer, self._constants, pristine)
+        watcher = TermWatcher(
+            self.microbatches[index], self._samples[index], self._answer, self._constants, pristine, not self._watched_one
+        )
+        self._watched_one = True
         watcher.seed(seen)
         self._watchers[index] = watcher
         return watcher
@@ -216,6 +220,8 @@ class GlobalLoss:
     def _answer(self, index: int, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
         """The sum of `count(entries)` over the global batch, computed when the first microbatch asks question `index`."""
         if index == len(self._answers):
+            if self._num_questions is not None:
+                raise LossError(f"the loss takes another way in this microbatch than in the one before: it counts more. {HOW_TO_WEIGH}")
             counts = []
             for number, (microbatch, samples) in enumerate(zip(self.microbatches, self._samples, strict=True)):
                 entries = {**dict(items_of(microbatch)), **self._pristine.get(number, {}), SAMPLES: samples}
