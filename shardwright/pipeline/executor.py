@@ -137,7 +137,7 @@ def plan_cut(
         config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck(model, survey.units))
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck.of(model, survey.units))
 
 
 def _plan_one_stage(
@@ -157,7 +157,7 @@ def _plan_one_stage(
     checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
     one = settings.microbatch_size is None and settings.num_microbatches in (None, 1)
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    check = None if one and alone else LossCheck(model, units)
+    check = None if one and alone else LossCheck.of(model, units)
     return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), (), check)
 
 

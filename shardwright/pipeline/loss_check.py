@@ -57,6 +57,14 @@ class LossCheck:
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
 
+    @classmethod
+    def of(cls, model: nn.Module, units: Sequence[Unit]) -> LossCheck | None:
+        """None for a model that cannot be copied: what its loss does is then found out while it runs."""
+        try:
+            return cls(model, units)
+        except Exception:  # a lock or an open file among its attributes
+            return None
+
     def check(
         self, criterion: Criterion | None, microbatches: Sequence[Any], keys: Sequence[Hashable], weighed: bool, training: bool
     ) -> dict[int, Verdict]:

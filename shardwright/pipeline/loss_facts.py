@@ -242,7 +242,8 @@ def _compare(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
         return NotImplemented
     if left.decides is not None and left.whole is None:
         left.decides()
-    if left.decides is not None and left.whole is not None:
+    sure = left.axis is not None and _plain(left) > _plain(right)  # the whole batch has at least as many: nothing to wait for
+    if left.decides is not None and left.whole is not None and not sure:
         one, other = left.whole(), whole_of(right)
         if not any(isinstance(value, torch.Tensor) and value.is_meta for value in (one, other)):
             return bool(function(one, other))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from typing import Any
 
@@ -155,6 +156,34 @@ def test_a_model_that_needs_numbers_is_followed_while_it_runs() -> None:
     loop.compare(losses.by_hand.selected_mean)
     with pytest.raises(ValueError, match=r"criterion\.weight"):
         loop.step(losses.refused.in_batch_negatives)
+
+
+class Locked(losses.model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_is_followed_while_it_runs() -> None:
+    model, settings = Locked(), PipelineSettings(num_microbatches=3)
+    executor = PipelineExecutor(cut_model(model, settings), settings)
+    assert executor.cut.loss_check is None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = losses.batch(7)
+    expected = losses.by_hand.selected_mean(model(**batch), batch).detach()
+    torch.testing.assert_close(executor.execute(iter([batch]), losses.by_hand.selected_mean, optimizer)["loss"], expected)
+    with pytest.raises(ValueError, match=r"criterion\.weight"):
+        executor.execute(iter([batch]), losses.refused.in_batch_negatives, optimizer)
+
+
+def test_following_a_loss_draws_no_random_numbers() -> None:
+    def noisy(outputs: Any, inputs: Any) -> torch.Tensor:
+        return (F.dropout(outputs["score"], 0.3) * torch.rand(outputs["score"].shape[0])).mean()
+
+    loop, state = Loop(), torch.get_rng_state()
+    batch = losses.batch(3)
+    assert loop.check.check(noisy, [batch], ["key"], True, True)[0].followed
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_frozen_model_has_no_loss_to_train() -> None:
