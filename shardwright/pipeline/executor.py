@@ -24,7 +24,7 @@ from . import schedules
 from .checkpointing import PipelineGradientCheckpointConfig
 from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
-from .loss_weight import GlobalLoss
+from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
 from .partition import given_units, partition_units, unit_costs
@@ -350,6 +350,8 @@ class PipelineExecutor:
         if step.training or step.want_loss:
             with self._loss_context():
                 part = step.loss.contribution(index, output)
+            if step.training:
+                check_grad(part)
             part = part if self.grad_factor == 1.0 else part * self.grad_factor
         if step.want_outputs:
             step.outputs[index] = map_tensors(torch.Tensor.detach, output)

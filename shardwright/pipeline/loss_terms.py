@@ -90,6 +90,7 @@ class TermWatcher(TorchFunctionMode):
     constants() -> ids of tensors that are the same in every microbatch though they are no parameters (buffers)
     pristine  gets copies of entries before they are written to
     recording  recipes are needed; False where all questions have been answered for another microbatch
+    shared  keys of entries that every microbatch has whole
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class TermWatcher(TorchFunctionMode):
         constants: Callable[[], frozenset[int]] = frozenset,
         pristine: dict[Any, torch.Tensor] | None = None,
         recording: bool = True,
+        shared: frozenset[Any] = frozenset(),
     ) -> None:
         super().__init__()
         self.entries = {**dict(items_of(microbatch)), SAMPLES: samples}
@@ -121,7 +123,7 @@ class TermWatcher(TorchFunctionMode):
         self._facts: dict[int, tuple[weakref.ref[torch.Tensor], Fact]] = {}
         for key, value in items_of(microbatch):
             if isinstance(value, torch.Tensor):
-                dim = batch_dim(key, value, samples)
+                dim = None if key in shared else batch_dim(key, value, samples)
                 recipe = Recipe(key)
                 self._note(value, CONST if dim is None else Fact(Kind.ROWS, dim, Axis(), recipe=recipe))
 

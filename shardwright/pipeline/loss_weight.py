@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .loss_facts import SAMPLES, Kind
 from .loss_terms import TermWatcher
-from .microbatch import batch_size, items_of
+from .microbatch import batch_size, items_of, shared_entries
 
 Criterion = Callable[..., torch.Tensor]
 
@@ -142,6 +142,7 @@ class GlobalLoss:
         self._whole = needs_no_weights(len(self.microbatches), self.group)
         self._weights = None if self._whole else given_weights(criterion, self.microbatches, alone=self.group is None)
         self._samples = [batch_size(microbatch) for microbatch in self.microbatches]
+        self._shared = shared_entries(self.microbatches)
         self._weight_sum: torch.Tensor | None = None
         self.summed_entries: frozenset[str] = frozenset()  # names of the model's outputs that are parts of global means
 
@@ -156,7 +157,13 @@ class GlobalLoss:
             return nullcontext()
         pristine = self._pristine[index] = {}
         watcher = TermWatcher(
-            self.microbatches[index], self._samples[index], self._answer, self._constants, pristine, not self._watched_one
+            self.microbatches[index],
+            self._samples[index],
+            self._answer,
+            self._constants,
+            pristine,
+            recording=not self._watched_one,
+            shared=self._shared,
         )
         self._watched_one = True
         watcher.seed(seen)

@@ -86,6 +86,11 @@ def test_a_model_without_layers_is_followed_from_the_start(criterion: Any) -> No
         del type(model.layers).__iter__  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["weights_by_position", "last_token", "selected_mean", "per_sample_means", "regression", "multi_label"])
+def test_microbatches_of_one_sample(name: str) -> None:
+    Loop().compare(losses.RIGHT[name], samples=3)
+
+
 class Kept:
     """Counts its calls and keeps what it measures."""
 
@@ -200,7 +205,9 @@ def test_evaluation_gives_the_same_loss(name: str) -> None:
     with torch.no_grad():
         batch = losses.batch(7)
         expected = criterion(loop.model(**batch), copy.deepcopy(batch))
+    loop.check._verdicts.clear()
     torch.testing.assert_close(loop.step(criterion, training=False), expected, rtol=1e-12, atol=1e-12)
+    assert all(verdict.followed for verdict in loop.check._verdicts.values())
 
 
 EVALUATED = Loop()
