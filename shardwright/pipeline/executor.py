@@ -24,7 +24,7 @@ from . import schedules
 from .checkpointing import PipelineGradientCheckpointConfig
 from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
-from .loss_weight import GlobalLoss
+from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
 from .partition import given_units, partition_units, unit_costs
@@ -137,7 +137,7 @@ def plan_cut(
         config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck(model, survey.units))
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck.of(model, survey.units))
 
 
 def _plan_one_stage(
@@ -157,7 +157,7 @@ def _plan_one_stage(
     checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
     one = settings.microbatch_size is None and settings.num_microbatches in (None, 1)
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    check = None if one and alone else LossCheck(model, units)
+    check = None if one and alone else LossCheck.of(model, units)
     return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), (), check)
 
 
@@ -350,6 +350,8 @@ class PipelineExecutor:
         if step.training or step.want_loss:
             with self._loss_context():
                 part = step.loss.contribution(index, output)
+            if step.training:
+                check_grad(part)
             part = part if self.grad_factor == 1.0 else part * self.grad_factor
         if step.want_outputs:
             step.outputs[index] = map_tensors(torch.Tensor.detach, output)

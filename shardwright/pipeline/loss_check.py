@@ -29,7 +29,7 @@ from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
 from .loss_terms import ARITHMETIC, TermWatcher
 from .loss_weight import HOW_TO_WEIGH, NOT_FOLLOWED, Criterion, LossError, Verdict, check_grad, check_linear, loss_of_output
-from .microbatch import batch_dim, batch_size, items_of
+from .microbatch import batch_dim, batch_size, items_of, shared_entries
 
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
 
@@ -57,6 +57,14 @@ class LossCheck:
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
 
+    @classmethod
+    def of(cls, model: nn.Module, units: Sequence[Unit]) -> LossCheck | None:
+        """None for a model that cannot be copied: what its loss does is then found out while it runs."""
+        try:
+            return cls(model, units)
+        except Exception:  # a lock or an open file among its attributes
+            return None
+
     def check(
         self, criterion: Criterion | None, microbatches: Sequence[Any], keys: Sequence[Hashable], weighed: bool, training: bool
     ) -> dict[int, Verdict]:
@@ -67,12 +75,13 @@ class LossCheck:
         """
         identity = _identity(criterion)
         found: dict[Hashable, Verdict] = {}
+        shared = shared_entries(microbatches)
         for key, microbatch in zip(keys, microbatches, strict=True):
             if key in found:
                 continue
-            known = (identity, key, weighed, training, self._model.training)
+            known = (identity, key, shared, weighed, training, self._model.training)
             if known not in self._verdicts:
-                self._verdicts[known] = self._judge(criterion, microbatch, weighed, training)
+                self._verdicts[known] = self._judge(criterion, microbatch, shared, weighed, training)
                 self._held[known] = criterion
                 if len(self._verdicts) > _REMEMBERED:
                     del self._held[self._verdicts.popitem(last=False)[0]]
@@ -105,13 +114,13 @@ class LossCheck:
         if training != self._model.training:
             self._model.train(training)
 
-    def _judge(self, criterion: Criterion | None, microbatch: Any, weighed: bool, training: bool) -> Verdict:
+    def _judge(self, criterion: Criterion | None, microbatch: Any, shared: frozenset[Any], weighed: bool, training: bool) -> Verdict:
         verdicts = []
         for guess in (True, False):  # what `if mask.any()` finds
             runs: list[_MetaWatcher | Exception] = []
             for factor in (1, 2) if weighed else (1,):
                 try:
-                    runs.append(self._run(_on_meta(criterion), microbatch, factor, weighed, training, guess))
+                    runs.append(self._run(_on_meta(criterion), microbatch, shared, factor, weighed, training, guess))
                 except Exception as error:  # the user's own code: anything can happen
                     runs.append(error)
             verdicts.append(_verdict(runs, batch_size(microbatch)))
@@ -119,11 +128,20 @@ class LossCheck:
                 return verdicts[-1]
         return next((verdict for verdict in verdicts if not verdict.followed), verdicts[0])
 
-    def _run(self, criterion: Criterion | None, microbatch: Any, factor: int, weighed: bool, training: bool, guess: bool) -> _MetaWatcher:
+    def _run(
+        self,
+        criterion: Criterion | None,
+        microbatch: Any,
+        shared: frozenset[Any],
+        factor: int,
+        weighed: bool,
+        training: bool,
+        guess: bool,
+    ) -> _MetaWatcher:
         """Follow head and criterion for `factor` times the samples."""
         samples = batch_size(microbatch)
-        inputs = _sized(microbatch, samples, factor)
-        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess)
+        inputs = _sized(microbatch, samples, factor, shared)
+        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, shared)
         with ExitStack() as stack:
             stack.callback(self._known_layers.clear)
             stack.enter_context(without_data())
@@ -156,11 +174,11 @@ class LossCheck:
 class _MetaWatcher(TermWatcher):
     """Follows tensors without data. `factor` tells runs apart, `guess` is what truth values are taken to be."""
 
-    def __init__(self, model: nn.Module, microbatch: Any, samples: int, factor: int, guess: bool) -> None:
+    def __init__(self, model: nn.Module, microbatch: Any, samples: int, factor: int, guess: bool, shared: frozenset[Any]) -> None:
         def total(index: int, count: Any) -> torch.Tensor:
             return torch.ones((), dtype=torch.float64, device="meta")
 
-        super().__init__(microbatch, samples, total, lambda: frozenset(id(buffer) for buffer in model.buffers()))
+        super().__init__(microbatch, samples, total, lambda: frozenset(id(buffer) for buffer in model.buffers()), shared=shared)
         self.numbers: list[tuple[str, float, int | None]] = []  # function, number, its place if len() may have returned it
         self._factor = factor
         self._guess = guess
@@ -272,12 +290,12 @@ def _difference(
     return None, frozenset(lengths)
 
 
-def _sized(microbatch: Any, samples: int, factor: int) -> Any:
+def _sized(microbatch: Any, samples: int, factor: int, shared: frozenset[Any]) -> Any:
     """The microbatch on the meta device, with `factor` times the samples."""
     entries = {}
     for key, value in items_of(microbatch):
         if isinstance(value, torch.Tensor):
-            dim = batch_dim(key, value, samples)
+            dim = None if key in shared else batch_dim(key, value, samples)
             shape = list(value.shape)
             if dim is not None:
                 shape[dim] *= factor

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,8 +89,7 @@ class Kind(Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """See the head of this file.
 
     dim      of ROWS: which dim holds the samples; None when it had size 1 and was squeezed away
@@ -115,7 +114,14 @@ class Fact:
     samples: bool = False
     mask: tuple[Fact, int] | None = None
 
+    def without_origin(self) -> Fact:
+        """The same rows, of other values."""
+        if self.recipe is None and self.mask is None and not self.samples:
+            return self
+        return self._replace(recipe=None, samples=False, mask=None)
 
+
+ANY_RECIPE = Recipe()  # stands for what has been recorded before
 CONST = Fact(Kind.CONST)
 LOOSE = Fact(Kind.CONST, why="a parameter, or made of what nobody followed")  # CONST, but never part of a recipe
 SUM = Fact(Kind.SUM)
@@ -236,7 +242,8 @@ def _compare(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
         return NotImplemented
     if left.decides is not None and left.whole is None:
         left.decides()
-    if left.decides is not None and left.whole is not None:
+    sure = left.axis is not None and _plain(left) > _plain(right)  # the whole batch has at least as many: nothing to wait for
+    if left.decides is not None and left.whole is not None and not sure:
         one, other = left.whole(), whole_of(right)
         if not any(isinstance(value, torch.Tensor) and value.is_meta for value in (one, other)):
             return bool(function(one, other))

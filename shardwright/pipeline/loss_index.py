@@ -6,7 +6,6 @@ ROWS again, with the mask as the base of its axis. What other masks select is RO
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from .loss_facts import CONST, Axis, Count, Fact, Kind, Number, first_unknown, names, unknown
-from .loss_rules import HALVES, TOGETHER, Call, Rule, elementwise, named, without_origin
+from .loss_rules import HALVES, TOGETHER, Call, Rule, elementwise, named
 
 
 def get_item(call: Call) -> Fact:
@@ -26,7 +25,7 @@ def get_item(call: Call) -> Fact:
             return _looked_up(call)
         return unknown("indexing with a number that depends on the batch") if call.numbers else elementwise(call)
     if fact.dim is None:
-        return without_origin(fact)
+        return fact.without_origin()
     index = call.args[1]
     return _indexed(call, fact, list(index) if isinstance(index, tuple) else [index])
 
@@ -35,7 +34,7 @@ def _looked_up(call: Call) -> Fact:
     """table[ids]: a constant table, one row of ids."""
     index = call.args[1]
     if call.facts[0].kind is Kind.CONST and isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8):
-        return without_origin(call.facts[1])
+        return call.facts[1].without_origin()
     return unknown("indexing something that has no samples with values of samples")
 
 
@@ -81,7 +80,7 @@ def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
     if place is None and not any(at <= fact.dim < at + _width(index) for at, _, index, _ in advanced):
         place = target + fact.dim - source
     if not advanced:
-        return replace(without_origin(found), dim=place)
+        return found.without_origin()._replace(dim=place)
     return _advanced(call, found, place, advanced)
 
 
@@ -103,7 +102,7 @@ def _sliced(call: Call, fact: Fact, item: slice) -> Fact:
     every = isinstance(step, int) and step > 1 and whole and (start is None or (isinstance(start, int) and 0 <= start < step))
     if every and fact.axis is not None and fact.order == () and fact.axis.base is None:
         if (Fraction(size) / step).denominator == 1:
-            return replace(without_origin(fact), axis=fact.axis.times(Fraction(1, step)), order=())
+            return fact.without_origin()._replace(axis=fact.axis.times(Fraction(1, step)), order=())
         return unknown(
             f"[{start or 0}::{step}] takes rows that belong together in groups of {step}, and a microbatch has {size} of them; choose "
             f"microbatches whose number of samples is a multiple of {step}",
@@ -124,7 +123,7 @@ def _advanced(call: Call, fact: Fact, place: int | None, advanced: list[tuple[in
         mask = advanced[0][3].mask
         assert mask is not None
         if len(masks) == 1 and order == list(range(len(order))) and fact.dim == advanced[0][0] + (mask[0].dim or 0):
-            return replace(advanced[0][3], dim=advanced[0][1], mask=None, recipe=None)
+            return advanced[0][3]._replace(dim=advanced[0][1], mask=None, recipe=None)
         return unknown(TOGETHER.format(name="an index"), coupled=True)
     rows = [(at, to, index, known) for at, to, index, known in advanced if known.kind is Kind.ROWS]
     if any(known.kind not in (Kind.ROWS, Kind.CONST) for *_, known in advanced):
@@ -133,26 +132,26 @@ def _advanced(call: Call, fact: Fact, place: int | None, advanced: list[tuple[in
         if rows or any(at + 1 < after for (at, *_), (after, *_) in pairwise(advanced)):
             return unknown(TOGETHER.format(name="an index"), coupled=True)
         wider = max(index.dim() for _, _, index, _ in advanced) - len(advanced)
-        return replace(without_origin(fact), dim=place + (wider if place > advanced[0][1] else 0))
+        return fact.without_origin()._replace(dim=place + (wider if place > advanced[0][1] else 0))
     # x[arange(samples), columns]
     own = [known for at, _, _, known in rows if at == fact.dim and known.samples]
     aligned = {None if known.dim is None else known.dim - index.dim() for _, _, index, known in rows}
     if not own or len(aligned) != 1 or None in aligned or advanced[0][0] != fact.dim:
         return unknown(HALVES.format(name="an index"), coupled=True)
     widest = max(index.dim() for _, _, index, _ in advanced)
-    return replace(without_origin(fact), dim=advanced[0][1] + widest + next(one for one in aligned if one is not None))
+    return fact.without_origin()._replace(dim=advanced[0][1] + widest + next(one for one in aligned if one is not None))
 
 
 def _masked(fact: Fact, place: int | None, source: int, target: int, mask: torch.Tensor, known: Fact) -> Fact:
     if place is not None:
         if known.kind is Kind.CONST:
-            return replace(without_origin(fact), dim=place)
+            return fact.without_origin()._replace(dim=place)
         return unknown("a mask of samples selects along another dim than theirs", coupled=True)
     if known.kind is not Kind.ROWS or known.dim is None or fact.dim != source + known.dim:
         return unknown(HALVES.format(name="a mask"), coupled=True)
     if known.dim > 0 and any(size != 1 for size in mask.shape[: known.dim]):
-        return replace(_selected(fact, known), dim=target, order=("masked", known.dim, fact.order))
-    return replace(_selected(fact, known), dim=target)
+        return _selected(fact, known)._replace(dim=target, order=("masked", known.dim, fact.order))
+    return _selected(fact, known)._replace(dim=target)
 
 
 def _selected(fact: Fact, mask: Fact) -> Fact:
@@ -170,8 +169,8 @@ def masked_select(call: Call) -> Fact:
     if mask.kind is not Kind.ROWS or (copies != 1 and selected.axis is None):
         return unknown("masked_select with a mask that is the same for every batch")
     if fact.dim != 0 and any(size != 1 for size in call.first.shape[: fact.dim]):
-        selected = replace(selected, order=("masked", fact.dim, fact.order))
-    return replace(selected, axis=selected.axis.times(copies) if selected.axis is not None else None)
+        selected = selected._replace(order=("masked", fact.dim, fact.order))
+    return selected._replace(axis=selected.axis.times(copies) if selected.axis is not None else None)
 
 
 def nonzero(call: Call) -> Fact | list[Fact]:
@@ -181,8 +180,8 @@ def nonzero(call: Call) -> Fact | list[Fact]:
         return elementwise(call)
     selected = _selected(mask, mask)
     if isinstance(call.result, tuple):
-        return [replace(selected, mask=(mask, place)) for place in range(len(call.result))]
-    return replace(selected, mask=(mask, 0) if call.first.dim() == 1 else None)
+        return [selected._replace(mask=(mask, place)) for place in range(len(call.result))]
+    return selected._replace(mask=(mask, 0) if call.first.dim() == 1 else None)
 
 
 def where(call: Call) -> Fact | list[Fact]:
@@ -211,7 +210,7 @@ def set_item(call: Call) -> Fact:
                 return unknown("an assignment moves values between samples", coupled=True)
         elif known.kind is not Kind.CONST or value.numel() != 1:
             return unknown("an assignment of values that are not those of single samples")
-    return without_origin(fact)
+    return fact.without_origin()
 
 
 def _result_ndim(call: Call) -> int:

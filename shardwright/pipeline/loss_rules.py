@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -44,10 +43,11 @@ class Call:
         self.watch, self.func, self.name, self.args, self.kwargs = watch, func, name, args, kwargs
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[Number] = []
-        for value in args:
-            self._collect(value)
-        for value in kwargs.values():
-            self._collect(value)
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, list | tuple | Number):
+                self._collect(value)
         self.facts = [watch.fact(tensor) for tensor in self.tensors]
         self._result: Any = None
         self._called = False
@@ -197,6 +197,8 @@ def _aligned(call: Call) -> Fact:
             if known.kind is Kind.CONST and other.dim() >= -place and other.shape[place] != 1 and not call.watch.trusting:
                 return unknown(f"{call.name} gives every place in the batch a value of its own")
     widest = max(one.dim() for one in call.tensors)
+    if place is not None and widest + place == fact.dim and axis is fact.axis:
+        return fact.without_origin()
     return Fact(Kind.ROWS, None if place is None else widest + place, axis, fact.order)
 
 
@@ -223,11 +225,7 @@ def _dims(call: Call, place: int = 1) -> tuple[list[int], bool]:
 def _left_over(fact: Fact, dims: Sequence[int], keepdim: bool) -> Fact:
     """Rows whose other dims have been reduced."""
     assert fact.dim is not None
-    return replace(without_origin(fact), dim=fact.dim if keepdim else fact.dim - sum(dim < fact.dim for dim in dims))
-
-
-def without_origin(fact: Fact) -> Fact:
-    return replace(fact, samples=False, mask=None, recipe=None)
+    return fact.without_origin()._replace(dim=fact.dim if keepdim else fact.dim - sum(dim < fact.dim for dim in dims))
 
 
 def _reduces_samples(fact: Fact, dims: Sequence[int], ndim: int) -> bool:
@@ -243,7 +241,7 @@ def reduction(call: Call) -> Fact:
         return elementwise(call)
     dims, keepdim = _dims(call, 2 if call.name in ("norm", "linalg_norm", "linalg_vector_norm") else 1)
     if not _reduces_samples(fact, dims, call.first.dim()):
-        return without_origin(fact) if fact.dim is None else _left_over(fact, dims, keepdim)
+        return fact.without_origin() if fact.dim is None else _left_over(fact, dims, keepdim)
     if fact.recipe is not None and call.name in ("sum", "count_nonzero", "mean"):
         return _summed_ahead(call, fact, dims, keepdim)
     if call.name in ("sum", "nansum", "count_nonzero"):
@@ -301,7 +299,7 @@ def within(call: Call) -> Fact:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
     if call.name == "kthvalue" or call.name == "quantile":
         return _left_over(fact, [dim % call.first.dim()], bool(call.kwargs.get("keepdim", False)))
-    return without_origin(fact)
+    return fact.without_origin()
 
 
 def along(call: Call) -> Fact:
@@ -321,7 +319,7 @@ def along(call: Call) -> Fact:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
     if call.name == "index_select" and index.kind is not Kind.CONST:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
-    return without_origin(rows[0])
+    return rows[0].without_origin()
 
 
 # Products --------------------------------------------------------------------------------------------------------------
@@ -336,7 +334,7 @@ def matmul(call: Call) -> Fact:
     (left, right), (one, other) = call.tensors[:2], call.facts[:2]
     if call.name == "linear":
         free = one.kind is Kind.ROWS and all(fact.kind is Kind.CONST for fact in call.facts[1:]) and one.dim != left.dim() - 1
-        return without_origin(one) if free else unknown(TOGETHER.format(name=call.name), coupled=True)
+        return one.without_origin() if free else unknown(TOGETHER.format(name=call.name), coupled=True)
     contracted = -1 if right.dim() == 1 else -2
     place = _from_right(left, one) if one.kind is Kind.ROWS else None
     there = _from_right(right, other) if other.kind is Kind.ROWS else None
@@ -355,7 +353,7 @@ def matmul(call: Call) -> Fact:
         found += 1
     elif left.dim() == 1:
         found += found < -1
-    return replace(without_origin(fact), dim=call.result.dim() + found)
+    return fact.without_origin()._replace(dim=call.result.dim() + found)
 
 
 def einsum(call: Call) -> Fact:
@@ -379,7 +377,7 @@ def einsum(call: Call) -> Fact:
     if any(letter in term for term, fact in zip(inputs.split(","), call.facts, strict=True) if fact.kind is Kind.CONST):
         return unknown("einsum gives every place in the batch a value of its own")
     first = next(fact for fact in call.facts if fact.kind is Kind.ROWS)
-    return replace(without_origin(first), dim=output.index(letter)) if letter in output else SUM
+    return first.without_origin()._replace(dim=output.index(letter)) if letter in output else SUM
 
 
 # Dims that an input has when its first one counts samples.
@@ -398,7 +396,7 @@ def per_sample(call: Call) -> Fact:
     batched = call.first.dim() >= _BATCHED.get(call.name, 3)
     if any(fact.dim != 0 or fact.order != rows[0].order for fact in rows) or not batched or training:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
-    return without_origin(rows[0])
+    return rows[0].without_origin()
 
 
 def per_row(call: Call) -> Fact:
@@ -408,7 +406,7 @@ def per_row(call: Call) -> Fact:
     rows = [fact for fact in call.facts if fact.kind is Kind.ROWS]
     if not rows or any(fact.dim != 0 or fact.order != rows[0].order for fact in rows):
         return unknown(TOGETHER.format(name=call.name), coupled=True)
-    return without_origin(rows[0])
+    return rows[0].without_origin()
 
 
 def last_dims(call: Call) -> Fact:
@@ -427,7 +425,7 @@ def last_dims(call: Call) -> Fact:
             return unknown("one_hot without num_classes makes as many classes as the microbatch happens to have")
     elif call.name == "glu":
         ok = ok and fact.dim != call.argument(1, "dim", default=-1) % call.first.dim()
-    return without_origin(fact) if ok else unknown(TOGETHER.format(name=call.name), coupled=True)
+    return fact.without_origin() if ok else unknown(TOGETHER.format(name=call.name), coupled=True)
 
 
 def distance(call: Call) -> Fact:
@@ -439,7 +437,7 @@ def distance(call: Call) -> Fact:
     dim = (call.argument(2, "dim", default=1) if call.name == "cosine_similarity" else -1) % ndim
     if dim == fact.dim:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
-    return replace(fact, dim=fact.dim - (dim < fact.dim))
+    return fact._replace(dim=fact.dim - (dim < fact.dim))
 
 
 def named(rule: Rule, functions: str) -> dict[str, Rule]:

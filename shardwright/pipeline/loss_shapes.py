@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import torch
 
 from .loss_facts import Axis, Count, Fact, Kind, Number, first_unknown, unknown
-from .loss_rules import HALVES, Call, Rule, elementwise, named, without_origin
+from .loss_rules import HALVES, Call, Rule, elementwise, named
 
 
 def view(call: Call) -> Fact:
@@ -23,7 +22,7 @@ def view(call: Call) -> Fact:
         sizes = tuple(call.kwargs["shape"])
     if not sizes or not all(isinstance(size, int) for size in sizes) or fact.dim is None:
         return (
-            without_origin(fact)
+            fact.without_origin()
             if sizes and isinstance(sizes[0], torch.dtype)
             else unknown(f"{call.name}{tuple(call.args[1:])} has no samples left")
         )
@@ -36,12 +35,12 @@ def reshaped(call: Call, fact: Fact, old: tuple[int, ...], new: tuple[int, ...],
     assert dim is not None
     if math.prod(old[:dim]) != 1:  # something stands before the samples: it must stay as it is
         if new[:dim] == old[:dim]:
-            inner = reshaped(call, replace(fact, dim=0), old[dim:], new[dim:], given[dim:])
-            return replace(inner, dim=inner.dim + dim) if inner.kind is Kind.ROWS and inner.dim is not None else inner
+            inner = reshaped(call, fact._replace(dim=0), old[dim:], new[dim:], given[dim:])
+            return inner._replace(dim=inner.dim + dim) if inner.kind is Kind.ROWS and inner.dim is not None else inner
         rest = math.prod(new[1:]) if new else 0
         if len(new) and given[0] == -1 and fact.axis is not None and rest:
             factor = Fraction(math.prod(old[:dim]) * math.prod(old[dim + 1 :]), rest)
-            return replace(without_origin(fact), dim=0, axis=fact.axis.times(factor), order=("mixed", old[:dim], fact.order))
+            return fact.without_origin()._replace(dim=0, axis=fact.axis.times(factor), order=("mixed", old[:dim], fact.order))
         return unknown(f"{call.name} mixes samples with the dims before them")
     behind = math.prod(old[dim + 1 :])
     free = [place for place, size in enumerate(given) if size == -1 or (isinstance(size, Count) and size.axis is not None)]
@@ -52,15 +51,15 @@ def reshaped(call: Call, fact: Fact, old: tuple[int, ...], new: tuple[int, ...],
         return unknown(f"{call.name} to {list(new)} does not keep the samples of the batch on a dim of their own")
     after = math.prod(new[place + 1 :])
     if not after or not behind:
-        return replace(without_origin(fact), dim=place)
+        return fact.without_origin()._replace(dim=place)
     factor = Fraction(behind, after)
     if factor == 1:
-        return replace(fact, dim=place, samples=False, recipe=None, mask=fact.mask if len(new) == 1 else None)
+        return fact._replace(dim=place, samples=False, recipe=None, mask=fact.mask if len(new) == 1 else None)
     if fact.order != ():
         return unknown(f"{call.name} groups rows of the batch that are not in the order of its samples")
     if factor.numerator != 1 and factor.denominator != 1:
         return unknown(f"{call.name} to {list(new)} does not keep the samples of the batch apart")
-    return replace(without_origin(fact), dim=place, axis=fact.axis.times(factor) if fact.axis is not None else None)
+    return fact.without_origin()._replace(dim=place, axis=fact.axis.times(factor) if fact.axis is not None else None)
 
 
 def alike(call: Call) -> Fact:
@@ -84,11 +83,11 @@ def flatten(call: Call) -> Fact:
     if call.name == "ravel" or not isinstance(start, int) or not isinstance(end, int):
         start, end = 0, -1
     if fact.dim is None or not ndim:
-        return replace(without_origin(fact), dim=0) if call.result.dim() == 1 else unknown(f"{call.name} has no samples left")
+        return fact.without_origin()._replace(dim=0) if call.result.dim() == 1 else unknown(f"{call.name} has no samples left")
     start, end = start % ndim, end % ndim
     given = (*call.first.shape[:start], -1, *call.first.shape[end + 1 :])
     if not start <= fact.dim <= end:
-        return replace(without_origin(fact), dim=fact.dim - (end - start if fact.dim > end else 0))
+        return fact.without_origin()._replace(dim=fact.dim - (end - start if fact.dim > end else 0))
     return reshaped(call, fact, tuple(call.first.shape), tuple(call.result.shape), given)
 
 
@@ -99,7 +98,7 @@ def unflatten(call: Call) -> Fact:
     dim = call.argument(1, "dim") % call.first.dim()
     sizes = tuple(call.argument(2, "sizes", "unflattened_size"))
     if dim != fact.dim:
-        return replace(without_origin(fact), dim=fact.dim + (len(sizes) - 1 if dim < fact.dim else 0))
+        return fact.without_origin()._replace(dim=fact.dim + (len(sizes) - 1 if dim < fact.dim else 0))
     shape = tuple(call.first.shape)
     return reshaped(call, fact, shape, tuple(call.result.shape), (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
@@ -108,9 +107,9 @@ def reorder(call: Call) -> Fact:
     """transpose, permute, movedim, .T: a tensor whose every dim has its own length tells where the samples go."""
     fact = call.facts[0]
     if fact.kind is not Kind.ROWS or fact.dim is None:
-        return elementwise(call) if fact.kind is not Kind.ROWS else without_origin(fact)
+        return elementwise(call) if fact.kind is not Kind.ROWS else fact.without_origin()
     marked = torch.empty(tuple(range(1, call.first.dim() + 1)), device="meta")
-    return replace(without_origin(fact), dim=call.func(marked, *call.args[1:], **call.kwargs).shape.index(fact.dim + 1))
+    return fact.without_origin()._replace(dim=call.func(marked, *call.args[1:], **call.kwargs).shape.index(fact.dim + 1))
 
 
 def squeeze(call: Call) -> Fact:
@@ -121,8 +120,8 @@ def squeeze(call: Call) -> Fact:
     dims = range(ndim) if dim is None else [one % ndim for one in (dim if isinstance(dim, tuple | list) else (dim,))]
     gone = [one for one in dims if call.first.shape[one] == 1]
     if fact.dim in gone:
-        return replace(without_origin(fact), dim=None)
-    return replace(fact, dim=fact.dim - sum(one < fact.dim for one in gone), recipe=None, samples=False)
+        return fact.without_origin()._replace(dim=None)
+    return fact._replace(dim=fact.dim - sum(one < fact.dim for one in gone), recipe=None, samples=False)
 
 
 def unsqueeze(call: Call) -> Fact:
@@ -130,7 +129,7 @@ def unsqueeze(call: Call) -> Fact:
     if fact.kind is not Kind.ROWS or fact.dim is None:
         return elementwise(call) if fact.kind is not Kind.ROWS else fact
     dim = call.argument(1, "dim") % (call.first.dim() + 1)
-    return replace(fact, dim=fact.dim + (dim <= fact.dim), recipe=None, mask=None)
+    return fact._replace(dim=fact.dim + (dim <= fact.dim), recipe=None, mask=None)
 
 
 def expand(call: Call) -> Fact:
@@ -145,7 +144,7 @@ def expand(call: Call) -> Fact:
     dim = fact.dim + call.result.dim() - call.first.dim()
     if call.result.shape[dim] != call.first.shape[fact.dim]:
         return unknown(f"{call.name} makes copies of the samples of the batch")
-    return replace(without_origin(fact), dim=dim)
+    return fact.without_origin()._replace(dim=dim)
 
 
 def repeat_interleave(call: Call) -> Fact:
@@ -154,8 +153,8 @@ def repeat_interleave(call: Call) -> Fact:
     if fact.kind is not Kind.ROWS or not isinstance(times, int) or isinstance(times, Number) or fact.dim is None or dim is None:
         return elementwise(call) if fact.kind is Kind.CONST else unknown("repeat_interleave makes copies of the samples of the batch")
     if dim % call.first.dim() != fact.dim:
-        return without_origin(fact)
-    return replace(without_origin(fact), axis=fact.axis.times(times) if fact.axis is not None else None)
+        return fact.without_origin()
+    return fact.without_origin()._replace(axis=fact.axis.times(times) if fact.axis is not None else None)
 
 
 def pieces(call: Call) -> Fact:
@@ -168,8 +167,8 @@ def pieces(call: Call) -> Fact:
     if fact.dim is None or dim == fact.dim or call.numbers:
         return unknown(HALVES.format(name=call.name), coupled=True)
     if call.name in ("unbind", "select"):
-        return replace(without_origin(fact), dim=fact.dim - (dim < fact.dim))
-    return without_origin(fact)
+        return fact.without_origin()._replace(dim=fact.dim - (dim < fact.dim))
+    return fact.without_origin()
 
 
 def join(call: Call) -> Fact:
@@ -183,21 +182,21 @@ def join(call: Call) -> Fact:
     others = [one for one in call.facts if one.kind is not Kind.ROWS]
     if any(one.kind is not Kind.ROWS or one.dim != fact.dim or one.order != fact.order for one in call.facts) or fact.dim is None:
         if others and all(one.kind is Kind.CONST for one in others) and call.watch.trusting:
-            return without_origin(fact)
+            return fact.without_origin()
         return unknown(f"{call.name} joins values of samples with others")
     ndim = call.result.dim()
     dim = call.argument(1, "dim", "axis", default=0) % max(ndim, 1)
     if call.name == "stack":
-        return replace(without_origin(fact), dim=fact.dim + (dim <= fact.dim))
+        return fact.without_origin()._replace(dim=fact.dim + (dim <= fact.dim))
     if dim != fact.dim:
-        return without_origin(fact)
+        return fact.without_origin()
     axes = [one.axis for one in call.facts]
     base = fact.axis.base if fact.axis is not None else None
     factor: Fraction | None = Fraction(0)
     for axis in axes:
         factor = factor + axis.factor if factor is not None and axis is not None and axis.base is base else None
     joined = Axis(base, factor) if factor is not None else None
-    return replace(without_origin(fact), axis=joined, order=("joined", tuple(one.order for one in call.facts)))
+    return fact.without_origin()._replace(axis=joined, order=("joined", tuple(one.order for one in call.facts)))
 
 
 def pad(call: Call) -> Fact:
@@ -208,7 +207,7 @@ def pad(call: Call) -> Fact:
     widths = call.argument(1, "pad")
     if fact.dim is not None and len(widths) // 2 >= call.first.dim() - fact.dim:
         return unknown("pad adds rows to the samples of the batch")
-    return without_origin(fact)
+    return fact.without_origin()
 
 
 SHAPE_RULES: dict[str, Rule] = {

@@ -21,7 +21,6 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
 from typing import Any
@@ -32,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..ops.vocab_mode import sharded_cross_entropy
 from ..utils import pytree
-from .loss_facts import CONST, LOOSE, SAMPLES, SUM, Axis, Fact, Kind, Recipe, first_unknown, names, number, unknown
+from .loss_facts import ANY_RECIPE, CONST, LOOSE, SAMPLES, SUM, Axis, Fact, Kind, Recipe, first_unknown, names, number, unknown
 from .loss_index import CREATORS, INDEX_RULES, created
 from .loss_rules import RULES, TOGETHER, Call, elementwise, is_elementwise, per_row
 from .loss_shapes import SHAPE_RULES
@@ -90,6 +89,8 @@ class TermWatcher(TorchFunctionMode):
     total(index, count) -> sum of count(entries) over all microbatches of the global batch, for the question number `index`
     constants() -> ids of tensors that are the same in every microbatch though they are no parameters (buffers)
     pristine  gets copies of entries before they are written to
+    recording  recipes are needed; False where all questions have been answered for another microbatch
+    shared  keys of entries that every microbatch has whole
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class TermWatcher(TorchFunctionMode):
         total: Callable[[int, Callable[[Mapping[Any, Any]], Any]], torch.Tensor],
         constants: Callable[[], frozenset[int]] = frozenset,
         pristine: dict[Any, torch.Tensor] | None = None,
+        recording: bool = True,
+        shared: frozenset[Any] = frozenset(),
     ) -> None:
         super().__init__()
         self.entries = {**dict(items_of(microbatch)), SAMPLES: samples}
@@ -114,12 +117,13 @@ class TermWatcher(TorchFunctionMode):
         self._orders: dict[int, torch.Tensor] = {}  # results of comparing values that are not those of the whole batch
         self.unfollowed = False  # the host has read values of the batch where they can be followed no further
         self.trusting = True  # what a model's forward does is taken to keep samples apart; what a criterion does is not
+        self._recording = recording
         self._total = total
         self._constants = constants
         self._facts: dict[int, tuple[weakref.ref[torch.Tensor], Fact]] = {}
         for key, value in items_of(microbatch):
             if isinstance(value, torch.Tensor):
-                dim = batch_dim(key, value, samples)
+                dim = None if key in shared else batch_dim(key, value, samples)
                 recipe = Recipe(key)
                 self._note(value, CONST if dim is None else Fact(Kind.ROWS, dim, Axis(), recipe=recipe))
 
@@ -286,16 +290,22 @@ class TermWatcher(TorchFunctionMode):
         """`fact` with how to make the tensor in other microbatches, where all that went in follows from the entries."""
         if fact.kind not in (Kind.ROWS, Kind.UNKNOWN) or fact.recipe is not None or call.name in _RANDOM:
             return fact
-        if not all(known.recipe is not None or known is CONST for known in call.facts):
+        made = bool(call.numbers)
+        for known in call.facts:
+            if known.recipe is not None:
+                made = True
+            elif known is not CONST:
+                return fact
+        if not made:
             return fact
-        if not any(known.recipe is not None for known in call.facts) and not call.numbers:
-            return fact
+        if not self._recording:
+            return fact._replace(recipe=ANY_RECIPE)
         func, args, kwargs = call.func, call.args, call.kwargs
         if call.name in ("view", "reshape") and fact.dim == 0:
             # Written with the sizes of this microbatch, perhaps; the first one varies with its samples.
             func, args, kwargs = torch.reshape, (args[0], (-1, *call.result.shape[1:])), {}
         args, kwargs = pytree.tree_map(self._named, (args, kwargs))
-        return replace(fact, recipe=Recipe(None, func, args, kwargs, place))
+        return fact._replace(recipe=Recipe(None, func, args, kwargs, place))
 
     def _named(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -323,8 +333,8 @@ class TermWatcher(TorchFunctionMode):
                 tensor is base or tensor._base is base or (memory and not tensor.is_meta and tensor.untyped_storage().data_ptr() == memory)
             ):
                 spoilt = fact if fact.kind is Kind.UNKNOWN else known
-                self._facts[key] = (reference, replace(spoilt, recipe=None, samples=False, mask=None))
-        self._note(target, replace(fact, recipe=recipe, samples=False, mask=None))
+                self._facts[key] = (reference, spoilt._replace(recipe=None, samples=False, mask=None))
+        self._note(target, fact._replace(recipe=recipe, samples=False, mask=None))
 
     def _keep_entry(self, target: torch.Tensor) -> None:
         """An entry of the batch is about to be written to: recipes start from what it was."""
@@ -344,7 +354,7 @@ class TermWatcher(TorchFunctionMode):
         elif name in ("T", "mT", "H", "mH"):
             return self._run(func, name, args, {}, False) if args[0].dim() == 2 or name[0] == "m" else result
         elif name in ("data", "real") and isinstance(result, torch.Tensor):
-            self._note(result, replace(self.fact(args[0]), recipe=None))
+            self._note(result, self.fact(args[0])._replace(recipe=None))
         return result
 
     def _size(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -477,7 +487,7 @@ class TermWatcher(TorchFunctionMode):
                 weight = known.whole()
         if recipe is None:
             if arguments["reduction"] != "mean":
-                return (replace(other, samples=False, mask=None), None)
+                return (other._replace(samples=False, mask=None), None)
             return unknown(
                 f"the targets of {call.name}, of shape {tuple(target.shape)}, do not follow from the batch's entries "
                 f"({', '.join(str(key) for key in self.entries if key != SAMPLES)}) alone, so their number in other microbatches is unknown"
@@ -490,7 +500,7 @@ class TermWatcher(TorchFunctionMode):
                 return valid.sum()
             return (weight.detach()[targets.clamp(0, len(weight) - 1)].double() * valid).sum()
 
-        return replace(other, recipe=None, samples=False, mask=None), count
+        return other._replace(recipe=None, samples=False, mask=None), count
 
     def _elements(self, call: Call, arguments: Mapping[str, Any]) -> Fact | tuple[Fact, Any]:
         """(fact of the losses one by one, how to count them): all elements, or one for each distribution or row."""
@@ -508,9 +518,9 @@ class TermWatcher(TorchFunctionMode):
         else:
             shape = list(torch.broadcast_shapes(*shapes))
         if fact.dim is None:
-            return replace(fact, samples=False), Axis(None, Fraction(math.prod(shape), self.samples)).rows
+            return fact._replace(samples=False), Axis(None, Fraction(math.prod(shape), self.samples)).rows
         others = math.prod(shape[: fact.dim] + shape[fact.dim + 1 :])
-        return replace(fact, samples=False), fact.axis.times(others).rows if fact.axis is not None else None
+        return fact._replace(samples=False), fact.axis.times(others).rows if fact.axis is not None else None
 
 
 def _has_class_targets(func: Any, arguments: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .loss_facts import SAMPLES, Kind
 from .loss_terms import TermWatcher
-from .microbatch import batch_size, items_of
+from .microbatch import batch_size, items_of, shared_entries
 
 Criterion = Callable[..., torch.Tensor]
 
@@ -138,9 +138,11 @@ class GlobalLoss:
         self._watchers: dict[int, TermWatcher] = {}
         self._pristine: dict[int, dict[Any, torch.Tensor]] = {}  # entries of microbatches as they were before they were written to
         self._num_questions: int | None = None
+        self._watched_one = False
         self._whole = needs_no_weights(len(self.microbatches), self.group)
         self._weights = None if self._whole else given_weights(criterion, self.microbatches, alone=self.group is None)
         self._samples = [batch_size(microbatch) for microbatch in self.microbatches]
+        self._shared = shared_entries(self.microbatches)
         self._weight_sum: torch.Tensor | None = None
         self.summed_entries: frozenset[str] = frozenset()  # names of the model's outputs that are parts of global means
 
@@ -154,7 +156,16 @@ class GlobalLoss:
         if not self.is_watched:
             return nullcontext()
         pristine = self._pristine[index] = {}
-        watcher = TermWatcher(self.microbatches[index], self._samples[index], self._answer, self._constants, pristine)
+        watcher = TermWatcher(
+            self.microbatches[index],
+            self._samples[index],
+            self._answer,
+            self._constants,
+            pristine,
+            recording=not self._watched_one,
+            shared=self._shared,
+        )
+        self._watched_one = True
         watcher.seed(seen)
         self._watchers[index] = watcher
         return watcher
@@ -216,6 +227,8 @@ class GlobalLoss:
     def _answer(self, index: int, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
         """The sum of `count(entries)` over the global batch, computed when the first microbatch asks question `index`."""
         if index == len(self._answers):
+            if self._num_questions is not None:
+                raise LossError(f"the loss takes another way in this microbatch than in the one before: it counts more. {HOW_TO_WEIGH}")
             counts = []
             for number, (microbatch, samples) in enumerate(zip(self.microbatches, self._samples, strict=True)):
                 entries = {**dict(items_of(microbatch)), **self._pristine.get(number, {}), SAMPLES: samples}

@@ -129,6 +129,14 @@ def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_si
     return microbatches
 
 
+def shared_entries(microbatches: Sequence[Batch]) -> frozenset[Any]:
+    """Keys of what every microbatch has gotten whole. A row for all samples looks like any other where a microbatch has one sample."""
+    if len(microbatches) < 2:
+        return frozenset()
+    first, *others = (dict(items_of(microbatch)) for microbatch in microbatches)
+    return frozenset(key for key, value in first.items() if all(other.get(key) is value for other in others))
+
+
 def _like(batch: Batch, entries: dict[Any, Any]) -> Batch:
     if isinstance(batch, Mapping):
         return entries

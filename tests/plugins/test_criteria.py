@@ -32,7 +32,7 @@ class Job:
 
     def mine(self, whole: dict[str, Any], samples: int) -> dict[str, Any]:
         first = self.plugin.mesh.coordinate("dp") * samples
-        return {key: value[first : first + samples] if value.dim() else value for key, value in whole.items()}
+        return {key: value if value.dim() == 0 or value.shape[0] == 1 else value[first : first + samples] for key, value in whole.items()}
 
     def run(self, criterion: Any, batch: dict[str, Any], training: bool = True) -> Any:
         return self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer if training else None)["loss"]

@@ -37,6 +37,8 @@ def gradients_match(name: str, criterion: Callable[..., torch.Tensor] | None, ba
         loss.backward()
         found = executor.execute(iter([batch]), criterion, torch.optim.SGD(model.parameters(), lr=0.1), return_outputs=True)
     assert abs(float(found["loss"]) - loss.item()) < 1e-12 * max(1.0, abs(loss.item()))
+    assert cut.loss_check is not None
+    assert all(verdict.followed for verdict in cut.loss_check._verdicts.values()), "not followed before the step"
     for (parameter_name, there), here in zip(reference.named_parameters(), model.parameters(), strict=True):
         assert (there.grad is None) == (here.grad is None), parameter_name
         if there.grad is not None:

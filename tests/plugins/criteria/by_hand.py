@@ -160,6 +160,14 @@ def token_weights_by_dot(outputs, inputs):
 
 
 @right
+def weights_by_position(outputs, inputs):
+    """One row for all samples of the batch."""
+    losses, _ = token_losses(outputs, inputs)
+    weights = inputs["shared"][:, 1:]
+    return (losses.view(-1, 6) * weights).sum() / (weights.sum() * inputs["input_ids"].shape[0])
+
+
+@right
 def normalised_weights(outputs, inputs):
     losses, _ = token_losses(outputs, inputs)
     weights = inputs["weights"][:, 1:].flatten()

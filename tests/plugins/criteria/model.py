@@ -94,6 +94,7 @@ def batch(samples: int, length: int = 7) -> dict[str, Any]:
         "kinds": torch.randint(0, CLASSES, (samples,), generator=generator),
         "flags": torch.rand(samples, CLASSES, generator=generator, dtype=torch.float64).round(),
         "teacher": torch.randn(samples, length, VOCABULARY, generator=generator, dtype=torch.float64),
+        "shared": torch.rand(1, length, generator=generator, dtype=torch.float64),
         "num_items_in_batch": (labels[:, 1:] != -100).sum(),
     }
 
