@@ -234,10 +234,21 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
                 self._refuse_reads(True)
 
     def _refuse_reads(self, wanted: bool) -> None:
-        if self.scaler is not None or any(self.mesh.size(axis) > 1 for axis in ("tp", "pp", "sp")):
+        if not self._readable:
             for param in self._params:
                 if param.grad is not None:
                     param.grad.__class__ = RefusedGradient if wanted else DTensor
+
+    @property
+    def _readable(self) -> bool:
+        """Whether the DTensors that FSDP2 leaves in .grad are the gradients of the step."""
+        return self.scaler is None and all(self.mesh.size(axis) == 1 for axis in ("tp", "pp", "sp"))
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        norm = super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+        if self._readable and self._inside == 0:
+            self._apply_factor()  # a script may look at .grad next; within a step the kernel does it
+        return norm
 
     @contextmanager
     def _running_backward(self) -> Iterator[None]:
