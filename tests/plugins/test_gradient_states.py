@@ -357,8 +357,9 @@ def leaks(rank: int, world: int) -> None:
         lambda: LowLevelZeroPlugin(stage=2, precision="bf16"),
         lambda: HybridParallelPlugin(precision="bf16"),
     ):
-        booster, model, seen, counts = Booster(plugin=make()), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), [], []
+        booster, seen, counts = Booster(plugin=make()), [], []
         for number in range(20):
+            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
             boosted, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
             train(booster, boosted, optim)
             seen.append(weakref.ref(optim))
