@@ -174,6 +174,10 @@ def cut_model(
     return plan_cut(model, settings, num_ranks, layer_lists=layer_lists, example_inputs=example_inputs).apply(model, rank)
 
 
+def _as_they_are(inputs: Any) -> Any:
+    return inputs
+
+
 class PipelineExecutor:
     """Runs batches through the stages of this rank and of the others.
 
@@ -189,6 +193,7 @@ class PipelineExecutor:
     after_step    called when all actions of a step are done
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     loss_context  context in which a criterion computes the loss (sharded logits need one)
+    cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
     """
 
     def __init__(
@@ -205,6 +210,7 @@ class PipelineExecutor:
         postpone_weights: bool = True,
         after_step: Callable[[], None] | None = None,
         loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
     ) -> None:
         self.cut = cut
@@ -215,6 +221,7 @@ class PipelineExecutor:
         self._reduce_grad = reduce_grad
         self._device = device
         self._loss_context = loss_context
+        self._cast_inputs = cast_inputs
         self._after_step = after_step
         self._same_batch = same_batch
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -343,7 +350,7 @@ class PipelineExecutor:
         def watch(seen: Any) -> AbstractContextManager[Any]:
             return step.loss.watch(index, seen)
 
-        payload, output = self.cut.staged.run(stage, received, step.microbatches[index], watch)
+        payload, output = self.cut.staged.run(stage, received, self._cast_inputs(step.microbatches[index]), watch)
         if payload is not None:
             return payload
         part = None

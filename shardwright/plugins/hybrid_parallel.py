@@ -399,6 +399,7 @@ class HybridParallelPlugin(Plugin):
             postpone_weights=self.zero_stage < 3,
             after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
             loss_context=partial(vocab_parallel_loss, marked=True),
+            cast_inputs=self.policy.cast_inputs,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
         )
 

@@ -125,6 +125,9 @@ def _with_habits(rng: random.Random, layout: Layout) -> Layout:
         habits["wire"] = "fp32" if layout.dtype == "fp64" else "bf16"
     if habits.get("half") or habits.get("wire"):
         habits["optimizer"] = rng.choice(["sgd", "own adagrad"] if whole else ["sgd"])  # whose steps follow the size of gradients
+    if stage == 3:  # whose refusals are known: norms before the reduction, and states in DTensors
+        habits["read_norm"] = habits["read_norm"] and habits["bare"]
+        habits["resume"] = bool(habits.get("resume")) and "own" not in habits.get("optimizer", "")
     return replace(layout, habits=Habits(**habits))
 
 
