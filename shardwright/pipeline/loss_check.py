@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import types
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
@@ -283,7 +284,7 @@ def _difference(
         return next((pair[0] for pair in second if pair[:2] not in known), None), frozenset()
     lengths = set()
     for (name, value, place), (_, other, there) in zip(first, second, strict=True):
-        if value != other:
+        if value != other and not (math.isnan(value) and math.isnan(other)):
             if place is None or place != there:
                 return name, frozenset()
             lengths.add(place)
