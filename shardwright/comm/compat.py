@@ -7,6 +7,7 @@ Checked on torch 2.11 (`all_gather_into_tensor`, `reduce_scatter_tensor`) and 2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -64,3 +65,8 @@ def default_store() -> dist.Store:
     Checked on torch 2.11 and 2.13: `torch.distributed.distributed_c10d._get_default_store`.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, `__torch_function__` of tensor subclasses is not asked. Checked on torch 2.13: `torch._C.DisableTorchFunctionSubclass`."""
+    return torch._C.DisableTorchFunctionSubclass()

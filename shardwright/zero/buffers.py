@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..comm.compat import without_torch_function
 from ..precision.grad_state import GradState
 from ..precision.policy import HALF
 from ..utils.tensors import multiply_
@@ -139,7 +140,7 @@ class Bucket:
     @torch.no_grad()
     def take_assigned(self) -> None:
         """Take the values of parameters that were given other storage (`param.data = tensor`), and make them views again."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             assigned = [
                 slot for slot, address in zip(self.plan.slots, self._addresses, strict=True) if slot.entry.param.data_ptr() != address
             ]

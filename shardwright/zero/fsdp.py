@@ -300,6 +300,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
                 "gradients from a backward that the optimizer did not start, so that they are not scaled as the step needs: write "
                 "booster.backward(loss, optimizer) instead of loss.backward()"
             )
+        self._fill_tied()
         grads = {}
         for entry, param, stepped in zip(self._entries, self._params, self._stepped, strict=True):
             if param.grad is None:
@@ -324,6 +325,16 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._carry.clear()
         self.grad_state = GradState.FINAL
         self._known = [(param, param.grad) for param in self._params if param.grad is not None]
+
+    def _fill_tied(self) -> None:
+        """Zeros for a copy without a gradient where another stage's copy has one (an embedding past which inputs_embeds went)."""
+        places = {entry.spec.tied: place for place, entry in enumerate(self._entries) if entry.spec.tied in self.tied_groups}
+        for name in sorted(filter(None, places)):
+            param = self._params[places[name]]
+            has_gradient = torch.tensor(param.grad is not None, dtype=torch.uint8, device=self.device)
+            dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=self.tied_groups[name])
+            if param.grad is None and bool(has_gradient):  # read where a gradient is missing, and nowhere else
+                param.grad = torch.zeros_like(param)
 
     def _check_replaced(self) -> None:
         """The step would use the gradients that were finished, whatever .grad points to by now."""

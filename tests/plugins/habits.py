@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.testing import loss_of
+from shardwright.utils.tensors import local_tensor
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_TARGETS = {"llama": ["q_proj", "k_proj", "o_proj", "down_proj"], "qwen2": ["q_proj", "v_proj", "up_proj"]}
@@ -249,8 +250,8 @@ class Reference:
 
 
 def values(params: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copies of what parameters show at this moment, as an average of weights reads them."""
-    return {name: param.detach().clone() for name, param in params}
+    """Copies of what parameters show at this moment, as an average of weights reads them; of sharded ones this rank's part."""
+    return {name: local_tensor(param.detach()).clone() for name, param in params}
 
 
 def accumulating(booster: Any, model: nn.Module, optimizer: Any, last: bool, habits: Habits) -> Any:

@@ -18,6 +18,7 @@ from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 from shardwright.testing import compare_models, keep_float64, zoo
 from shardwright.testing.compare import GRADIENT_FLOOR
+from shardwright.utils.tensors import local_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 # What one rounding to the format of computation, or of gradients on the wire, may leave of a gradient as large as the largest.
@@ -259,7 +260,7 @@ class _Run:
             )
             self.held |= report.held
             for name, param in self.captured:
-                assert name not in seen or torch.equal(seen[name], param), f"{name} was read before it was whole"
+                assert name not in seen or torch.equal(seen[name], local_tensor(param.detach())), f"{name} was read before it was whole"
             if self.habits.resume and step == 0:
                 self._resume()
         held = set().union(*self._everywhere(self.held))
