@@ -31,7 +31,8 @@ if sys.argv[1:] == ["fail"] and coordinator.is_last_process():
     raise KeyError("this rank failed first")
 if sys.argv[1:] == ["fail"]:
     dist.all_reduce(total)
-print(f"RANK {dist.get_rank()} OF {dist.get_world_size()} {dist.get_backend()} {int(total)} {drawn.item():.6f}", flush=True)
+# One write, its newline in it: the ranks share a pipe, and an unbuffered print() writes the newline on its own.
+sys.stdout.write(f"RANK {dist.get_rank()} OF {dist.get_world_size()} {dist.get_backend()} {int(total)} {drawn.item():.6f}\\n")
 """
 
 
