@@ -280,7 +280,9 @@ class PipelineExecutor:
         microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
-        step = _Step(microbatches, GlobalLoss(microbatches, criterion, self._loss_group, self._batch_device(), self._buffers), optimizer)
+        step = _Step(
+            microbatches, GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers), optimizer
+        )
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
         self._step = step

@@ -187,7 +187,7 @@ class _MetaWatcher(TermWatcher):
         self._truth: dict[int, bool] = {}
         self.counting = True
 
-    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+    def _run(self, func: Any, name: str, in_place: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("cpu", "cuda") or (name == "to" and not args[0].is_meta):
             func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
         elif name == "to":
@@ -198,7 +198,7 @@ class _MetaWatcher(TermWatcher):
         if self.trusting and name in ARITHMETIC:
             self.numbers += [(name, float(value), None) for value in (*args, *kwargs.values()) if type(value) in (int, float)]
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
-        result = super()._run(func, name, args, kwargs, in_place)
+        result = super()._run(func, name, in_place, args, kwargs)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bool and not result.dim():
             self._truth[id(result)] = self._truth_of(name, args)
         return result

@@ -33,7 +33,10 @@ SAMPLES = "<samples>"  # entry that holds the number of samples of a microbatch
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a tensor was made from the entries of the microbatch: an entry itself, or a function of recipes and constants."""
+    """How a tensor was made from the entries of the microbatch: an entry itself, or a function of recipes and constants.
+
+    Of what is ROWS it makes those of the whole batch from the whole batch's entries.
+    """
 
     key: Any = None
     function: Callable[..., Any] | None = None
@@ -43,7 +46,7 @@ class Recipe:
     in_place: bool = False  # the result is the changed first argument
 
     def make(self, entries: Mapping[Any, Any]) -> torch.Tensor:
-        """The tensor for another microbatch."""
+        """The tensor for other entries."""
         if self.function is None:
             return entries[self.key]
         leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs or {})))
@@ -69,7 +72,7 @@ class Axis:
     factor: Fraction = Fraction(1)
 
     def rows(self, entries: Mapping[Any, Any]) -> Any:
-        """Rows of one microbatch: an int, or a 0-d tensor where they are counted."""
+        """Rows for these entries: an int, or a 0-d tensor where they are counted."""
         if self.base is None:
             rows = entries[SAMPLES] * self.factor
             assert rows.denominator == 1, f"{entries[SAMPLES]} samples are not a multiple of {self.factor.denominator}"

@@ -72,6 +72,10 @@ class Call:
         self._result, self._called = value, True
 
     @property
+    def is_constant(self) -> bool:
+        return all(fact.kind is Kind.CONST for fact in self.facts)
+
+    @property
     def first(self) -> torch.Tensor:
         return self.tensors[0]
 

@@ -7,8 +7,8 @@ means over samples are answered with
     sum over this microbatch's elements / number of elements of the whole batch
 
 and a count of this microbatch that something is divided by with the count of the whole batch. Both must be known when the first microbatch
-runs. They follow from the entries of all microbatches by steps (labels shifted, clamped, compared, selected) that are recorded for the
-first microbatch (`Recipe`) and repeated on the entries of the others, so no rule per head is needed and heads with several terms get a
+runs. They follow from the entries of the batch by steps (labels shifted, clamped, compared, selected) that are recorded for the first
+microbatch (`Recipe`) and repeated once on the whole batch of this rank, so no rule per head is needed and heads with several terms get a
 divisor for each.
 
 Every tensor on the way carries what is known about it (`loss_facts`), so that a loss with a part that microbatches cannot compute is
@@ -86,9 +86,8 @@ _RANDOM = names("""dropout bernoulli multinomial rand randn randint rand_like ra
 class TermWatcher(TorchFunctionMode):
     """Active while the part of the model behind its last layer, and the criterion, run for one microbatch.
 
-    total(index, count) -> sum of count(entries) over all microbatches of the global batch, for the question number `index`
+    total(index, count) -> count(entries) of the global batch, for the question number `index`
     constants() -> ids of tensors that are the same in every microbatch though they are no parameters (buffers)
-    pristine  gets copies of entries before they are written to
     recording  recipes are needed; False where all questions have been answered for another microbatch
     shared  keys of entries that every microbatch has whole
     """
@@ -99,13 +98,11 @@ class TermWatcher(TorchFunctionMode):
         samples: int,
         total: Callable[[int, Callable[[Mapping[Any, Any]], Any]], torch.Tensor],
         constants: Callable[[], frozenset[int]] = frozenset,
-        pristine: dict[Any, torch.Tensor] | None = None,
         recording: bool = True,
         shared: frozenset[Any] = frozenset(),
     ) -> None:
         super().__init__()
         self.entries = {**dict(items_of(microbatch)), SAMPLES: samples}
-        self._pristine = pristine if pristine is not None else {}
         self.samples = samples
         self.num_questions = 0
         self.lengths: dict[int, Any] = {}  # what len() returned as a plain int, and what it was the size of
@@ -217,36 +214,39 @@ class TermWatcher(TorchFunctionMode):
             return self._loss(func, args, kwargs)
         if name in _READ_BY_HOST:
             return self._read(name, func, args, kwargs)
-        in_place = name in _IN_PLACE_DUNDERS or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        return self._run(func, _bare(name), args, kwargs, in_place)
+        return self._run(func, *_operation(name), args, kwargs)
 
-    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+    def _run(self, func: Any, name: str, in_place: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.lengths or self.counting:
             args, kwargs = self._with_lengths(name, args, kwargs)
+        call = Call(self, func, name, args, kwargs)
         if name in CREATORS:
-            call = Call(self, func, name, args, kwargs)
             made = created(call)
             self._note(call.result, CONST if made is None else self._with_recipe(call, made, 0))
             return call.result
-        call = Call(self, func, name, args, kwargs)
         if not call.facts:
             return call.result
-        if not call.numbers and all(fact.kind is Kind.CONST for fact in call.facts):
+        if not call.numbers and call.is_constant:
             return self._keep_constant(call)
-        rule = _RULES.get(name) or (elementwise if is_elementwise(name) else None)
-        facts = rule(call) if rule is not None else self._not_followed(call)
+        rule = _RULES.get(name) or (elementwise if is_elementwise(name) else self._not_followed)
+        facts = rule(call)
         if in_place:
             self._changed(call, facts if isinstance(facts, Fact) else facts[0])
             return call.result
-        leaves = [call.result] if isinstance(call.result, torch.Tensor) else pytree.tree_leaves(call.result)
-        for place, leaf in enumerate(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
-            fact = facts if isinstance(facts, Fact) else facts[place]
-            if fact.kind is Kind.UNKNOWN and self.trusting and not fact.coupled and leaf.dim():
-                fact = self.assumed(leaf) if leaf.shape[0] % self.samples == 0 else fact
-            self._note(leaf, self._with_recipe(call, fact, place))
-            if name in _COMPARISONS and not self.trusting and not leaf.dim() and fact.kind is not Kind.WHOLE:
-                self._orders[id(leaf)] = leaf
-        return call.result
+        result = call.result
+        if isinstance(result, torch.Tensor):
+            self._made(call, facts if isinstance(facts, Fact) else facts[0], 0, result)
+        else:
+            for place, leaf in enumerate(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+                self._made(call, facts if isinstance(facts, Fact) else facts[place], place, leaf)
+        return result
+
+    def _made(self, call: Call, fact: Fact, place: int, tensor: torch.Tensor) -> None:
+        if fact.kind is Kind.UNKNOWN and self.trusting and not fact.coupled and tensor.dim() and tensor.shape[0] % self.samples == 0:
+            fact = self.assumed(tensor)
+        self._note(tensor, self._with_recipe(call, fact, place))
+        if call.name in _COMPARISONS and not self.trusting and not tensor.dim() and fact.kind is not Kind.WHOLE:
+            self._orders[id(tensor)] = tensor
 
     def _with_lengths(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Plain ints that came from len(), by their value in shapes, by their place in arithmetic, where constants stand beside them."""
@@ -321,7 +321,6 @@ class TermWatcher(TorchFunctionMode):
         if not target._is_view() and all(known.recipe is not None or known is CONST for known in call.facts):
             args, kwargs = pytree.tree_map(self._named, (call.args, call.kwargs))
             recipe = Recipe(None, call.func, args, kwargs, in_place=True) if call.facts[0].recipe is not None else None
-        self._keep_entry(target)
         call.result  # noqa: B018  runs the call
         base = target._base if target._is_view() else target
         memory = None if target.is_meta else target.untyped_storage().data_ptr()
@@ -336,13 +335,6 @@ class TermWatcher(TorchFunctionMode):
                 self._facts[key] = (reference, spoilt._replace(recipe=None, samples=False, mask=None))
         self._note(target, fact._replace(recipe=recipe, samples=False, mask=None))
 
-    def _keep_entry(self, target: torch.Tensor) -> None:
-        """An entry of the batch is about to be written to: recipes start from what it was."""
-        base = target._base if target._is_view() else target
-        for key, value in self.entries.items():
-            if value is base and base is not None and key not in self._pristine and not base.is_meta:
-                self._pristine[key] = base.clone()
-
     # Reading sizes and values --------------------------------------------------------------------------------------------
 
     def _property(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -352,7 +344,7 @@ class TermWatcher(TorchFunctionMode):
             if fact.kind is Kind.ROWS and fact.dim is not None:
                 return torch.Size([self._tracked(size, fact, 1) if dim == fact.dim else size for dim, size in enumerate(result)])
         elif name in ("T", "mT", "H", "mH"):
-            return self._run(func, name, args, {}, False) if args[0].dim() == 2 or name[0] == "m" else result
+            return self._run(func, name, False, args, {}) if args[0].dim() == 2 or name[0] == "m" else result
         elif name in ("data", "real") and isinstance(result, torch.Tensor):
             self._note(result, self.fact(args[0])._replace(recipe=None))
         return result
@@ -421,7 +413,7 @@ class TermWatcher(TorchFunctionMode):
         arguments = dict(bound.arguments)
         old_style = arguments.get("size_average") is not None or arguments.get("reduce") is not None
         call = Call(self, func, func.__name__, args, kwargs)
-        if not call.numbers and all(fact.kind is Kind.CONST for fact in call.facts):
+        if not call.numbers and call.is_constant:
             return self._keep_constant(call)
         reduction = "none" if old_style else arguments["reduction"]
         elements = self._class_elements(call, arguments) if _has_class_targets(func, arguments) else self._elements(call, arguments)
@@ -535,10 +527,11 @@ def _numbers(value: Any, why: str, decides: Callable[[], None] | None) -> Any:
     return [_numbers(one, why, decides) for one in value] if isinstance(value, list) else number(value, None, why, decides=decides)
 
 
-def _bare(name: str) -> str:
-    """The name of the operation, whether it was written as an operator, in place or as a function."""
+@cache
+def _operation(name: str) -> tuple[str, bool]:
+    """(the operation, whether it changes its first argument), however it was written: as an operator, in place, as a function."""
     if name in _IN_PLACE_DUNDERS:
-        return "div" if name in ("__itruediv__", "__idiv__") else name[3:-2]
+        return "div" if name in ("__itruediv__", "__idiv__") else name[3:-2], True
     if name.startswith("__") and name.endswith("__"):
-        return _OPERATORS.get(name[2:-2], name[2:-2])
-    return name[:-1] if name.endswith("_") else name
+        return _OPERATORS.get(name[2:-2], name[2:-2]), name == "__setitem__"
+    return (name[:-1], True) if name.endswith("_") else (name, False)

@@ -112,7 +112,8 @@ def needs_no_weights(num_microbatches: int, group: dist.ProcessGroup | None) -> 
 class GlobalLoss:
     """Weights of one step's microbatches. Collectives over `group` run in an order that is the same on all its ranks.
 
-    microbatches  all microbatches of this data-parallel rank
+    batch         of this data-parallel rank; nobody writes to it
+    microbatches  its parts, which the model and the criterion get, and may write to
     criterion     (outputs, inputs) -> loss, or None for the loss that the model computed itself
     group         ranks whose microbatches belong to the same global batch (data parallel; None: just this process)
     device        where the loss lives
@@ -121,12 +122,14 @@ class GlobalLoss:
 
     def __init__(
         self,
+        batch: Any,
         microbatches: Sequence[Any],
         criterion: Criterion | None,
         group: dist.ProcessGroup | None,
         device: torch.device,
         constants: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
+        self.batch = batch
         self.microbatches = list(microbatches)
         self.criterion = criterion
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -136,7 +139,6 @@ class GlobalLoss:
         self._constants = constants
         self._answers: list[torch.Tensor] = []
         self._watchers: dict[int, TermWatcher] = {}
-        self._pristine: dict[int, dict[Any, torch.Tensor]] = {}  # entries of microbatches as they were before they were written to
         self._num_questions: int | None = None
         self._watched_one = False
         self._whole = needs_no_weights(len(self.microbatches), self.group)
@@ -155,13 +157,11 @@ class GlobalLoss:
         """Context for the head of microbatch `index`; `seen` is what the last layer returned."""
         if not self.is_watched:
             return nullcontext()
-        pristine = self._pristine[index] = {}
         watcher = TermWatcher(
             self.microbatches[index],
             self._samples[index],
             self._answer,
             self._constants,
-            pristine,
             recording=not self._watched_one,
             shared=self._shared,
         )
@@ -225,16 +225,13 @@ class GlobalLoss:
         return exact * (self._weights[index] / self._weight_sum).to(device=exact.device, dtype=exact.dtype)
 
     def _answer(self, index: int, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
-        """The sum of `count(entries)` over the global batch, computed when the first microbatch asks question `index`."""
+        """`count(entries)` of the global batch, computed when the first microbatch asks question `index`."""
         if index == len(self._answers):
             if self._num_questions is not None:
                 raise LossError(f"the loss takes another way in this microbatch than in the one before: it counts more. {HOW_TO_WEIGH}")
-            counts = []
-            for number, (microbatch, samples) in enumerate(zip(self.microbatches, self._samples, strict=True)):
-                entries = {**dict(items_of(microbatch)), **self._pristine.get(number, {}), SAMPLES: samples}
-                with torch.no_grad():
-                    counts.append(torch.as_tensor(count(entries)))
-            self._answers.append(self._summed(counts))
+            entries = {**dict(items_of(self.batch)), SAMPLES: sum(self._samples)}
+            with torch.no_grad():
+                self._answers.append(self._summed([torch.as_tensor(count(entries))]))
         return self._answers[index]
 
     def _summed(self, counts: Sequence[torch.Tensor]) -> torch.Tensor:
