@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.compat import default_store
 from ..utils.errors import nearest
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
@@ -172,7 +171,7 @@ def _fail_together(timeout: timedelta) -> None:
     """Let this rank hear of the failures of others, and others of its own; see `cluster.job`."""
     global _end_watch
     # Checked on torch 2.13: the store of the default group has no public name. torchrun's outlives the group, with all that was said in it.
-    store = dist.PrefixStore(f"shardwright/{next(_joined)}", default_store())
+    store = dist.PrefixStore(f"shardwright/{next(_joined)}", dist.distributed_c10d._get_default_store())
     me = job.Job(store, dist.get_rank(), dist.get_world_size())
     job.set_current(me)
     groups.set_timeout(timeout)
