@@ -13,7 +13,6 @@ from shardwright._version import __version__
 
 if TYPE_CHECKING:
     from shardwright.booster import Booster
-    from shardwright.cluster.job import recover
     from shardwright.cluster.launch import (
         get_default_parser,
         launch,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         launch_from_slurm,
         launch_from_torch,
     )
+    from shardwright.cluster.recovery import recover
 
 _HOMES = {
     "Booster": "shardwright.booster",
@@ -29,7 +29,7 @@ _HOMES = {
     "launch_from_openmpi": "shardwright.cluster.launch",
     "launch_from_slurm": "shardwright.cluster.launch",
     "launch_from_torch": "shardwright.cluster.launch",
-    "recover": "shardwright.cluster.job",
+    "recover": "shardwright.cluster.recovery",
 }
 _SUBPACKAGES = (
     "accelerator",

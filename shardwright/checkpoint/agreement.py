@@ -60,7 +60,7 @@ class Agreement:
             raise error
         for rank, text in enumerate(texts):
             if text is not None:
-                raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+                raise CheckpointError(f"{what} failed on rank {rank}: {text}", rank)
 
 
 def _host_group(purpose: str) -> dist.ProcessGroup:

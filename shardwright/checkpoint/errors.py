@@ -7,7 +7,11 @@ from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint could not be written or read; `failed_rank` is the rank that could not, where it was one and not all."""
+
+    def __init__(self, message: str, failed_rank: int | None = None) -> None:
+        super().__init__(message)
+        self.failed_rank = failed_rank
 
 
 class CheckpointNotFound(CheckpointError):

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..cluster import job
 from ..comm.compat import default_store
 from ..logging import get_dist_logger
 
 WORD_AFTER = 5.0  # seconds until the log says who is missing
 _POLL = 0.002
-_calls: dict[dist.ProcessGroup, int] = {}  # roll calls so far, by the world group of the time
+_calls: dict[tuple[dist.ProcessGroup, int], int] = {}  # roll calls so far, by the world group of the time and the job's recoveries
 
 
 def roll_call(what: str, patience: timedelta | None = None) -> None:
@@ -29,15 +30,16 @@ def roll_call(what: str, patience: timedelta | None = None) -> None:
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    for old in [group for group in _calls if group is not world]:
+    now = world, job.generation()
+    for old in [key for key in _calls if key != now]:
         del _calls[old]
-    number = _calls[world] = _calls.get(world, 0) + 1
+    number = _calls[now] = _calls.get(now, 0) + 1
     store: Any = default_store()  # its stubs lack the timeout
-    _RollCall(what, number).hold((patience or store.timeout).total_seconds())
+    _RollCall(what, f"{now[1]}/{number}").hold((patience or store.timeout).total_seconds())
 
 
 class _RollCall:
-    def __init__(self, what: str, number: int) -> None:
+    def __init__(self, what: str, number: str) -> None:
         self.what = what
         self.store = dist.PrefixStore(f"shardwright/roll_call/{number}", default_store())
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -49,6 +51,7 @@ class _RollCall:
             self._decide(self._verdict_of_all())
         said, poll = False, _POLL
         while not self.store.check(["verdict"]):
+            job.stop_waiting()
             waited = time.monotonic() - started
             if waited > WORD_AFTER and not said:
                 said = True

@@ -1,9 +1,10 @@
 """Processes: launching them, naming their axes, coordinating them."""
 
 from .coordinator import DistCoordinator
-from .job import BrokenJobError, JobError, recover
+from .job import BrokenJobError, JobError
 from .launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from .mesh import ParallelMesh
+from .recovery import recover
 
 __all__ = [
     "BrokenJobError",

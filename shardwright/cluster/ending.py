@@ -24,6 +24,7 @@ from .job import Job
 
 _OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
 _STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
+_KINDS = 3  # of things that ranks were doing, in torchrun's report
 
 _exit_code: int | None = None  # what this process ends with, once that is decided
 _script_exit: _Exit | None = None  # the last sys.exit that nobody caught
@@ -33,6 +34,7 @@ def excepthook(job: Job, kind: type[BaseException], error: BaseException, tb: Tr
     """The script of this rank ends by an exception."""
     job.ending = True
     if isinstance(error, KeyboardInterrupt):
+        job.learn(job.first(interrupted(job)))
         job.tell("ended")
         leave_interrupted(job)
     failure = job.failure if job.failure is not None else job.fail(error, _where(job))
@@ -63,14 +65,17 @@ def _tell(job: Job, failure: Failure) -> None:
         job.tell(f"gone/{job.rank}")
         _keep_the_store(job, failure)
         return
-    others = job.local_ranks if torchrun else range(job.world_size)
-    silent = _silent(failure)
-    job.wait_for([f"gone/{rank}" for rank in others if rank != job.rank and rank not in silent], _OTHERS)
-    time.sleep(0.2)  # from their last words to their end
-    if torchrun:
-        _write_error_file(failure, _story(job, failure))
+    if torchrun:  # which stops those that have not ended by themselves, and counts them as failed then
+        job.wait_for_ends(_OTHERS)
     else:
-        _print(failure.whole() if failure.kind != TIMEOUT else _story(job, failure))
+        silent = _silent(failure)
+        job.wait_for([f"gone/{rank}" for rank in range(job.world_size) if rank != job.rank and rank not in silent], _OTHERS)
+        time.sleep(0.2)  # from their last words to their end
+    if failure.kind == TIMEOUT:
+        alike = _alike(job, failure)
+        _report(failure, _brief(alike), _in_full(alike))
+    else:
+        _report(failure, failure.condensed(), failure.whole())
     job.tell(f"gone/{job.rank}")
     _keep_the_store(job, failure)
 
@@ -87,19 +92,46 @@ def _silent(failure: Failure) -> set[int]:
     return {failure.rank} if failure.rank != failure.speaker else set()
 
 
-def _story(job: Job, failure: Failure) -> str:
-    if failure.kind != TIMEOUT:
-        return failure.condensed()
+class _Alike(NamedTuple):
+    """Ranks that were doing the same when a timeout struck."""
+
+    ranks: tuple[int, ...]
+    waits: bool
+    frames: tuple[str, ...]
+
+    @property
+    def head(self) -> str:
+        return f"rank {', '.join(map(str, self.ranks))} {'waited in' if self.waits else 'was in'}"
+
+    @property
+    def place(self) -> str:
+        """The innermost frame, or the one before it where that is the wait itself."""
+        return self.frames[-2 if self.waits and len(self.frames) > 1 else -1] if self.frames else "code without a frame"
+
+
+def _alike(job: Job, failure: Failure) -> tuple[str, list[_Alike]]:
+    """Which ranks did not come, and what all ranks were doing, the late ones first."""
     stacks = job.stacks()
     stacks.setdefault(failure.rank, (True, list(failure.frames)))
-    alike: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+    ranks: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
     for rank, (waits, frames) in sorted(stacks.items()):
-        alike.setdefault((waits, tuple(frames)), []).append(rank)
+        ranks.setdefault((waits, tuple(frames)), []).append(rank)
     late = [rank for rank, (waits, _) in stacks.items() if not waits] + [r for r in range(job.world_size) if r not in stacks]
-    lines = [f"timeout: rank {', '.join(map(str, sorted(late)))} did not come" if late else "timeout: the ranks wait for each other"]
-    for (waits, stack), ranks in sorted(alike.items(), key=lambda item: item[0][0]):
-        lines.append(f"rank {', '.join(map(str, ranks))} {'waited in' if waits else 'was in'}")
-        lines += [f"  {frame}" for frame in stack]
+    head = f"timeout: rank {', '.join(map(str, sorted(late)))} did not come" if late else "timeout: the ranks wait for each other"
+    return head, [_Alike(tuple(who), *what) for what, who in sorted(ranks.items(), key=lambda item: item[0][0])]
+
+
+def _in_full(found: tuple[str, list[_Alike]]) -> str:
+    head, alike = found
+    return "\n".join([head, *(line for a in alike for line in (a.head, *(f"  {frame}" for frame in a.frames)))])
+
+
+def _brief(found: tuple[str, list[_Alike]]) -> str:
+    """A line for each of the first few: the place in the script, where it has one."""
+    head, alike = found
+    lines = [head, *(f"{a.head} {a.place}" for a in alike[:_KINDS])]
+    if len(alike) > _KINDS:
+        lines.append(f"and {len(alike) - _KINDS} other places: see traceback.txt beside the error_file")
     return "\n".join(lines)
 
 
@@ -113,25 +145,37 @@ def leave_now(job: Job) -> NoReturn:
 
 
 def leave_terminated(job: Job) -> NoReturn:
-    """SIGTERM. torchrun sends it to the others when it has seen a rank end, and has its reason by then."""
+    """SIGTERM. torchrun sends it to the others when it has seen a rank end, and has its reason by then; else it is the first to go."""
+    first = Failure(job.rank, job.rank, job.place, "", LEFT, "was ended by SIGTERM", when=time.time())
+    failure = job.failure or job.find_dead() or job.first(first)
+    if failure == first:
+        job.tell("ended")
     if not _under_torchrun():
         _leave(128 + signal.SIGTERM)
-    failure = job.failure or job.find_dead()
-    if failure is not None and failure.speaker == job.rank and failure.kind == DIED:
-        _print(failure.headline)
+    if failure.speaker == job.rank and failure.kind == DIED:
+        _print(failure.headline)  # the report is of the dead rank
+    elif failure.speaker == job.rank:
+        _report(failure, failure.condensed(), failure.whole())
+        _leave(1)
     _leave(0)
 
 
 def interrupted(job: Job) -> Failure:
-    return Failure(job.rank, job.rank, job.place, "", INTERRUPTED, "was interrupted", when=time.time())
+    where = _where(job)
+    return Failure(job.rank, job.rank, job.place, "", INTERRUPTED, f"was interrupted{' in ' + where if where else ''}", when=time.time())
 
 
 def leave_interrupted(job: Job) -> NoReturn:
-    """Ctrl-C reaches every rank; one of each launcher says so."""
+    """Ctrl-C reaches every rank; one of each launcher says so. Where it reached one rank alone, torchrun's report is of that rank."""
+    where = _where(job)
     if job.rank == job.local_ranks[0]:
-        where = _where(job)
         _print(f"Interrupted{' in ' + where if where else ''}; all ranks stop.")
-    _leave(128 + signal.SIGINT)
+    torchrun = _under_torchrun()
+    mine = job.failure is None or job.failure.rank == job.rank
+    if torchrun and mine:
+        failure = interrupted(job)
+        _report(failure, failure.headline, failure.whole())
+    _leave(0 if torchrun and not mine else 128 + signal.SIGINT)
 
 
 def remember_exits() -> None:
@@ -175,12 +219,16 @@ class _UntilCaught:
 def at_exit(job: Job) -> None:
     """The interpreter ends: after an exception, by sys.exit, or because the script is through."""
     global _exit_code
-    if _exit_code is not None or job.failure is not None:
+    if _exit_code is not None:
+        return
+    if job.failure is not None:  # the script has caught it
+        job.tell(f"gone/{job.rank}")
         return
     job.ending = True
     code, where = _script_exit or (0, "")
     if code == 0:
         job.tell(f"left/{job.rank}", "left: its script had ended")
+        job.tell(f"gone/{job.rank}")
         if job.rank == 0 and not _under_torchrun():  # the store ends with this process
             job.wait_for([f"left/{rank}" for rank in range(job.world_size)], _OTHERS)
         return
@@ -217,12 +265,12 @@ def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _write_error_file(failure: Failure, story: str) -> None:
-    """What torchrun prints as the root cause; the whole traceback lies beside it."""
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+def _report(failure: Failure, brief: str, whole: str) -> None:
+    """Tell the story: to torchrun, which prints `brief` as the root cause, with all of it in a file beside; else to everybody."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE") if _under_torchrun() else None
     if name is None:
-        _print(failure.whole())
+        _print(whole)
         return
-    Path(name).with_name("traceback.txt").write_text(failure.whole() + "\n")
-    message = {"message": failure.first_line, "extraInfo": {"py_callstack": story, "timestamp": str(int(failure.when) - 1)}}
+    Path(name).with_name("traceback.txt").write_text(whole + "\n")
+    message = {"message": failure.first_line, "extraInfo": {"py_callstack": brief, "timestamp": str(int(failure.when) - 1)}}
     Path(name).write_text(json.dumps({"message": message}))

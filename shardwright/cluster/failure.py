@@ -28,6 +28,9 @@ _LOST_CONNECTION = re.compile(
     r"failed to recv|Failed to (send|recv)|Read error|Write error|connection was closed",
     re.IGNORECASE,
 )
+# torch raises what a worker of a DataLoader raised anew, with the worker's traceback as text.
+_IN_WORKER = re.compile(r"Caught \w+ in (?P<where>[^\n]+)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.+)", re.DOTALL)
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?:    (?P<source>\S.*)\n)?', re.MULTILINE)
 _TIMED_OUT = re.compile(r"Timed out waiting \d+ *ms|ran for \d+ milliseconds before timing out|wait timeout after \d+ ?ms", re.IGNORECASE)
 
 
@@ -101,8 +104,27 @@ def describe(error: BaseException) -> tuple[str, tuple[str, ...], str]:
     if callers:
         whole = f"In the call (most recent call last):\n{''.join(traceback.format_list(callers))}{whole}"
     text = "".join(traceback.format_exception_only(type(root), root)).strip()
-    frames = condense(callers + _frames_of(tb) + (_frames_of(root.__traceback__) if root is not error else []))
+    text, in_worker = _raised_in_worker(text)
+    frames = condense(callers + _frames_of(tb) + (_frames_of(root.__traceback__) if root is not error else []) + in_worker)
     return text, frames, whole if len(whole) <= _LONGEST else "[...]\n" + whole[-_LONGEST:]
+
+
+def _raised_in_worker(text: str) -> tuple[str, list[traceback.FrameSummary]]:
+    """The text of an error and its frames in the process that it came up in: "OSError: bad file (in DataLoader worker process 0)"."""
+    found = _IN_WORKER.search(text)
+    if found is None:
+        return text, []
+    trace = found["trace"]
+    frames = [
+        traceback.FrameSummary(frame["file"], int(frame["line"]), frame["name"], lookup_line=False, line=frame["source"])
+        for frame in _FRAME.finditer(trace)
+    ]
+    lines = trace[trace.rfind("\n  File ") + 1 :].splitlines()
+    first = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), None)
+    if first is None:
+        return text, []
+    lines[first] += f" (in {found['where']})"
+    return "\n".join(lines[first:]), frames
 
 
 def root_cause(error: BaseException) -> BaseException:

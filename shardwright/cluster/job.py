@@ -24,10 +24,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from ..utils.random import set_seed
 from . import groups
 from .failure import DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
 
@@ -56,6 +54,8 @@ class Job:
         self.steps = 0  # begun by execute_pipeline
         self.backwards = 0  # done by Booster.backward
         self.stepped = 0  # optimizer steps that were through
+        self.updating = False  # whether one has begun to change weights
+        self.lasting = ""  # what keeps a step that failed in the middle in mind, so that nothing can go on after it
         self.checks = 0  # of batches, passed (`same_batch`)
         self.ending = False  # the main thread is on its way out and needs no help
         self._default_store = store
@@ -94,6 +94,8 @@ class Job:
     def fail(self, error: BaseException, doing: str = "") -> Failure:
         """Tell the job that this rank failed with `error` and wake everybody; returns the first failure, which may be another's."""
         if self.failure is None:
+            if getattr(error, "failed_rank", None) not in (None, self.rank):
+                self.wait_for(["failure"], _AGREE)  # the error tells of another rank's, whose own story is the better one
             frames = failure_of(error, self.rank, "", "").frames
             self.tell(f"stack/{self.rank}", "\n".join(["waits", *frames]))
             mine = self._blame(error, doing) if is_lost_connection(error) else failure_of(error, self.rank, self.place, doing)
@@ -193,6 +195,15 @@ class Job:
         beat = self.ask(f"beat/{rank}")
         return int(beat.split()[1]) if beat else 0
 
+    def wait_for_ends(self, seconds: float) -> None:
+        """Until the processes of the other ranks that one launcher started with this one have ended; at most so long."""
+        deadline = time.monotonic() + seconds
+        others = [rank for rank in self.local_ranks if rank != self.rank]
+        while others and time.monotonic() < deadline:
+            others = [rank for rank in others if not self._has_died_here(rank)]
+            if others:
+                time.sleep(0.05)
+
     def _has_died_here(self, rank: int) -> bool:
         """Whether a rank of this machine has no process any more, or one that only waits to be buried."""
         host, _, pid = (self.ask(f"host/{rank}") or "").partition(" ")
@@ -214,51 +225,33 @@ class Job:
         self.tell(f"raising/{point}/{self.rank}")
         return self.wait_for([f"raising/{point}/{rank}" for rank in range(self.world_size)], _AGREE)
 
-    # Refusing and recovering.
+    # Refusing.
 
     def refuse(self) -> None:
         """Raise what broke the communicators."""
         assert self.failure is not None
+        advice = "Restart the job from its last checkpoint"
+        if not self.why_not_to_recover():
+            advice += (
+                "; or, if every rank has caught the error, let all ranks call shardwright.recover() and optimizer.zero_grad() and go on"
+            )
         raise BrokenJobError(
-            f"this job's communicators were closed when {self.failure.headline}\n"
-            "No step, backward or checkpoint can run on them. Restart the job from its last checkpoint; or, if every rank has caught the "
-            "error and the model trains under gloo, let all ranks call shardwright.recover() and optimizer.zero_grad() and go on"
+            f"this job's communicators were closed when {self.failure.headline}\nNo step, backward or checkpoint can run on them. {advice}"
         )
 
-    def recover(self, timeout: float) -> None:
-        """See `shardwright.recover`."""
+    def why_not_to_recover(self) -> str:
         if not groups.can_reconnect():
-            raise ValueError("recover() can give gloo groups new connections, not NCCL's: restart the job from its last checkpoint")
-        next_generation = self.generation + 1
-        self.learn(self.failure or Failure(self.rank, self.rank, self.place, "", "raised", "recover() was called"))
-        name = f"shardwright/job/{next_generation}/recover/"
-        self.store.set(f"{name}{self.rank}", str(self.stepped))
-        try:
-            self.store.wait([f"{name}{rank}" for rank in range(self.world_size)], timedelta(seconds=timeout))
-        except RuntimeError as error:
-            missing = [rank for rank in range(self.world_size) if not self.store.check([f"{name}{rank}"])]
-            raise BrokenJobError(
-                f"recover() must be called by all {self.world_size} ranks, and within {timeout:g} s rank(s) {missing} did not"
-            ) from error
-        stepped = [int(self.store.get(f"{name}{rank}")) for rank in range(self.world_size)]
-        if min(stepped) != max(stepped):
-            ahead = [rank for rank, steps in enumerate(stepped) if steps == max(stepped)]
-            raise BrokenJobError(
-                f"rank(s) {ahead} had taken the optimizer step that others had not when the step failed, so their weights no longer "
-                "fit together: restart the job from its last checkpoint"
-            )
-        groups.reconnect_all(self.store, next_generation)
-        with self._lock:
-            self.generation, self.failure, self._closed = next_generation, None, False
-        self._introduce()
-        set_seed(int(self._agreed_seed(next_generation)))
+            return "recover() can give gloo groups new connections, not NCCL's"
+        if self.generation == groups.MOST_RECOVERIES:
+            return f"recover() has succeeded {self.generation} times in this process, and torch has no room for more"
+        return f"recover() cannot undo a step that failed in the middle under {self.lasting}" if self.lasting else ""
 
-    def _agreed_seed(self, generation: int) -> str:
-        """A seed that rank 0 draws: ranks that stopped at different places have drawn different amounts of random numbers."""
-        name = f"shardwright/job/{generation}/seed"
-        if self.rank == 0:
-            self.store.set(name, str(int(torch.randint(2**31, ()))))
-        return bytes(self.store.get(name)).decode()
+    def begin_anew(self, generation: int, checks: int) -> None:
+        """After a recovery, with groups that have new connections. `checks` is alike on all ranks, and more than any has told of."""
+        with self._lock:
+            self.checks = checks
+            self.generation, self.failure, self._closed = generation, None, False
+        self._introduce()
 
     def stacks(self) -> dict[int, tuple[bool, list[str]]]:
         """What every rank that has said so was doing: {rank: (whether it waited for others, frames)}."""
@@ -307,17 +300,10 @@ def require_sound() -> None:
         _job.refuse()
 
 
-def recover(timeout: float = 60) -> None:
-    """Give the job new communicators after a step failed and every rank caught the error. All ranks call it, within `timeout` seconds.
-
-    Every process group keeps its identity and gets new connections. Call `optimizer.zero_grad()` next: the gradients of the failed step are
-    those of some microbatches on some ranks. Random generators are seeded anew, alike on all ranks. gloo only, four times per process.
-    """
-    if _job is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError("recover() needs a job that was started by shardwright.launch_from_torch() or launch()")
-        return
-    _job.recover(timeout)
+def stop_waiting() -> None:
+    """For loops that wait for other ranks in the store, where no closed group wakes them: raise what has failed meanwhile."""
+    if _job is not None and _job.failure is not None:
+        raise JobError(_job.failure.condensed())
 
 
 def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
@@ -332,6 +318,7 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
             result = function(*args, **kwargs)
             if is_step and _job is not None:
                 _job.stepped += 1
+                _job.updating = False
             return result
         except RuntimeError as error:
             if _job is None or not is_lost_connection(error):
@@ -340,6 +327,18 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
             raise JobError(f"{failure.condensed()}\nrank {_job.rank} stopped in {function.__qualname__} because of it") from None
 
     return call
+
+
+def begin_update() -> None:
+    """From here to the end of the optimizer's step weights change: a failure in between leaves them half old and half new."""
+    if _job is not None:
+        _job.updating = True
+
+
+def note_lasting(what: str) -> None:
+    """`what` keeps in mind where in a step it is, with no way to tell it that the step is over: `recover` refuses."""
+    if _job is not None:
+        _job.lasting = what
 
 
 def count_backward() -> None:

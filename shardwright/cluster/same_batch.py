@@ -18,7 +18,7 @@ import torch
 
 from . import groups
 from . import job as jobs
-from .job import Job, JobError
+from .job import Job
 
 Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 _PATIENCE = timedelta(seconds=1)
@@ -42,12 +42,16 @@ class SameBatch:
         self._number = next(_numbers)
         self._known: set[Any] = set()
         self._calls = 0
+        self._generation = jobs.generation()
 
     def check(self, description: Any) -> None:
         """ValueError if another rank of the replica has something else in this call. `description`: nested tuples of entries."""
         job = jobs.current()
         if job is None or job.world_size == 1:
             return
+        if self._generation != job.generation:  # after a recovery: ranks had come differently far in the failed step
+            self._generation, self._calls = job.generation, 0
+            self._known.clear()
         if description not in self._known:
             try:
                 self._compare(job, description)
@@ -92,8 +96,7 @@ class SameBatch:
                 return theirs
             if passed:
                 return "a batch of a kind that it was given before"
-            if job.failure is not None:
-                raise JobError(job.failure.condensed())
+            jobs.stop_waiting()
             job.wait_a_little(name, _PATIENCE)
         raise RuntimeError(f"Timed out waiting {limit.total_seconds() * 1000:.0f}ms for rank {rank} to bring its batch")
 

@@ -112,7 +112,7 @@ class Watch(threading.Thread):
             if now > self._interrupted_at + _TO_END:
                 ending.leave_interrupted(self._job)
             if now > self._interrupted_at + _TO_RAISE and self._job.failure is None:
-                self._job.learn(ending.interrupted(self._job))  # wakes a main thread that waits for other ranks
+                self._job.learn(self._job.first(ending.interrupted(self._job)))  # wakes a main thread that waits for other ranks
 
     def _read_signals(self, numbers: bytes) -> None:
         if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) == self._on_interrupt:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..cluster import job
 from ..logging import get_dist_logger
 from ..utils.errors import one_of
 
@@ -41,10 +42,13 @@ class LossGuard:
         self._since = 0  # step of the first of them
         self._travelling: tuple[str, torch.Tensor, Any] | None = None  # steps, sum on the host, the event that says it has arrived
         self._room: torch.Tensor | None = None  # for it, on the host
+        self._generation = job.generation()
 
     def note(self, loss: torch.Tensor) -> None:
         """`loss` is about to be differentiated."""
         loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
+        if self._generation != job.generation():  # the job has recovered, and left out the step that the last ones were of
+            self._generation, self._losses = job.generation(), None
         if self._losses is None:
             self._losses, self._since = loss, self.step + 1
         else:

@@ -92,6 +92,7 @@ class OptimizerWrapper(Optimizer):
         return self._step_wrapped()
 
     def _step_wrapped(self) -> Any:
+        job.begin_update()
         self.is_stepping = True
         try:
             return self.optim.step()

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..cluster import job
 from ..comm.compat import world_group_for_ddp
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.device import get_current_device
@@ -31,11 +32,23 @@ class TorchDDPModel(ModelWrapper):
     module: DistributedDataParallel
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        super().__init__(DistributedDataParallel(module, process_group=world_group_for_ddp(), **settings))
+        self._settings = settings
+        self._generation = job.generation()
+        super().__init__(_wrapped(module, settings))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._generation != job.generation():  # after a recovery: DDP would wait for the gradients of the failed step
+            self._generation = job.generation()
+            self._modules["module"] = _wrapped(self.module.module, self._settings)  # past the guard against modules that come after boost
+        return super().forward(*args, **kwargs)
 
     def unwrap(self) -> nn.Module:
         inner: nn.Module = self.module.module
         return inner.unwrap() if isinstance(inner, ModelWrapper) else inner
+
+
+def _wrapped(module: nn.Module, settings: dict[str, Any]) -> DistributedDataParallel:
+    return DistributedDataParallel(module, process_group=world_group_for_ddp(), **settings)
 
 
 class TorchDDPPlugin(Plugin):

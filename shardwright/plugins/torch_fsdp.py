@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..cluster import job
 from ..cluster.groups import bind_timeout
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..optim.kind import begin_state, has_stepped
@@ -158,6 +159,7 @@ class TorchFSDPPlugin(Plugin):
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
+        job.note_lasting("TorchFSDPPlugin, which is torch's FSDP2")
         device = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else get_current_device()
         if on_meta:
             assert self.param_init_fn is not None

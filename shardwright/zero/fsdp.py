@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..cluster import job
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import begin_state, check_supported, is_elementwise
 from ..precision.grad_norm import owned_ranges
@@ -67,6 +68,7 @@ def shard_model(
     for block in separable_blocks(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
+    job.note_lasting("ZeRO stage 3, which is torch's FSDP2")
     new = dict(model.named_parameters())
     for name, param in new.items():
         set_spec(param, specs[name])
