@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import ctypes
 import itertools
 import logging
 import os
@@ -31,6 +32,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 _BACKENDS = ("nccl", "gloo", "fake")
 
 _end_watch: Callable[[], None] | None = None  # of the job that this process belongs to
+_member = 0  # the process that joined; its forked children inherit all else
 _joined = itertools.count()  # jobs of several ranks that this process has joined
 
 
@@ -57,6 +59,7 @@ def launch(
 
     A second call with the same rank and world size only sets the seed and the configuration.
     """
+    global _member
     loaded = load_config(config)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
@@ -73,6 +76,7 @@ def launch(
         os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
         atexit.unregister(_leave)  # once is enough for a process that joins again
         atexit.register(_leave)
+        _member = os.getpid()
     if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
         _fail_together(limit)
     set_seed(seed)
@@ -217,6 +221,12 @@ def _leave() -> None:
     a collective, to let go of its tensors, and a thread that asks for the lock while the interpreter is taken apart aborts it: they get
     a moment to finish.
     """
+    if os.getpid() != _member:
+        # A forked child has none of the threads that closing would wait for; groups and store must not even be freed.
+        if dist.is_initialized():
+            for kept in (default_store(), *groups.all_groups()):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        return
     ending.last_act()
     failed = hasattr(sys, "last_value")
     if dist.is_initialized() and not (failed and "nccl" in dist.get_backend()):

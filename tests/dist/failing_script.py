@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import shardwright
 from shardwright.booster import Booster
@@ -38,6 +39,14 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Unreadable(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise OSError("bad file")
 
 
 def train(how: str) -> None:
@@ -68,6 +77,9 @@ def live() -> None:
     child.terminate()
     child.join()
     assert child.exitcode == -signal.SIGTERM
+    for how in (3, signal.SIGTERM):
+        assert _fork(how) == (-how if how is signal.SIGTERM else how)
+    assert os.system("exit 3") == 3 << 8
     thread = threading.Thread(target=sys.exit, args=(3,))
     thread.start()
     thread.join()
@@ -84,6 +96,16 @@ def live() -> None:
     dist.barrier()
 
 
+def _fork(how: int) -> int:
+    """The exit code of a raw child that ends by itself, as the script would, or by a signal."""
+    pid = os.fork()
+    if pid == 0:
+        if how is signal.SIGTERM:
+            os.kill(os.getpid(), how)
+        sys.exit(how)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def communicate(how: str) -> None:
     """No model: ranks that meet in one collective after the other."""
     total = torch.ones(3)
@@ -98,6 +120,12 @@ def communicate(how: str) -> None:
                     return
                 case "sleep":
                     time.sleep(300)
+                case "terminated":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                case "interrupted":
+                    raise KeyboardInterrupt
+                case "worker":
+                    list(DataLoader(Unreadable(), num_workers=1))
                 case "loop":
                     raise KeyError("in the loop")
                 case "interrupt":

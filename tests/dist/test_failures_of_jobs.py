@@ -27,7 +27,7 @@ def environment(**extra: str) -> dict[str, str]:
 def torchrun(how: str, interrupt: bool = False) -> list[str]:
     """What torchrun and its ranks print, together."""
     process = subprocess.Popen(
-        [*TORCHRUN, how], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [*TORCHRUN, how], env=environment(TIMEOUT="6"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     printed = ""
     if interrupt:
@@ -70,6 +70,10 @@ def test_torchrun_after_ctrl_c_says_so_once() -> None:
         ("exit", "rank 2 called sys.exit(3) at failing_script.py"),
         ("return", "rank 2 left: its script had ended while rank"),
         ("loop", "rank 2 failed first: KeyError: 'in the loop'"),
+        ("terminated", "rank 2 was ended by SIGTERM"),
+        ("interrupted", "rank 2 was interrupted"),
+        ("worker", "rank 2 failed first: OSError: bad file (in DataLoader worker process 0)"),
+        ("sleep", "timeout: rank 2 did not come"),
     ],
 )
 def test_torchrun_names_the_rank_that_went(how: str, words: str) -> None:
