@@ -224,7 +224,7 @@ def _leave() -> None:
     if os.getpid() != _member:
         # A forked child has none of the threads that closing would wait for; groups and store must not even be freed.
         if dist.is_initialized():
-            for kept in (default_store(), *groups.all_groups()):
+            for kept in (dist.distributed_c10d._get_default_store(), *groups.all_groups()):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         return
     ending.last_act()
