@@ -155,7 +155,6 @@ def leave_terminated(job: Job) -> NoReturn:
     if failure.speaker == job.rank and failure.kind == DIED:
         _print(failure.headline)  # the report is of the dead rank
     elif failure.speaker == job.rank:
-        job.wait_for_ends(_OTHERS)
         _report(failure, failure.condensed(), failure.whole())
         _leave(1)
     _leave(0)

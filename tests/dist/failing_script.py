@@ -120,8 +120,6 @@ def communicate(how: str) -> None:
                     return
                 case "sleep":
                     time.sleep(300)
-                case "terminated":
-                    os.kill(os.getpid(), signal.SIGTERM)
                 case "interrupted":
                     raise KeyboardInterrupt
                 case "worker":

@@ -70,7 +70,6 @@ def test_torchrun_after_ctrl_c_says_so_once() -> None:
         ("exit", "rank 2 called sys.exit(3) at failing_script.py"),
         ("return", "rank 2 left: its script had ended while rank"),
         ("loop", "rank 2 failed first: KeyError: 'in the loop'"),
-        ("terminated", "rank 2 was ended by SIGTERM"),
         ("interrupted", "rank 2 was interrupted"),
         ("worker", "rank 2 failed first: OSError: bad file (in DataLoader worker process 0)"),
         ("sleep", "timeout: rank 2 did not come"),
