@@ -19,19 +19,20 @@ STEPS = 3
 
 
 class _Run:
-    """A tiny Llama under AdamW, whose last decoder layer or whose optimizer fails when `fails` says so."""
+    """A tiny Llama under AdamW, whose last decoder layer on this rank, or whose optimizer, fails when `fails` says so."""
 
     def __init__(self, plugin: Any) -> None:
         self.fails = ""
         self.plugin = plugin
         self.pipeline = getattr(plugin, "pp_size", 1) > 1
         self.booster = Booster(plugin=plugin)
-        model = zoo.build("llama-causal-lm", num_hidden_layers=2)
+        model = zoo.build("llama-causal-lm", num_hidden_layers=4)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._step, optimizer.step = optimizer.step, self._fail_or_step
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         layers = [module for module in self.model.unwrap().modules() if type(module).__name__.endswith("LlamaDecoderLayer")]
-        layers[-1].register_forward_hook(self._after_forward)
+        held = [layer for layer in layers if any(True for _ in layer.parameters())]
+        held[-1].register_forward_hook(self._after_forward)
 
     def _after_forward(self, _: Any, __: Any, output: Any) -> None:
         if self.fails == "forward":
@@ -92,14 +93,24 @@ def _recovered(rank: int, world: int, plugin: Callable[[], Any], where: str, tmp
     run.booster.save(tmp, run.model, run.optimizer)  # ranks had come differently far in counting such calls, too
 
 
+def _pipeline(**style: Any) -> HybridParallelPlugin:
+    return HybridParallelPlugin(precision="fp32", pp_size=2, num_microbatches=2, **style)
+
+
+def _recover_in_a_v(rank: int, world: int, tmp: str) -> None:
+    join(rank, world)
+    _recovered(rank, world, lambda: _pipeline(pp_style="zbv", num_model_chunks=2), "backward", tmp)
+
+
+def test_pipelines_recover_from_a_backward_that_failed(tmp_path: Any) -> None:
+    run_ranks(_recover_in_a_v, 2, str(tmp_path), debug="OFF", timeout=60)
+
+
 def _recover_from_all(rank: int, world: int, tmp: str) -> str:
     join(rank, world)
 
-    def pipeline() -> Any:
-        return HybridParallelPlugin(precision="fp32", pp_size=2, num_microbatches=2)
-
     _recovered(rank, world, TorchDDPPlugin, "backward", f"{tmp}/0")
-    _recovered(rank, world, pipeline, "data", f"{tmp}/1")
+    _recovered(rank, world, _pipeline, "data", f"{tmp}/1")
     _recovered(rank, world, lambda: LowLevelZeroPlugin(stage=2, precision="bf16"), "forward", f"{tmp}/2")
     run = _Run(LowLevelZeroPlugin(stage=1, precision="fp32"))
     run.fails = "optimizer" if rank == 1 else ""
