@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -22,6 +23,7 @@ from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
+from ..zero.sharded_reads import show_assignments
 from .agreement import agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
@@ -35,6 +37,36 @@ class TorchFSDPModel(ModelWrapper):
 
     module: FSDPModule  # type: ignore[assignment]
     syncs = True  # whether backward reduces gradients
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._sharded = [param for param in module.parameters() if isinstance(param, DTensor)]
+        show_assignments(self._sharded, True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.plain_parameters():
+            return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def plain_parameters(self) -> Iterator[None]:
+        """Inside, the model or the step runs; outside, `param.data = tensor` reaches the shards."""
+        show_assignments(self._sharded, False)
+        try:
+            yield
+        finally:
+            show_assignments(self._sharded, True)
+
+
+class TorchFSDPOptimizer(OptimizerWrapper):
+    """Steps on sharded parameters as torch knows them."""
+
+    def __init__(self, optim: Optimizer, model: TorchFSDPModel) -> None:
+        super().__init__(optim)
+        self._plain = model.plain_parameters
+
+    def _step_wrapped(self) -> Any:
+        with self._plain():
+            return super()._step_wrapped()
 
 
 class TorchFSDPPlugin(Plugin):
@@ -128,9 +160,10 @@ class TorchFSDPPlugin(Plugin):
         self._shard(model, blocks)
         if optimizer is not None:
             _move_optimizer(optimizer, model, old_names)
-            if not isinstance(optimizer, OptimizerWrapper):
-                optimizer = OptimizerWrapper(optimizer)
-        return Boosted(TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler)
+        wrapped = TorchFSDPModel(model)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = TorchFSDPOptimizer(optimizer, wrapped)
+        return Boosted(wrapped, optimizer, criterion, dataloader, lr_scheduler)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if self.auto_wrap_policy is None:

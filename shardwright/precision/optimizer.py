@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,14 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     divisor     raw gradients are this many times the gradient of the step (data-parallel ranks that were summed)
     norm_group  all ranks of the model: the norm and the overflow check are agreed over it
+    running     optimizers whose backward is running, the innermost last
+    backwards   how many of them there have been
+    guests      contexts of other optimizers whose parameters this one's backward has reached; left when it ends
     """
+
+    running: ClassVar[list[MixedPrecisionOptimizer]] = []
+    backwards: ClassVar[int] = 0
+    guests: ExitStack
 
     def __init__(
         self,
@@ -112,7 +119,13 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _running_backward(self) -> Iterator[None]:
         self._before_backward()
         self._has_gradients = True
-        yield
+        with ExitStack() as self.guests:
+            self.running.append(self)
+            MixedPrecisionOptimizer.backwards += 1
+            try:
+                yield
+            finally:
+                self.running.pop()
         self._after_backward()
 
     def _before_backward(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import Booster
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
 from .table import mistake, refused
 
@@ -114,6 +114,56 @@ def backward_without_the_booster(rank: int, world: int) -> None:
             optim.zero_grad()
             booster.backward(model(samples(rank)).float().pow(2).mean(), optim)
             optim.step()
+
+
+@mistake(
+    symptom="a loss that reaches the model of another optimizer (GAN: the generator's loss and the discriminator)",
+    gets="what plain torch does: the gradients are added, and dropped by the other optimizer's `zero_grad`; refused where they came after "
+    "its own had been reduced, or in fp16, and it steps without `zero_grad`",
+    fix="`zero_grad()` before each backward of the other optimizer, or `requires_grad_(False)` on its model meanwhile",
+)
+def loss_that_reaches_another_model(rank: int, world: int) -> None:
+    for stage in (0, 1, 2):
+        for precision in ("fp32", "fp16"):
+            first = boosted(stage, precision=precision)
+            booster, model, optim = boosted(stage, precision=precision)
+            mixed = first[1](model(samples(rank)).double().repeat(1, 2)).float().pow(2).mean()
+            own = model(samples(rank)).float().pow(2).mean()
+            if precision == "fp32":
+                booster.backward(own, optim)
+                optim.get_grad_norm()
+            booster.backward(mixed, first[2])
+            advice = ("from the backward of another optimizer's loss", r"zero_grad\(\)", r"requires_grad_\(False\)")
+            with refused(*advice):
+                optim.step()
+            with refused(*advice):
+                booster.backward(model(samples(rank)).float().mean(), optim)
+            optim.zero_grad()
+            booster.backward(model(samples(rank)).float().pow(2).mean(), optim)
+            optim.step()
+            first[2].step()
+
+
+@mistake(
+    symptom="two forwards before two backwards, or `retain_graph=True`, under `TorchDDPPlugin(find_unused_parameters=True)`",
+    gets="refused in the second backward, which torch's DistributedDataParallel would not reduce; right with the default arguments",
+    fix="backward after each forward, or one backward of the sum of the losses",
+    worlds=(2, 4),
+)
+def two_forwards_with_unused_parameters(rank: int, world: int) -> None:
+    model: Any = net()
+    booster = Booster(plugin=TorchDDPPlugin(find_unused_parameters=True))
+    model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = [model(samples(rank, number)).pow(2).mean() for number in (0, 1)]
+    booster.backward(losses[0], optim)
+    with refused("a second backward since the last forward", "add the losses"):
+        booster.backward(losses[1], optim)
+    optim.zero_grad()
+    booster.backward(model(samples(rank)).pow(2).mean() + model(samples(rank, 1)).pow(2).mean(), optim)
+    optim.step()
+    plain, plain_optim = one_process(world, (0, 1))
+    plain_optim.step()
+    assert_weights(model, plain)
 
 
 @mistake(
@@ -269,9 +319,9 @@ def optimizer_with_its_own_step(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`model.load_state_dict(...)`, `nn.init` or `param.copy_(...)` on a boosted model in bf16 or fp16",
+    symptom="`model.load_state_dict(...)`, `nn.init`, `param.copy_(...)` or `param.data.clamp_(...)` on a boosted model in bf16 or fp16",
     gets="the new weights stay: fp32 masters follow before the next step or save",
-    fix="nothing to do; after writing through `param.data` call `optimizer.refresh_masters()`",
+    fix="nothing to do; inside the model's own `forward` write `with torch.no_grad(): param.clamp_(...)`, where `.data` is not watched",
 )
 def weights_written_after_boost(rank: int, world: int) -> None:
     for stage in (0, 1, 2):
@@ -283,7 +333,6 @@ def weights_written_after_boost(rank: int, world: int) -> None:
         assert all(bool((param == 3.0).all()) for param in model.parameters())
         for param in model.parameters():
             param.data.fill_(4.0)
-        optim.refresh_masters()
         optim.step()
         assert all(bool((param == 4.0).all()) for param in model.parameters())
 
