@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
-from ..zero.sharded_reads import show_assignments
+from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .agreement import agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
@@ -60,12 +60,14 @@ class TorchFSDPModel(ModelWrapper):
 class TorchFSDPOptimizer(OptimizerWrapper):
     """Steps on sharded parameters as torch knows them."""
 
-    def __init__(self, optim: Optimizer, model: TorchFSDPModel) -> None:
-        super().__init__(optim)
-        self._plain = model.plain_parameters
+    model: TorchFSDPModel | None = None  # a copy of the optimizer has none
+
+    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+        with through_gathered_weights():
+            super().backward(loss, inputs, retain_graph)
 
     def _step_wrapped(self) -> Any:
-        with self._plain():
+        with nullcontext() if self.model is None else self.model.plain_parameters(), stepping_on_dtensors(self.optim):
             return super()._step_wrapped()
 
 
@@ -147,6 +149,7 @@ class TorchFSDPPlugin(Plugin):
                 "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
             )
         _check_unstepped(optimizer)
+        refuse_hooks(model)
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         _share_weights(model)
         if self.activation_checkpointing:
@@ -162,7 +165,8 @@ class TorchFSDPPlugin(Plugin):
             _move_optimizer(optimizer, model, old_names)
         wrapped = TorchFSDPModel(model)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            optimizer = TorchFSDPOptimizer(optimizer, wrapped)
+            optimizer = TorchFSDPOptimizer(optimizer)
+            optimizer.model = wrapped
         return Boosted(wrapped, optimizer, criterion, dataloader, lr_scheduler)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:

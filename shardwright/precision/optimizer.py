@@ -165,6 +165,13 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         """What torch.amp.GradScaler.step asks before it looks for gradients, which are not where it would find them."""
         raise ValueError(NO_GRAD_SCALER)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles."""
+        raise ValueError(
+            "copying or pickling a boosted optimizer (copy.deepcopy(optimizer), torch.save(optimizer, ...)): it shares buffers, hooks and "
+            "groups with its model. Save it with booster.save_optimizer(optimizer, path); optimizer.state_dict() is this rank's part"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.grad_state = GradState.ACCUMULATING
         self._clip = None
@@ -188,7 +195,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._finish_gradients()
         if self.scaler is not None:
+            asked = self._grad_norm
             self._found_inf()  # a clamped infinity looks like any other number
+            self._grad_norm = asked  # that of the clamped gradients is still to be measured
         self._apply_factor()
         grads = list(self._stepped_gradients())
         if grads:

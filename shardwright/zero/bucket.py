@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
+from ..comm.compat import put_hook_last
 from ..comm.handle import Handle
 from ..precision.grad_state import GradState
 from .buffers import Bucket, ScratchPool
@@ -185,6 +186,7 @@ class GradReducer:
             slot.entry.param.register_post_accumulate_grad_hook(partial(_arrived, me, number))
             for number, slot in enumerate(self._by_number)
         ]
+        self._hook_numbers = [handle.id for handle in handles]
         return weakref.finalize(self, _remove, handles)
 
     # Backward.
@@ -198,6 +200,8 @@ class GradReducer:
         self.on_gradient(self.slots[param])
 
     def begin_backward(self) -> None:
+        for slot, number in zip(self._by_number, self._hook_numbers, strict=True):
+            put_hook_last(slot.entry.param, number)  # a script's hooks change gradients before they leave
         self.in_backward = True
         self.expect()
 

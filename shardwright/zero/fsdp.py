@@ -34,7 +34,7 @@ from ..utils.tensors import multiply_
 from .entries import collect_entries
 from .exchange import SharedRows
 from .layout import Entry
-from .sharded_reads import RefusedGradient, show_assignments
+from .sharded_reads import RefusedGradient, refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .shards import LoadedShard, ParamShard, check_complete
 
 
@@ -51,6 +51,7 @@ def shard_model(
 
     The ranks of a ZeRO sub-group hold the shards; with several sub-groups they are replicas of each other (HSDP).
     """
+    refuse_hooks(model)
     old = dict(model.named_parameters())
     specs = {name: get_spec(param) or ParamSpec(name, tuple(param.shape)) for name, param in old.items()}
     _share_weights(old, mesh)
@@ -186,7 +187,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
                 group["params"] = params
 
     def _step_wrapped(self) -> Any:
-        with self._installed():
+        with self._installed(), stepping_on_dtensors(self.optim):
             return super()._step_wrapped()
 
     def _rows(self, entry: Entry) -> tuple[int, int]:
@@ -260,7 +261,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
 
     @contextmanager
     def _running_backward(self) -> Iterator[None]:
-        with self.plain_parameters(), super()._running_backward():
+        with self.plain_parameters(), through_gathered_weights(), super()._running_backward():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

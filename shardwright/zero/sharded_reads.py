@@ -10,12 +10,16 @@ pipeline axes DTensor knows nothing of the other ranks, and in fp16 gradients ca
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
+from ..comm.compat import has_gradient_hooks
 from .param_guard import METADATA
 from .script_reads import INSTEAD
 
@@ -35,6 +39,11 @@ class RefusedGradient(DTensor):
         )
 
 
+HOOKS = (
+    "param.register_hook, or any gradient hook from before boost, under FSDP2 (stage=3, TorchFSDPPlugin): gradients are made for gathered "
+    "parameters, and it would never be called. After boost, param.register_post_accumulate_grad_hook(hook) sees this rank's shard of "
+    "the reduced gradient; stages 1 and 2 and TorchDDPPlugin call all hooks"
+)
 _DATA: Any = torch.Tensor.data  # the descriptor
 
 
@@ -65,12 +74,51 @@ class AssignableParameter(DTensor):
                 )
             self.to_local().copy_(value.to_local())
 
+    def register_hook(self, hook: Any) -> NoReturn:
+        raise ValueError(HOOKS)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         show_assignments([self], False)
         try:
             return copy.deepcopy(self, memo)
         finally:
             show_assignments([self], True)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """FSDP2 replaces the parameters, and their hooks would never be called."""
+    for name, param in model.named_parameters():
+        if has_gradient_hooks(param):
+            raise ValueError(f"{name}: {HOOKS}")
+
+
+@contextmanager
+def stepping_on_dtensors(optim: Optimizer) -> Iterator[None]:
+    """Not every optimizer does with DTensors what it does with tensors; torch says so in words of its own."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if not any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
+            raise
+        raise ValueError(
+            f"optimizer={type(optim).__name__} cannot step on sharded parameters (DTensors: {str(error).splitlines()[0]}). Use "
+            "LowLevelZeroPlugin or HybridParallelPlugin at stage 1 or 2, which give it whole parameters, or another optimizer; "
+            "foreach=False and fused=False help some"
+        ) from error
+
+
+@contextmanager
+def through_gathered_weights() -> Iterator[None]:
+    """FSDP2 gathers weights for a backward that comes through the model's outputs; others find them freed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise ValueError(
+            "a backward that needs weights which FSDP2 has freed (a gradient penalty): compute the penalty first, then the model's outputs "
+            "for the loss, and call backward once on the sum, or use stage 1 or 2"
+        ) from error
 
 
 def show_assignments(params: Iterable[torch.Tensor], wanted: bool) -> None:

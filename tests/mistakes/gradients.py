@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import Booster
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 from .table import mistake, refused
 
@@ -371,6 +371,101 @@ def step_with_a_closure(rank: int, world: int) -> None:
         _, _, optim = boosted(stage)
         with refused(r"step\(closure=...\) is not supported", r"call step\(\) without it"):
             optim.step(lambda: None)
+
+
+@mistake(
+    symptom="LBFGS, which runs the model itself",
+    gets="refused at boost, by every plugin",
+    fix="AdamW or another first-order optimizer",
+)
+def lbfgs(rank: int, world: int) -> None:
+    for plugin in (TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin(), HybridParallelPlugin()):
+        model = net()
+        with refused("LBFGS needs a closure", "use AdamW"):
+            Booster(plugin=plugin).boost(model, torch.optim.LBFGS(model.parameters()))
+
+
+@mistake(
+    symptom="an optimizer that cannot step on DTensors (Adafactor, Rprop) at `stage=3` or under `TorchFSDPPlugin`",
+    gets="refused in the first step",
+    fix="stage 1 or 2, which give it whole parameters",
+)
+def optimizers_that_know_no_dtensors(rank: int, world: int) -> None:
+    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchFSDPPlugin(), LowLevelZeroPlugin(stage=2, precision="fp32")):
+        model: Any = net()
+        booster = Booster(plugin=plugin)
+        model, optim, *_ = booster.boost(model, torch.optim.Adafactor(model.parameters()))
+        backward(booster, model, optim, rank)
+        if world == 1 or plugin.split == "":
+            optim.step()
+            continue
+        with refused("Adafactor cannot step on sharded parameters", "stage 1 or 2"):
+            optim.step()
+
+
+@mistake(
+    symptom="`param.register_hook(...)`, or hooks registered before boost, at `stage=3` or under `TorchFSDPPlugin`",
+    gets="refused: FSDP2 would never call them; stages 0 to 2 and `TorchDDPPlugin` call all hooks",
+    fix="after boost `param.register_post_accumulate_grad_hook(hook)`, which sees this rank's shard of the reduced gradient",
+)
+def hooks_on_sharded_parameters(rank: int, world: int) -> None:
+    def double(param: Any) -> None:
+        param.grad.mul_(2.0)
+
+    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchFSDPPlugin()):
+        model: Any = net()
+        handle = model[0].weight.register_hook(lambda grad: grad)
+        with refused("0.weight: param.register_hook", "register_post_accumulate_grad_hook"):
+            Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        handle.remove()
+        booster = Booster(plugin=plugin)
+        model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.25))
+        for param in model.parameters():
+            with refused("it would never be called", "register_post_accumulate_grad_hook"):
+                param.register_hook(lambda grad: grad)
+            param.register_post_accumulate_grad_hook(double)
+        backward(booster, model, optim, rank)
+        optim.step()
+        plain, plain_optim = one_process(world)
+        plain_optim.step()
+        assert_weights(model, plain)
+
+
+@mistake(
+    symptom="a gradient penalty in a backward of its own at `stage=3` or under `TorchFSDPPlugin`",
+    gets="refused on several ranks: FSDP2 has freed the weights that it needs",
+    fix="the penalty first, then the outputs for the loss, and one backward of the sum; or stage 1 or 2",
+    worlds=(2, 4),
+)
+def penalty_by_itself(rank: int, world: int) -> None:
+    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchFSDPPlugin()):
+        model: Any = net()
+        booster = Booster(plugin=plugin)
+        model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+        def penalty(model: Any = model) -> torch.Tensor:
+            inputs = samples(rank).requires_grad_()
+            return torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)[0].pow(2).mean()
+
+        alone = penalty()
+        with refused("weights which FSDP2 has freed", "backward once on the sum"):
+            booster.backward(alone, optim)
+        optim.zero_grad()
+        first = penalty()
+        booster.backward(model(samples(rank)).pow(2).mean() + first, optim)
+        optim.step()
+
+
+@mistake(
+    symptom="`copy.deepcopy(optimizer)` or `torch.save(optimizer, path)` after boost",
+    gets="refused at every ZeRO stage: it shares buffers with its model",
+    fix="`booster.save_optimizer(optimizer, path)`",
+)
+def copied_optimizers(rank: int, world: int) -> None:
+    for stage in STAGES:
+        _, _, optim = boosted(stage)
+        with refused("copying or pickling a boosted optimizer", r"booster.save_optimizer\(optimizer, path\)"):
+            copy.deepcopy(optim)
 
 
 @mistake(

@@ -148,6 +148,25 @@ def gradient_penalty(side: Side) -> list[Any]:
     return [critic]
 
 
+def hooks_on_gradients(side: Side) -> list[Any]:
+    """Some registered before boost, some after, when the reduction's own hooks are there."""
+
+    def halve(param: Any) -> None:
+        param.grad.mul_(0.5)
+
+    model = net(0)
+    model[0].weight.register_hook(lambda grad: 0.5 * grad)
+    model[0].bias.register_post_accumulate_grad_hook(halve)
+    model, optim = side.boost(model)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(halve)
+    for step in range(3):
+        optim.zero_grad()
+        side.backward(side.mean(lambda rank, step=step: model(x(step, rank)).pow(2).mean()), optim)
+        optim.step()
+    return [model]
+
+
 def assigned_weights(side: Side) -> list[Any]:
     model, optim = side.boost(net(0))
     for step in range(3):
@@ -181,6 +200,7 @@ LOOPS: dict[str, tuple[Callable[[Side], list[Any]], tuple[str, ...]]] = {
     "gan with clipped weights": (partial(gan, clip=True), ("fsdp", "zero 3")),
     "one loss for two optimizers": (one_loss_for_two_optimizers, SHARDED),
     "gradient penalty": (gradient_penalty, ("ddp", "fsdp", "zero 2")),
+    "hooks on gradients": (hooks_on_gradients, ("ddp", "zero 1", "zero 2", "hybrid 0")),
     "assigned weights": (assigned_weights, ("fsdp", "zero 1", "zero 3")),
     "gradients zeroed in place": (zeroed_in_place, SHARDED),
 }
