@@ -25,6 +25,7 @@ from ..utils.tensors import multiply_
 from .grad_norm import clip_coefficient, power_sum, total_norm
 from .grad_state import GradState
 from .scaler import DynamicScaler
+from .shown_state import ShownState
 
 
 class MixedPrecisionOptimizer(OptimizerWrapper):
@@ -90,6 +91,10 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         """Bring updated weights to the model."""
 
     # The face of OptimizerWrapper.
+
+    @property
+    def state(self) -> ShownState:  # type: ignore[override]
+        return ShownState(self.optim.state)
 
     def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
         with self._running_backward():

@@ -239,7 +239,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         finally:
             self._inside -= 1
             if self._inside == 0:
-                self._refuse_reads(True)
+                self._refuse_reads(self._has_gradients or not self._zeroed)
                 show_assignments(self._sharded, True)
 
     def _refuse_reads(self, wanted: bool) -> None:

@@ -396,7 +396,7 @@ def optimizers_that_know_no_dtensors(rank: int, world: int) -> None:
         booster = Booster(plugin=plugin)
         model, optim, *_ = booster.boost(model, torch.optim.Adafactor(model.parameters()))
         backward(booster, model, optim, rank)
-        if world == 1 or plugin.split == "":
+        if plugin.split == "":
             optim.step()
             continue
         with refused("Adafactor cannot step on sharded parameters", "stage 1 or 2"):
@@ -454,6 +454,23 @@ def penalty_by_itself(rank: int, world: int) -> None:
         first = penalty()
         booster.backward(model(samples(rank)).pow(2).mean() + first, optim)
         optim.step()
+
+
+@mistake(
+    symptom="`optimizer.state[param]` is read after boost (moments for logging)",
+    gets="refused at every ZeRO stage: states belong to pieces of parameters",
+    fix="`optimizer.shards()` lists this rank's pieces with name, range, master and state",
+)
+def states_of_parameters(rank: int, world: int) -> None:
+    for stage in STAGES:
+        booster, model, optim = boosted(stage, torch.optim.AdamW)
+        assert not optim.state
+        backward(booster, model, optim, rank)
+        optim.step()
+        assert all("exp_avg" in state for state in optim.state.values())
+        with refused(r"optimizer.state\[param\] after boost", r"optimizer.shards\(\)"):
+            optim.state[next(iter(model.parameters()))]
+        assert all("exp_avg" in shard.state for shard in optim.shards())
 
 
 @mistake(

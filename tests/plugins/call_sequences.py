@@ -21,6 +21,7 @@ from shardwright.booster import Booster
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 
 SAMPLES = 8
+NEEDS_REDUCED = ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "zero_in_place", "step")  # at stage 3
 TINY_BUCKET = 300e-6  # elements in millions: several buckets
 
 
@@ -122,7 +123,7 @@ class Pair:
     def refuses(self, name: str) -> bool:
         if name in ("backward", "backward_no_sync", "pipeline"):
             return self.stepped
-        if self.sequence.stage == 3 and self.unsynced and name in ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "step"):
+        if self.sequence.stage == 3 and self.unsynced and name in NEEDS_REDUCED:
             return True  # FSDP2 reduces in backward only
         if name in ("torch_clip", "groups_clip", "read"):
             if self.world == 1 or self.sequence.stage == 3 or not self.has_gradients:
@@ -255,6 +256,11 @@ class Pair:
         for module in (self.model, self.plain):
             for param in module.parameters():
                 param.data = param.data * (1 + 0.01 * (number % 5))
+
+    def do_clamp(self, number: int) -> None:
+        for module in (self.model, self.plain):
+            for param in module.parameters():
+                param.data.clamp_(-0.25 / (1 + number % 3), 1.5)
 
     def do_average(self, _: int) -> None:
         """What an average of weights over a list made before boost sees, right now."""
