@@ -128,6 +128,23 @@ class LayoutPair(Pair):
                     if "norm" in name or "down_proj" in name:
                         param.mul_(1 + 0.01 * (number % 5))
 
+    def call(self, name: str, number: int) -> None:
+        if name not in ("edit", "assign", "clamp") or not self.sequence.half or self.sequence.stage == 3:
+            super().call(name, number)
+            self._refresh()
+        else:
+            self._write_working(name, number)
+        self.clamped = self.clamped and not name.startswith("zero")
+
+    def _write_working(self, name: str, number: int) -> None:
+        """What a script writes to rounded weights: masters take what has changed."""
+        self.plain, masters = self.reference.model, self.plain
+        super().call(name, number)
+        self.plain = masters
+        with torch.no_grad():
+            for master, working in zip(masters.parameters(), self.reference.model.parameters(), strict=True):
+                master.copy_(torch.where(working == master.to(working.dtype), master, working.to(master.dtype)))
+
     def do_average(self, _: int) -> None:
         pass
 
@@ -137,11 +154,6 @@ class LayoutPair(Pair):
             with torch.no_grad():
                 for master, working in zip(self.plain.parameters(), self.reference.model.parameters(), strict=True):
                     working.copy_(master)
-
-    def call(self, name: str, number: int) -> None:
-        super().call(name, number)
-        self.clamped = self.clamped and not name.startswith("zero")
-        self._refresh()
 
     def _compare(self, gradients: Any) -> None:
         compare_models(
