@@ -59,6 +59,18 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
+def put_hook_last(tensor: torch.Tensor, number: int) -> None:
+    """Let the post-accumulate hook whose handle has this id run after those that came later."""
+    hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if len(hooks) > 1 and next(reversed(hooks)) != number:
+        hooks[number] = hooks.pop(number)  # autograd follows the order of insertion
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a script has registered hooks on the gradient. Torch has no public name for it (2.11 to 2.13)."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def default_store() -> dist.Store:
     """The store of the default process group, through which ranks can reach each other outside of collectives.
 

@@ -81,12 +81,17 @@ def _undecorated(step: Any) -> Any:
     return step
 
 
-def check_supported(optim: Optimizer) -> None:
-    """Refuse optimizers that no sharding can serve."""
+def check_closures(optim: Optimizer) -> None:
+    """Refuse optimizers that run the model themselves."""
     if isinstance(optim, torch.optim.LBFGS):
         raise ValueError(
             "optimizer=LBFGS needs a closure and the whole model's gradient as one vector; use AdamW or another first-order one"
         )
+
+
+def check_supported(optim: Optimizer) -> None:
+    """Refuse optimizers that no sharding can serve."""
+    check_closures(optim)
     if isinstance(optim, torch.optim.SparseAdam):
         raise ValueError("optimizer=SparseAdam needs sparse gradients, but flat buffers are dense; use AdamW and Embedding(sparse=False)")
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..checkpoint.position import Position
 from ..cluster.mesh import ParallelMesh
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..optim.kind import check_closures
 from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
 from .dataloader import build_dataloader
@@ -192,6 +193,7 @@ def require_own_parameters(model: nn.Module, optimizer: Optimizer | None) -> Non
     """Refuse an optimizer over tensors that are not parameters of `model`: it would step something nobody computes gradients for."""
     if optimizer is None:
         return
+    check_closures(optimizer)
     own = {id(param) for param in model.parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:

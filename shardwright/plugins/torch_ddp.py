@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,6 +19,7 @@ from ..cluster import job
 from ..comm.compat import world_group_for_ddp
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.device import get_current_device
+from ..utils.pytree import tree_leaves
 from .agreement import agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
@@ -27,7 +31,12 @@ _BUFFERS = (
 
 
 class TorchDDPModel(ModelWrapper):
-    """Holds the DDP module; `unwrap` reaches through it."""
+    """Holds the DDP module; `unwrap` reaches through it.
+
+    [Note: one forward, one backward] DDP gets ready to reduce in a forward, and is done with it after one backward: what a second
+    backward adds (two forwards before two backwards, retain_graph) would stay this rank's own, without a word. So whichever backward
+    comes through an output of the model gets DDP ready again first, unless a forward has done so since the last.
+    """
 
     module: DistributedDataParallel
 
@@ -35,12 +44,38 @@ class TorchDDPModel(ModelWrapper):
         self._settings = settings
         self._generation = job.generation()
         super().__init__(_wrapped(module, settings))
+        self._ready = False  # whether DDP awaits a backward
+        self._backward = -1  # number of the last one that came through an output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._generation != job.generation():  # after a recovery: DDP would wait for the gradients of the failed step
             self._generation = job.generation()
             self._modules["module"] = _wrapped(self.module.module, self._settings)  # past the guard against modules that come after boost
-        return super().forward(*args, **kwargs)
+            self._ready = False
+        outputs = super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._ready = self._ready or self.module.require_backward_grad_sync
+            begin = partial(_begin_backward, weakref.ref(self))
+            for output in tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(begin)
+        return outputs
+
+    def get_ready(self) -> None:
+        """A backward begins, or goes on, whose gradients are still to come."""
+        number = torch._C._current_graph_task_id()  # checked on torch 2.11 and 2.13
+        if number == self._backward:
+            return
+        if not self._ready and self.module.require_backward_grad_sync:
+            if self.module.find_unused_parameters or self.module.static_graph:
+                raise ValueError(
+                    "a second backward since the last forward (two forwards before two backwards, or retain_graph=True), whose gradients "
+                    "torch's DistributedDataParallel would not reduce with find_unused_parameters=True or static_graph=True: call backward "
+                    "after each forward, add the losses and call it once, or leave both arguments False"
+                )
+            self.module.reducer._rebuild_buckets()  # what a forward does; the order of buckets may change after the first backward
+            self.module.reducer.prepare_for_backward([])
+        self._ready, self._backward = False, number
 
     def unwrap(self) -> nn.Module:
         inner: nn.Module = self.module.module
@@ -114,3 +149,9 @@ class TorchDDPPlugin(Plugin):
                 yield
         else:
             yield
+
+
+def _begin_backward(model: weakref.ref[TorchDDPModel], _: torch.Tensor) -> None:
+    here = model()
+    if here is not None:
+        here.get_ready()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -22,6 +23,7 @@ from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
+from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .agreement import agree_on_boost
 from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
@@ -35,6 +37,38 @@ class TorchFSDPModel(ModelWrapper):
 
     module: FSDPModule  # type: ignore[assignment]
     syncs = True  # whether backward reduces gradients
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._sharded = [param for param in module.parameters() if isinstance(param, DTensor)]
+        show_assignments(self._sharded, True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.plain_parameters():
+            return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def plain_parameters(self) -> Iterator[None]:
+        """Inside, the model or the step runs; outside, `param.data = tensor` reaches the shards."""
+        show_assignments(self._sharded, False)
+        try:
+            yield
+        finally:
+            show_assignments(self._sharded, True)
+
+
+class TorchFSDPOptimizer(OptimizerWrapper):
+    """Steps on sharded parameters as torch knows them."""
+
+    model: TorchFSDPModel | None = None  # a copy of the optimizer has none
+
+    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+        with through_gathered_weights():
+            super().backward(loss, inputs, retain_graph)
+
+    def _step_wrapped(self) -> Any:
+        with nullcontext() if self.model is None else self.model.plain_parameters(), stepping_on_dtensors(self.optim):
+            return super()._step_wrapped()
 
 
 class TorchFSDPPlugin(Plugin):
@@ -115,6 +149,7 @@ class TorchFSDPPlugin(Plugin):
                 "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
             )
         _check_unstepped(optimizer)
+        refuse_hooks(model)
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         _share_weights(model)
         if self.activation_checkpointing:
@@ -128,9 +163,11 @@ class TorchFSDPPlugin(Plugin):
         self._shard(model, blocks)
         if optimizer is not None:
             _move_optimizer(optimizer, model, old_names)
-            if not isinstance(optimizer, OptimizerWrapper):
-                optimizer = OptimizerWrapper(optimizer)
-        return Boosted(TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler)
+        wrapped = TorchFSDPModel(model)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = TorchFSDPOptimizer(optimizer)
+            optimizer.model = wrapped
+        return Boosted(wrapped, optimizer, criterion, dataloader, lr_scheduler)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if self.auto_wrap_policy is None:

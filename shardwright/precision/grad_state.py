@@ -13,7 +13,8 @@ What each event does in each state ("refused" is a ValueError with the way to do
     event                      ACCUMULATING          LAUNCHED              FINAL                 CONSUMED
     backward begins            goes on               settles, then FINAL   sets the shard aside  the same, scaled back (1)
     gradient arrives (hook)    adds                  refused               -                     -
-    gradient outside backward  refused               refused               refused               refused
+    gradient, bare backward    refused               refused               refused               refused
+      of another optimizer     adds (2, 5)           spoils (5)            spoils (5)            spoils (5)
     backward ends              launches              -                     -                     -
       under no_sync            stays (2)             -                     -                     -
     settle                     -                     waits -> FINAL (3)    -                     -
@@ -32,6 +33,8 @@ What each event does in each state ("refused" is a ValueError with the way to do
 (3) Where a carry was set aside it is added here.
 (4) Where this rank has the whole gradient and needs nobody to complete it: alone, or at stage 0 without model axes and outside
     no_sync; else refused. A read starts no collective, so that a rank may read alone.
+(5) `zero.other_backwards`: where either has a loss scale it spoils in every state. All but zero_grad is refused then. Stage 3 adds in
+    every state, as torch does, and refuses only under a loss scale.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ..utils.tensors import multiply_
 from .grad_norm import clip_coefficient, power_sum, total_norm
 from .grad_state import GradState
 from .scaler import DynamicScaler
+from .shown_state import ShownState
 
 
 class MixedPrecisionOptimizer(OptimizerWrapper):
@@ -32,7 +33,14 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     divisor     raw gradients are this many times the gradient of the step (data-parallel ranks that were summed)
     norm_group  all ranks of the model: the norm and the overflow check are agreed over it
+    running     optimizers whose backward is running, the innermost last
+    backwards   how many of them there have been
+    guests      contexts of other optimizers whose parameters this one's backward has reached; left when it ends
     """
+
+    running: ClassVar[list[MixedPrecisionOptimizer]] = []
+    backwards: ClassVar[int] = 0
+    guests: ExitStack
 
     def __init__(
         self,
@@ -84,6 +92,10 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     # The face of OptimizerWrapper.
 
+    @property
+    def state(self) -> ShownState:  # type: ignore[override]
+        return ShownState(self.optim.state)
+
     def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
         with self._running_backward():
             super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph)
@@ -112,7 +124,13 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _running_backward(self) -> Iterator[None]:
         self._before_backward()
         self._has_gradients = True
-        yield
+        with ExitStack() as self.guests:
+            self.running.append(self)
+            MixedPrecisionOptimizer.backwards += 1
+            try:
+                yield
+            finally:
+                self.running.pop()
         self._after_backward()
 
     def _before_backward(self) -> None:
@@ -152,6 +170,13 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         """What torch.amp.GradScaler.step asks before it looks for gradients, which are not where it would find them."""
         raise ValueError(NO_GRAD_SCALER)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles."""
+        raise ValueError(
+            "copying or pickling a boosted optimizer (copy.deepcopy(optimizer), torch.save(optimizer, ...)): it shares buffers, hooks and "
+            "groups with its model. Save it with booster.save_optimizer(optimizer, path); optimizer.state_dict() is this rank's part"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.grad_state = GradState.ACCUMULATING
         self._clip = None
@@ -175,7 +200,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def clip_grad_by_value(self, clip_value: float) -> None:
         self._finish_gradients()
         if self.scaler is not None:
+            asked = self._grad_norm
             self._found_inf()  # a clamped infinity looks like any other number
+            self._grad_norm = asked  # that of the clamped gradients is still to be measured
         self._apply_factor()
         grads = list(self._stepped_gradients())
         if grads:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
+from ..comm.compat import put_hook_last
 from ..comm.handle import Handle
 from ..precision.grad_state import GradState
 from .buffers import Bucket, ScratchPool
@@ -122,6 +123,7 @@ class GradReducer:
     ranks               how many ranks' gradients are summed
     launch_in_backward  whether hooks may start collectives; a pipeline runtime calls `reduce` itself instead
     on_final            called with each bucket whose shard holds its final sum, on the stream that made it
+    on_outside          called with the slot of a gradient that came in no backward of this reducer; it is added unless that raises
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class GradReducer:
         launch_in_backward: bool,
         shared_rows: dict[int, SharedRows],
         on_final: Callable[[Bucket], None],
+        on_outside: Callable[[Slot], None],
     ) -> None:
         self.buckets = list(buckets)
         self.groups = groups
@@ -147,6 +150,7 @@ class GradReducer:
         self._predivide = 2.0 ** math.ceil(math.log2(ranks)) if wire_dtype is not None and wire_dtype.itemsize < 4 and ranks > 1 else 1.0
         self._shared_rows = shared_rows
         self._on_final = on_final
+        self._on_outside = on_outside
         device = self.buckets[0].device
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.pool = ScratchPool(device, max(bucket.plan.numel * self._wire(bucket).itemsize for bucket in self.buckets))
@@ -182,6 +186,7 @@ class GradReducer:
             slot.entry.param.register_post_accumulate_grad_hook(partial(_arrived, me, number))
             for number, slot in enumerate(self._by_number)
         ]
+        self._hook_numbers = [handle.id for handle in handles]
         return weakref.finalize(self, _remove, handles)
 
     # Backward.
@@ -195,19 +200,28 @@ class GradReducer:
         self.on_gradient(self.slots[param])
 
     def begin_backward(self) -> None:
-        self.in_backward = self._fresh = True
+        for slot, number in zip(self._by_number, self._hook_numbers, strict=True):
+            put_hook_last(slot.entry.param, number)  # a script's hooks change gradients before they leave
+        self.in_backward = True
+        self.expect()
+
+    def expect(self) -> None:
+        """Gradients are about to come."""
+        self._fresh = True
         self.touched |= self._kept
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether what is added to the buffers now would be reduced with what is there."""
+        return all(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in self.buckets)
 
     def on_gradient(self, slot: Slot) -> None:
         if not self.in_backward and not self.bucket_of(slot).holds(slot):
             return  # the model has been boosted again, and this optimizer is of the past
         if not self.in_backward and self.launch_in_backward:
-            raise ValueError(
-                f"a gradient for {slot.entry.name} from a backward that its optimizer did not start, so that it would be neither scaled "
-                "nor reduced as the step needs: write booster.backward(loss, optimizer) instead of loss.backward(), after "
-                "optimizer.zero_grad(); where the loss of another optimizer reaches this model, set requires_grad_(False) on its "
-                "parameters for that backward"
-            )
+            self._on_outside(slot)
+            self._collect(*self._places[slot], slot)
+            return
         window, position = self._places[slot]
         self._collect(window, position, slot)
         if not self.launch_in_backward or not self._reduces_now:
@@ -273,6 +287,7 @@ class GradReducer:
     def launch_rest(self) -> None:
         """Start all reductions that the step still needs: which ones follows from what all ranks share, not from the gradients that
         this rank happens to have."""
+        self.touched |= self._kept
         if self.keep_full or self._fresh:
             for window in self._windows.values():
                 if any(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in window.buckets):

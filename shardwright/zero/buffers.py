@@ -13,8 +13,11 @@ parameter, and the reducer collects those of a bucket when the last one has arri
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..comm.compat import without_torch_function
 from ..precision.grad_state import GradState
@@ -153,20 +156,24 @@ class Bucket:
                     )
                 view.copy_(param)
                 param.data = view
-                part = slot.part_in(self.low, self.high) if self.has_copies else None
-                if part is not None:
-                    where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
-                    self.master[where].copy_(self.own_flat[where])
+                self._follow(slot)
 
     @torch.no_grad()
-    def take_edits(self) -> None:
-        """Let the masters of parameters that were written to in place since `note_versions` follow."""
+    def take_edits(self, written: Collection[nn.Parameter]) -> None:
+        """Let the masters of parameters that were written to in place since `note_versions` follow, and of those in `written`."""
         for slot, before in zip(self.plan.slots, self._versions, strict=bool(self._versions)):
-            part = slot.part_in(self.low, self.high) if slot.entry.param._version != before else None
-            if part is not None:
-                where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
-                self.master[where].copy_(self.own_flat[where])
+            if slot.entry.param._version != before or slot.entry.param in written:
+                self._follow(slot)
         self.note_versions()
+
+    def _follow(self, slot: Slot) -> None:
+        """Take into the master what was written to a parameter; elements that were left alone keep what rounding has cut off."""
+        part = slot.part_in(self.low, self.high) if self.has_copies else None
+        if part is not None:
+            where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
+            master = self.master[where]
+            working = self.own_flat[where].to(master.device)
+            master.copy_(torch.where(working == master.to(working.dtype), master, working.to(master.dtype)))
 
     def whole_gradient(self, slot: Slot) -> torch.Tensor:
         """The gradient of a parameter, where this rank has all of it."""

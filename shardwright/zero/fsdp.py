@@ -34,7 +34,7 @@ from ..utils.tensors import multiply_
 from .entries import collect_entries
 from .exchange import SharedRows
 from .layout import Entry
-from .sharded_reads import RefusedGradient
+from .sharded_reads import RefusedGradient, refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .shards import LoadedShard, ParamShard, check_complete
 
 
@@ -51,6 +51,7 @@ def shard_model(
 
     The ranks of a ZeRO sub-group hold the shards; with several sub-groups they are replicas of each other (HSDP).
     """
+    refuse_hooks(model)
     old = dict(model.named_parameters())
     specs = {name: get_spec(param) or ParamSpec(name, tuple(param.shape)) for name, param in old.items()}
     _share_weights(old, mesh)
@@ -161,12 +162,16 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         with self._installed():
             begin_state(optim)
         self._shared = self._shared_rows()
+        self._sharded = list(model.parameters())
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._syncs = True
         self._unsynced = False  # whether FSDP2 holds gradients that no_sync has accumulated
+        show_assignments(self._sharded, True)
         self._carry: dict[int, Any] = {}  # entry -> reduced gradient (a DTensor) that was set aside
         self._known: list[tuple[Any, Any]] = []  # parameters and their gradients as they were finished
         self._inside = 0  # contexts of `plain_parameters`
+        self._zeroed = False  # whether the gradients are those that zero_grad(set_to_none=False) left
+        self._backwards_before = self.backwards  # of all optimizers, at the last zero_grad
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -182,7 +187,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
                 group["params"] = params
 
     def _step_wrapped(self) -> Any:
-        with self._installed():
+        with self._installed(), stepping_on_dtensors(self.optim):
             return super()._step_wrapped()
 
     def _rows(self, entry: Entry) -> tuple[int, int]:
@@ -224,16 +229,18 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
 
     @contextmanager
     def plain_parameters(self) -> Iterator[None]:
-        """Inside, the model or the step runs; outside, reads of gradients that DTensor would get wrong are refused (`sharded_reads`)."""
+        """Inside, the model or the step runs; outside, what DTensor would get wrong is made right or refused (`sharded_reads`)."""
         self._inside += 1
         if self._inside == 1:
+            show_assignments(self._sharded, False)
             self._refuse_reads(False)
         try:
             yield
         finally:
             self._inside -= 1
             if self._inside == 0:
-                self._refuse_reads(True)
+                self._refuse_reads(self._has_gradients or not self._zeroed)
+                show_assignments(self._sharded, True)
 
     def _refuse_reads(self, wanted: bool) -> None:
         if not self._readable:
@@ -254,7 +261,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
 
     @contextmanager
     def _running_backward(self) -> Iterator[None]:
-        with self.plain_parameters(), super()._running_backward():
+        with self.plain_parameters(), through_gathered_weights(), super()._running_backward():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -265,6 +272,8 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         if self._known and all(param.grad is None for param in self._params):
             self.zero_grad()  # by hand
         self._check_replaced()
+        if self.scaler is not None:
+            self._require_scaled()
         super()._before_backward()
         self._known.clear()
         self._unsynced = not self._syncs
@@ -297,11 +306,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         for param in self._frozen:
             if param.requires_grad:
                 raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
-        if not self._has_gradients and any(param.grad is not None for param in self._params):
-            raise ValueError(
-                "gradients from a backward that the optimizer did not start, so that they are not scaled as the step needs: write "
-                "booster.backward(loss, optimizer) instead of loss.backward()"
-            )
+        self._require_scaled()
         self._fill_tied()
         grads = {}
         for entry, param, stepped in zip(self._entries, self._params, self._stepped, strict=True):
@@ -327,6 +332,18 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._carry.clear()
         self.grad_state = GradState.FINAL
         self._known = [(param, param.grad) for param in self._params if param.grad is not None]
+
+    def _require_scaled(self) -> None:
+        """Gradients are from backwards of this optimizer, or of others that scale no more than it does."""
+        if self._has_gradients or all(param.grad is None for param in self._params) or self._zeroed:
+            return
+        if self.scaler is not None or self._backwards_before == self.backwards:
+            raise ValueError(
+                "gradients from a backward that the optimizer did not start, so that they are not scaled as the step needs: write "
+                "booster.backward(loss, optimizer) instead of loss.backward(), after optimizer.zero_grad(); under fp16 models that train "
+                "on one loss go into one nn.Module with one optimizer (a param group each)"
+            )
+        self._has_gradients = True
 
     def _fill_tied(self) -> None:
         """Zeros for a copy without a gradient where another stage's copy has one (an embedding past which inputs_embeds went)."""
@@ -379,9 +396,15 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._require_synced()
         super().zero_grad(set_to_none)
-        for param, stepped in zip(self._params, self._stepped, strict=True):
-            param.grad = None
-            stepped.grad = None
+        with self.plain_parameters():
+            for param, stepped in zip(self._params, self._stepped, strict=True):
+                stepped.grad = None
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.to_local().zero_()
+        self._zeroed = not set_to_none
+        self._backwards_before = self.backwards
         self._carry.clear()
         self._known.clear()
 

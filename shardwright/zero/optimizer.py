@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,10 +30,12 @@ from ..precision.scaler import DynamicScaler, ScalerConfig
 from .bucket import GradReducer, Groups
 from .buffers import HAS_GRAD_DTYPE, Bucket
 from .collectives import SUMMED, can_be_summed
+from .data_writes import DataWrites
 from .entries import collect_entries
 from .exchange import SharedRows
 from .gather import ParamGatherer
 from .layout import ALIGN, BucketPlan, Slot, plan_buckets
+from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .script_reads import ScriptReads
 from .segments import Segment, Segments, is_elementwise_state
@@ -115,6 +117,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         _settle_rest(models, precision, {entry.param for entry in entries}, self.groups.everyone)
         self.segments = Segments(self.buckets, optim)
         self._counted = {bucket.index: self._ranges_to_count(bucket) for bucket in self.buckets}
+        self._others = OtherBackwards(self)
         self.reducer = GradReducer(
             self.buckets,
             self.groups,
@@ -125,6 +128,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             launch_in_backward=launch_in_backward,
             shared_rows=self._shared_rows(plans),
             on_final=self._bucket_is_final,
+            on_outside=self._others.arrived,
         )
         self.gatherer = ParamGatherer(self.buckets, self.groups.shard, models, overlap_allgather)
         self._entries = entries
@@ -133,7 +137,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._all_touched = torch.ones(len(entries), dtype=torch.uint8, device=device)
         self._inside = 0  # contexts of `plain_parameters`
         self._reads = ScriptReads(self)
-        self.guard = ParamGuard([entry.param for entry in entries], self._reads, self.gatherer)
+        self._data = DataWrites()
+        copied = {slot.entry.param for bucket in self.buckets if bucket.has_copies for slot in bucket.plan.slots}
+        self.guard = ParamGuard([entry.param for entry in entries], copied, self._reads, self.gatherer, self._data)
+        self.guard.show(asks=False, watches=True)
         self.gatherer.guard = self.guard
         if stage == 2 and not launch_in_backward and HAS_GRAD_DTYPE:
             for bucket in self.buckets:  # whole gradients accumulate over the microbatches of a step, as those of stage 1 do
@@ -182,16 +189,16 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     @contextmanager
     def plain_parameters(self) -> Iterator[None]:
-        """Inside, the model runs: reads of gradients are not watched (see `param_guard`)."""
+        """Inside, the model runs: nothing that is done to parameters is watched (see `param_guard`)."""
         self._inside += 1
         if self._inside == 1:
-            self.guard.ask_for_gradients(False)
+            self.guard.show(asks=False, watches=False)
         try:
             yield
         finally:
             self._inside -= 1
             if self._inside == 0:
-                self.guard.ask_for_gradients(self._has_gradients)
+                self.guard.show(asks=self._has_gradients, watches=True)
 
     @contextmanager
     def _running_backward(self) -> Iterator[None]:
@@ -211,6 +218,21 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             self._reads.refuse_dropped()
             super()._before_backward()
         self.reducer.begin_backward()
+
+    def require_cleared(self) -> None:
+        super().require_cleared()
+        self._others.require_unspoiled()
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether gradients that are added now would be reduced in the step."""
+        return not self._has_stepped and self.grad_state is GradState.ACCUMULATING and self.reducer.takes_gradients
+
+    def note_backward(self) -> None:
+        """A backward of another optimizer brings gradients, which the step will reduce as it does after no_sync."""
+        self._has_gradients = True
+        self._grad_norm = None
+        self.reducer.expect()
 
     def _set_aside(self, scale: float | torch.Tensor) -> None:
         self.reducer.set_aside(scale)
@@ -237,6 +259,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     # What the step template asks for.
 
     def _finish_gradients(self) -> None:
+        self._others.require_unspoiled()
         if self._agreed:
             return
         self._reads.refuse_dropped()
@@ -245,7 +268,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
         # In this order on all ranks: which reductions are still to be started may differ between them, and the agreement runs on the
         # same communicator.
-        self.reducer.launch_rest()
+        with self.plain_parameters() if self._others.added else nullcontext():
+            self.reducer.launch_rest()
+        self._others.added = False
         agreed = self._start_agreement()
         self.reducer.settle()
         self._set_touched(agreed)
@@ -351,17 +376,19 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.guard.ask_for_gradients(False)
+        self.guard.show(asks=False, watches=self._inside == 0)
         self.reducer.clear(keep_zeros=not set_to_none)
         self._norm_parts.clear()
         self._agreed = False
         self._reads.dropped.clear()
+        self._others.forget()
 
     def hand_out_gradients(self) -> None:
         """Make the gradients in the buffers those of the step, for a script that reads them where this rank has them whole.
 
         Starts no collective.
         """
+        self._others.require_unspoiled()
         if self.grad_state is GradState.CONSUMED:
             return
         if self.mesh.world_size == 1:
@@ -373,12 +400,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._apply_factor()
 
     def _take_edits(self) -> None:
-        """Masters follow parameters that were written to: load_state_dict, copy_, nn.init, `param.data = tensor` (not `param.data.mul_`
-        and its like, which leave no trace)."""
+        """Masters follow parameters that were written to: load_state_dict, copy_, nn.init, `param.data = tensor`, `param.data.mul_()`."""
+        written = self._data.take()
         for bucket in self.buckets:
             bucket.take_assigned()
             if bucket.has_copies:
-                bucket.take_edits()
+                bucket.take_edits(written)
 
     # State.
 
@@ -471,7 +498,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take masters from the working parameters, after weights were written through `.data`; other ways are noticed."""
+        """Take masters from the working parameters as they are, rounded; what a script writes to them is noticed without it."""
         self.gatherer.wait()
         self._take_edits()
         for bucket in self.buckets:
@@ -518,7 +545,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def release(self) -> None:
         """Take hooks off the model and give its parameters storage of their own; the optimizer is of no use afterwards."""
         self.gatherer.wait()
-        self.guard.ask_for_gradients(False)
+        self.guard.show(asks=False, watches=False)
         self.gatherer.remove_hooks()
         self.reducer.remove_hooks()
         for bucket in self.buckets:

@@ -6,6 +6,8 @@ swapped for one that asks first:
 
     gradients asked   from the end of a backward to zero_grad, `param.grad` goes to `GradientReads`
     values pending    from step to the arrival of its gather, every operation on the parameter goes to `ValueReads`
+    data watched      while a script may write to a parameter whose master is a copy, `param.data` goes to `DataReads`: autograd does not
+                      count what is written there
 
 Outside of these windows, and inside the model's forward and backward, the class is the parameter's own again: compiled code, type checks
 and speed know nothing of this. The classes have the layout of their base and no attributes, so that swapping costs a tenth of a
@@ -14,8 +16,9 @@ microsecond; what they ask is reached by weak reference.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +26,8 @@ from torch import nn
 
 from ..utils.pytree import tree_leaves
 
-_GRAD: Any = torch.Tensor.grad  # the descriptor
+_GRAD: Any = torch.Tensor.grad  # the descriptors
+_DATA: Any = torch.Tensor.data
 
 
 class GradientReads(Protocol):
@@ -37,6 +41,10 @@ class GradientReads(Protocol):
 class ValueReads(Protocol):
     def values_wanted(self, params: Iterable[nn.Parameter]) -> None:
         """Complete the values of these parameters, and close their windows."""
+
+
+class DataReads(Protocol):
+    def read_data(self, param: nn.Parameter) -> torch.Tensor: ...
 
 
 # What can be asked of a tensor without looking at its values.
@@ -72,20 +80,53 @@ METADATA: set[Any] = {
 }
 
 
+class _Kind:
+    """Parameters of one class that are guarded alike. `classes` by (gradients asked, values pending, data watched)."""
+
+    def __init__(self, classes: dict[tuple[bool, bool, bool], type], watched: bool) -> None:
+        self.classes = classes
+        self.watched = watched
+        self.params: list[nn.Parameter] = []
+        self.shown = classes[False, False, False]
+
+
 class ParamGuard:
-    """The windows of some parameters. `gradients` and `values` are held by weak reference; without them reads are plain."""
+    """The windows of some parameters, of which `watched` have masters of their own. Who answers is held by weak reference; without it
+    reads are plain."""
 
-    def __init__(self, params: Iterable[nn.Parameter], gradients: GradientReads, values: ValueReads) -> None:
-        self._own = {param: getattr(type(param), "own_class", type(param)) for param in params}  # of a guard before
-        self._classes = {own: _guarded(own, weakref.ref(gradients), weakref.ref(values)) for own in set(self._own.values())}
-        self.asks_for_gradients = False
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        watched: Collection[nn.Parameter],
+        gradients: GradientReads,
+        values: ValueReads,
+        data: DataReads,
+    ) -> None:
+        self._asks = self._watches = False
         self._pending: set[nn.Parameter] = set()
+        self._kinds: dict[tuple[type, bool], _Kind] = {}
+        self._kind_of: dict[nn.Parameter, _Kind] = {}
+        made: dict[type, dict[tuple[bool, bool, bool], type]] = {}
+        for param in params:
+            own = getattr(type(param), "own_class", type(param))  # of a guard before
+            if own not in made:
+                made[own] = _guarded(own, weakref.ref(gradients), weakref.ref(values), weakref.ref(data))
+            kind = self._kinds.setdefault((own, param in watched), _Kind(made[own], param in watched))
+            kind.params.append(param)
+            self._kind_of[param] = kind
+            param.__class__ = own
 
-    def ask_for_gradients(self, wanted: bool) -> None:
-        if wanted != self.asks_for_gradients:
-            self.asks_for_gradients = wanted
-            for param in self._own:
-                self._swap(param)
+    def show(self, *, asks: bool, watches: bool) -> None:
+        """Whether reads of gradients are asked about, and `param.data` is watched, from here on."""
+        self._asks, self._watches = asks, watches
+        for kind in self._kinds.values():
+            shown = kind.classes[asks, False, watches and kind.watched]
+            if shown is not kind.shown:
+                kind.shown = shown
+                for param in kind.params:
+                    param.__class__ = shown
+                for param in self._pending:
+                    self._swap(param)
 
     def values_pending(self, params: Iterable[nn.Parameter], pending: bool) -> None:
         for param in params:
@@ -96,13 +137,14 @@ class ParamGuard:
             self._swap(param)
 
     def _swap(self, param: nn.Parameter) -> None:
-        own = self._own[param]
-        key = (self.asks_for_gradients, param in self._pending)
-        param.__class__ = self._classes[own][key] if any(key) else own
+        kind = self._kind_of[param]
+        param.__class__ = kind.classes[self._asks, param in self._pending, self._watches and kind.watched]
 
 
-def _guarded(own: type, gradients: weakref.ref[GradientReads], values: weakref.ref[ValueReads]) -> dict[tuple[bool, bool], type]:
-    """Sub-classes of `own` by (gradients asked, values pending)."""
+def _guarded(
+    own: type, gradients: weakref.ref[GradientReads], values: weakref.ref[ValueReads], data: weakref.ref[DataReads]
+) -> dict[tuple[bool, bool, bool], type]:
+    """`own` and sub-classes of it by (gradients asked, values pending, data watched)."""
 
     class Guarded(own):  # type: ignore[misc, valid-type]
         own_class = own
@@ -140,10 +182,20 @@ def _guarded(own: type, gradients: weakref.ref[GradientReads], values: weakref.r
             here.values_wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pending)])
             return func(*args, **kwargs)
 
-    class Both(Asked, Pending):
-        pass
+    class Watched(Guarded):
+        @property
+        def data(self) -> torch.Tensor:
+            here = data()
+            values: torch.Tensor = _DATA.__get__(self) if here is None else here.read_data(self)
+            return values
 
-    classes: dict[tuple[bool, bool], type] = {(True, False): Asked, (False, True): Pending, (True, True): Both}
-    for made in classes.values():
-        made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
+        @data.setter
+        def data(self, value: torch.Tensor) -> None:
+            _DATA.__set__(self, value)
+
+    classes: dict[tuple[bool, bool, bool], type] = {}
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    for asked, pending, watched in itertools.product((False, True), repeat=3):
+        bases = (Asked,) * asked + (Pending,) * pending + (Watched,) * watched
+        classes[asked, pending, watched] = type(own.__name__, bases, names) if bases else own
     return classes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import Booster
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 from .table import mistake, refused
 
@@ -114,6 +114,56 @@ def backward_without_the_booster(rank: int, world: int) -> None:
             optim.zero_grad()
             booster.backward(model(samples(rank)).float().pow(2).mean(), optim)
             optim.step()
+
+
+@mistake(
+    symptom="a loss that reaches the model of another optimizer (GAN: the generator's loss and the discriminator)",
+    gets="what plain torch does: the gradients are added, and dropped by the other optimizer's `zero_grad`; refused where they came after "
+    "its own had been reduced, or in fp16, and it steps without `zero_grad`",
+    fix="`zero_grad()` before each backward of the other optimizer, or `requires_grad_(False)` on its model meanwhile",
+)
+def loss_that_reaches_another_model(rank: int, world: int) -> None:
+    for stage in (0, 1, 2):
+        for precision in ("fp32", "fp16"):
+            first = boosted(stage, precision=precision)
+            booster, model, optim = boosted(stage, precision=precision)
+            mixed = first[1](model(samples(rank)).double().repeat(1, 2)).float().pow(2).mean()
+            own = model(samples(rank)).float().pow(2).mean()
+            if precision == "fp32":
+                booster.backward(own, optim)
+                optim.get_grad_norm()
+            booster.backward(mixed, first[2])
+            advice = ("from the backward of another optimizer's loss", r"zero_grad\(\)", r"requires_grad_\(False\)")
+            with refused(*advice):
+                optim.step()
+            with refused(*advice):
+                booster.backward(model(samples(rank)).float().mean(), optim)
+            optim.zero_grad()
+            booster.backward(model(samples(rank)).float().pow(2).mean(), optim)
+            optim.step()
+            first[2].step()
+
+
+@mistake(
+    symptom="two forwards before two backwards, or `retain_graph=True`, under `TorchDDPPlugin(find_unused_parameters=True)`",
+    gets="refused in the second backward, which torch's DistributedDataParallel would not reduce; right with the default arguments",
+    fix="backward after each forward, or one backward of the sum of the losses",
+    worlds=(2, 4),
+)
+def two_forwards_with_unused_parameters(rank: int, world: int) -> None:
+    model: Any = net()
+    booster = Booster(plugin=TorchDDPPlugin(find_unused_parameters=True))
+    model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = [model(samples(rank, number)).pow(2).mean() for number in (0, 1)]
+    booster.backward(losses[0], optim)
+    with refused("a second backward since the last forward", "add the losses"):
+        booster.backward(losses[1], optim)
+    optim.zero_grad()
+    booster.backward(model(samples(rank)).pow(2).mean() + model(samples(rank, 1)).pow(2).mean(), optim)
+    optim.step()
+    plain, plain_optim = one_process(world, (0, 1))
+    plain_optim.step()
+    assert_weights(model, plain)
 
 
 @mistake(
@@ -269,9 +319,9 @@ def optimizer_with_its_own_step(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`model.load_state_dict(...)`, `nn.init` or `param.copy_(...)` on a boosted model in bf16 or fp16",
+    symptom="`model.load_state_dict(...)`, `nn.init`, `param.copy_(...)` or `param.data.clamp_(...)` on a boosted model in bf16 or fp16",
     gets="the new weights stay: fp32 masters follow before the next step or save",
-    fix="nothing to do; after writing through `param.data` call `optimizer.refresh_masters()`",
+    fix="nothing to do; inside the model's own `forward` write `with torch.no_grad(): param.clamp_(...)`, where `.data` is not watched",
 )
 def weights_written_after_boost(rank: int, world: int) -> None:
     for stage in (0, 1, 2):
@@ -283,7 +333,6 @@ def weights_written_after_boost(rank: int, world: int) -> None:
         assert all(bool((param == 3.0).all()) for param in model.parameters())
         for param in model.parameters():
             param.data.fill_(4.0)
-        optim.refresh_masters()
         optim.step()
         assert all(bool((param == 4.0).all()) for param in model.parameters())
 
@@ -322,6 +371,118 @@ def step_with_a_closure(rank: int, world: int) -> None:
         _, _, optim = boosted(stage)
         with refused(r"step\(closure=...\) is not supported", r"call step\(\) without it"):
             optim.step(lambda: None)
+
+
+@mistake(
+    symptom="LBFGS, which runs the model itself",
+    gets="refused at boost, by every plugin",
+    fix="AdamW or another first-order optimizer",
+)
+def lbfgs(rank: int, world: int) -> None:
+    for plugin in (TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin(), HybridParallelPlugin()):
+        model = net()
+        with refused("LBFGS needs a closure", "use AdamW"):
+            Booster(plugin=plugin).boost(model, torch.optim.LBFGS(model.parameters()))
+
+
+@mistake(
+    symptom="an optimizer that cannot step on DTensors (Adafactor, Rprop) at `stage=3` or under `TorchFSDPPlugin`",
+    gets="refused in the first step",
+    fix="stage 1 or 2, which give it whole parameters",
+)
+def optimizers_that_know_no_dtensors(rank: int, world: int) -> None:
+    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchFSDPPlugin(), LowLevelZeroPlugin(stage=2, precision="fp32")):
+        model: Any = net()
+        booster = Booster(plugin=plugin)
+        model, optim, *_ = booster.boost(model, torch.optim.Adafactor(model.parameters()))
+        backward(booster, model, optim, rank)
+        if plugin.split == "":
+            optim.step()
+            continue
+        with refused("Adafactor cannot step on sharded parameters", "stage 1 or 2"):
+            optim.step()
+
+
+@mistake(
+    symptom="`param.register_hook(...)`, or hooks registered before boost, at `stage=3` or under `TorchFSDPPlugin`",
+    gets="refused: FSDP2 would never call them; stages 0 to 2 and `TorchDDPPlugin` call all hooks",
+    fix="after boost `param.register_post_accumulate_grad_hook(hook)`, which sees this rank's shard of the reduced gradient",
+)
+def hooks_on_sharded_parameters(rank: int, world: int) -> None:
+    def double(param: Any) -> None:
+        param.grad.mul_(2.0)
+
+    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchFSDPPlugin()):
+        model: Any = net()
+        handle = model[0].weight.register_hook(lambda grad: grad)
+        with refused("0.weight: param.register_hook", "register_post_accumulate_grad_hook"):
+            Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        handle.remove()
+        booster = Booster(plugin=plugin)
+        model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.25))
+        for param in model.parameters():
+            with refused("it would never be called", "register_post_accumulate_grad_hook"):
+                param.register_hook(lambda grad: grad)
+            param.register_post_accumulate_grad_hook(double)
+        backward(booster, model, optim, rank)
+        optim.step()
+        plain, plain_optim = one_process(world)
+        plain_optim.step()
+        assert_weights(model, plain)
+
+
+@mistake(
+    symptom="a gradient penalty in a backward of its own at `stage=3` or under `TorchFSDPPlugin`",
+    gets="refused on several ranks: FSDP2 has freed the weights that it needs",
+    fix="the penalty first, then the outputs for the loss, and one backward of the sum; or stage 1 or 2",
+    worlds=(2, 4),
+)
+def penalty_by_itself(rank: int, world: int) -> None:
+    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchFSDPPlugin()):
+        model: Any = net()
+        booster = Booster(plugin=plugin)
+        model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+        def penalty(model: Any = model) -> torch.Tensor:
+            inputs = samples(rank).requires_grad_()
+            return torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)[0].pow(2).mean()
+
+        alone = penalty()
+        with refused("weights which FSDP2 has freed", "backward once on the sum"):
+            booster.backward(alone, optim)
+        optim.zero_grad()
+        first = penalty()
+        booster.backward(model(samples(rank)).pow(2).mean() + first, optim)
+        optim.step()
+
+
+@mistake(
+    symptom="`optimizer.state[param]` is read after boost (moments for logging)",
+    gets="refused at every ZeRO stage: states belong to pieces of parameters",
+    fix="`optimizer.shards()` lists this rank's pieces with name, range, master and state",
+)
+def states_of_parameters(rank: int, world: int) -> None:
+    for stage in STAGES:
+        booster, model, optim = boosted(stage, torch.optim.AdamW)
+        assert not optim.state
+        backward(booster, model, optim, rank)
+        optim.step()
+        assert all("exp_avg" in state for state in optim.state.values())
+        with refused(r"optimizer.state\[param\] after boost", r"optimizer.shards\(\)"):
+            optim.state[next(iter(model.parameters()))]
+        assert all("exp_avg" in shard.state for shard in optim.shards())
+
+
+@mistake(
+    symptom="`copy.deepcopy(optimizer)` or `torch.save(optimizer, path)` after boost",
+    gets="refused at every ZeRO stage: it shares buffers with its model",
+    fix="`booster.save_optimizer(optimizer, path)`",
+)
+def copied_optimizers(rank: int, world: int) -> None:
+    for stage in STAGES:
+        _, _, optim = boosted(stage)
+        with refused("copying or pickling a boosted optimizer", r"booster.save_optimizer\(optimizer, path\)"):
+            copy.deepcopy(optim)
 
 
 @mistake(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +21,7 @@ from shardwright.booster import Booster
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 
 SAMPLES = 8
+NEEDS_REDUCED = ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "zero_in_place", "step")  # at stage 3
 TINY_BUCKET = 300e-6  # elements in millions: several buckets
 
 
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Sequence:
-    """`calls` are (name, number) pairs; the number seeds a batch, or says how much."""
+    """`calls` are (name, number) pairs; the number seeds a batch, or says how much. `sizes` are of the model's axes."""
 
     stage: int
     calls: tuple[tuple[str, int], ...]
@@ -53,6 +53,13 @@ class Sequence:
     optimizer: str = "adamw"
     max_norm: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    half: str = ""
+
+    @property
+    def of_a_layout(self) -> bool:
+        """Whether it is for `LayoutPair`."""
+        return bool(self.sizes or self.half)
 
 
 class Model(nn.Module):
@@ -85,6 +92,8 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 class Pair:
     """Both sides of one sequence on one rank."""
 
+    tolerance = 1e-10
+
     def __init__(self, rank: int, world: int, sequence: Sequence) -> None:
         self.rank, self.world, self.sequence = rank, world, sequence
         self.plain = Model()
@@ -114,7 +123,7 @@ class Pair:
     def refuses(self, name: str) -> bool:
         if name in ("backward", "backward_no_sync", "pipeline"):
             return self.stepped
-        if self.sequence.stage == 3 and self.unsynced and name in ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "step"):
+        if self.sequence.stage == 3 and self.unsynced and name in NEEDS_REDUCED:
             return True  # FSDP2 reduces in backward only
         if name in ("torch_clip", "groups_clip", "read"):
             if self.world == 1 or self.sequence.stage == 3 or not self.has_gradients:
@@ -174,7 +183,7 @@ class Pair:
         if self.norm is None and self.has_gradients:
             self.norm = self._plain_norm()
         self.unsynced = self.unsynced and not self.has_gradients
-        same(got, self.norm, "norm")
+        self.same(got, self.norm, "norm")
 
     def _plain_norm(self) -> float:
         return float(nn.utils.get_total_norm([param.grad for param in self.plain.parameters() if param.grad is not None]))
@@ -184,7 +193,7 @@ class Pair:
         norm = float(self.optim.clip_grad_by_norm(most))
         if self.has_gradients:
             self.norm = float(nn.utils.clip_grad_norm_(self.plain.parameters(), most))
-            same(norm, self.norm, "norm before clipping")
+            self.same(norm, self.norm, "norm before clipping")
         self.unsynced = False
         if not self.has_gradients:
             self.norm = 0.0
@@ -202,7 +211,7 @@ class Pair:
         most = 0.05 * (1 + number % 7)
         norm = nn.utils.clip_grad_norm_(self.model.parameters() if params is None else params, most)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        same(norm, float(nn.utils.clip_grad_norm_(self.plain.parameters(), most)), "torch's norm")
+        self.same(norm, float(nn.utils.clip_grad_norm_(self.plain.parameters(), most)), "torch's norm")
 
     def do_groups_clip(self, number: int) -> None:
         self.do_torch_clip(number, [param for group in self.optim.param_groups for param in group["params"]])
@@ -214,14 +223,14 @@ class Pair:
             got, wanted = param.grad, plain.grad
             if got is not None or wanted is not None:
                 got = torch.zeros_like(plain) if got is None else whole(got)
-                same(got, torch.zeros_like(plain) if wanted is None else wanted, f"{name}.grad")
+                self.same(got, torch.zeros_like(plain) if wanted is None else wanted, f"{name}.grad")
 
     def do_inspect(self, _: int) -> None:
         grads = self.optim.gradients()
         self.unsynced = False
         for name, plain in self.plain.named_parameters():
             wanted = torch.zeros_like(plain) if plain.grad is None else plain.grad
-            same(grads.get(name, torch.zeros_like(plain)), wanted, f"gradient of {name}")
+            self.same(grads.get(name, torch.zeros_like(plain)), wanted, f"gradient of {name}")
 
     def do_load(self, number: int) -> None:
         torch.manual_seed(number)
@@ -248,11 +257,16 @@ class Pair:
             for param in module.parameters():
                 param.data = param.data * (1 + 0.01 * (number % 5))
 
+    def do_clamp(self, number: int) -> None:
+        for module in (self.model, self.plain):
+            for param in module.parameters():
+                param.data.clamp_(-0.25 / (1 + number % 3), 1.5)
+
     def do_average(self, _: int) -> None:
         """What an average of weights over a list made before boost sees, right now."""
         params = self.captured if self.sequence.stage < 3 else list(self.model.parameters())
         for captured, plain in zip(params, self.plain.parameters(), strict=True):
-            same(whole(captured.detach().clone()), plain.detach(), "a captured parameter")
+            self.same(whole(captured.detach().clone()), plain.detach(), "a captured parameter")
 
     def do_save(self, _: int) -> None:
         ours = copy.deepcopy(self.optim.state_dict())
@@ -304,9 +318,16 @@ class Pair:
             for group in optim.param_groups:
                 group["lr"] *= 0.5 + 0.25 * (number % 4)
 
+    def same(self, got: Any, wanted: Any, what: str) -> None:
+        if got is None or wanted is None or isinstance(wanted, float):
+            alike = got is wanted if got is None or wanted is None else math.isclose(got, wanted, rel_tol=self.tolerance, abs_tol=1e-10)
+            assert alike, f"{what}: {got}, in one process {wanted}"
+            return
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
     def compare(self) -> None:
         for (name, param), plain in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
-            same(whole(param.detach()), plain.detach(), name)
+            self.same(whole(param.detach()), plain.detach(), name)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -317,38 +338,6 @@ def dist_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, param.device_mesh, param.placements)  # type: ignore[attr-defined]
-
-
-def same(got: Any, wanted: Any, what: str) -> None:
-    if got is None or wanted is None or isinstance(wanted, float):
-        alike = got is wanted if got is None or wanted is None else math.isclose(got, wanted, rel_tol=1e-10, abs_tol=1e-10)
-        assert alike, f"{what}: {got}, in one process {wanted}"
-        return
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
-
-
-def run_sequence(rank: int, world: int, sequence: Sequence) -> None:
-    pair = Pair(rank, world, sequence)
-    for position, (name, number) in enumerate(sequence.calls):
-        try:
-            pair.call(name, number)
-            if name in ("step", "load", "edit", "assign", "restore"):
-                if number % 2:
-                    pair.do_average(number)
-                pair.compare()
-        except BaseException as error:
-            error.add_note(f"at call {position}, {name}({number}), of {sequence}")
-            raise
-    pair.compare()
-    release = getattr(pair.optim, "release", None)
-    if release is not None:
-        release()
-
-
-def run_sequences(rank: int, world: int, sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        run_sequence(rank, world, sequence)
-        dist.barrier()
 
 
 def without(sequence: Sequence, position: int) -> Sequence:

@@ -10,9 +10,11 @@ calls out before it is reported.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
-from call_sequences import OPTIMIZERS, Sequence, run_sequences, without
+from call_sequences import OPTIMIZERS, Sequence, without
+from call_sequences_layouts import run_sequences
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +34,9 @@ CALLS = {
     "inspect": 1,
     "load": 1,
     "edit": 1,
+    "assign": 1,
+    "clamp": 1,
+    "zero_in_place": 1,
     "average": 1,
     "save": 1,
     "restore": 1,
@@ -54,6 +59,26 @@ def sequences(draw: st.DrawFn, world: int) -> Sequence:
     calls = draw(st.lists(st.tuples(NAMES, st.integers(0, 99)), min_size=4, max_size=16))
     optimizer, max_norm = draw(st.sampled_from(sorted(OPTIMIZERS))), draw(st.sampled_from([0.0, 0.0, 0.2]))
     return Sequence(stage, tuple(calls), plugin, optimizer, max_norm, options)
+
+
+@st.composite
+def sequences_of_layouts(draw: st.DrawFn, world: int) -> Sequence:
+    """Over tensor and pipeline parallelism, and in half precision."""
+    stage = draw(st.integers(0, 3))
+    half = draw(st.sampled_from(["", "", "bf16", "fp16"]))
+    choices = [{}] if half and world < 4 else []
+    if world > 1:
+        choices += [{"tp_size": 2}, {"pp_size": 2}]
+    if world == 4:
+        choices += [{"tp_size": 2, "pp_size": 2}]
+    sizes = dict(draw(st.sampled_from(choices or [{"tp_size": 1}])))
+    if "pp_size" in sizes:
+        sizes["pp_style"] = draw(st.sampled_from(["1f1b", "zb"])) if stage < 3 else "1f1b"
+    plugin = "zero" if not sizes and stage and draw(st.booleans()) else "hybrid"
+    names = st.sampled_from([name for name, weight in {**CALLS, "save": 0, "restore": 0}.items() for _ in range(weight)])
+    calls = draw(st.lists(st.tuples(names, st.integers(0, 99)), min_size=4, max_size=12))
+    optimizer, max_norm = draw(st.sampled_from(["sgd"] if half else ["adamw", "sgd"])), draw(st.sampled_from([0.0, 0.0, 0.2]))
+    return Sequence(stage, tuple(calls), plugin, optimizer, max_norm, {}, sizes, half)
 
 
 def check(world: int, drawn: list[Sequence]) -> None:
@@ -88,7 +113,7 @@ def failure(world: int, sequence: Sequence) -> str | None:
     return None
 
 
-def drawn(world: int, number: int, *, again: bool = True) -> list[Sequence]:
+def drawn(world: int, number: int, *, again: bool = True, of: Any = sequences) -> list[Sequence]:
     """`number` sequences from hypothesis, the same each time unless `again` is False."""
     found: list[Sequence] = []
 
@@ -100,7 +125,7 @@ def drawn(world: int, number: int, *, again: bool = True) -> list[Sequence]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(sequences(world))
+    @given(of(world))
     def draw(sequence: Sequence) -> None:
         found.append(sequence)
 
@@ -114,13 +139,19 @@ def test_calls_in_any_order_are_right_or_refused(world: int, number: int) -> Non
     check(world, drawn(world, number))
 
 
+@pytest.mark.timeout(300)
+def test_calls_under_model_axes_and_in_half_precision() -> None:
+    check(2, drawn(2, 16, of=sequences_of_layouts))
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(36000)
+@pytest.mark.parametrize("of", [sequences, sequences_of_layouts])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_many_more_sequences(world: int) -> None:
+def test_many_more_sequences(world: int, of: Any) -> None:
     left = int(os.environ.get("SHARDWRIGHT_SEQUENCES", "500"))
     while left > 0:
-        check(world, drawn(world, min(left, 50), again=False))
+        check(world, drawn(world, min(left, 50), again=False, of=of))
         left -= 50
 
 

@@ -216,11 +216,13 @@ def written_weights(rank: int, world: int) -> None:
         with torch.no_grad():
             model.weight.copy_(state["weight"])
 
-    ways = (
-        lambda model: model.load_state_dict(state),
-        by_hand,
-        lambda model: nn.init.constant_(model.weight, 3.0),
-    )
+    def through_data(model: nn.Module) -> None:
+        model.weight.data.fill_(3.0)
+
+    def assigned(model: nn.Module) -> None:
+        model.weight.data = state["weight"].to(model.weight.dtype)
+
+    ways = (lambda model: model.load_state_dict(state), by_hand, lambda model: nn.init.constant_(model.weight, 3.0), through_data, assigned)
     for stage in (0, 1, 2):
         for overlap in (False, True) if stage else (False,):
             for way in ways:
@@ -235,6 +237,28 @@ def written_weights(rank: int, world: int) -> None:
                 booster.backward(model(torch.ones(1, 4)).float().sum(), optim)
                 optim.step()
                 assert torch.equal(model.weight.detach().float(), torch.full((2, 4), 2.0)), (stage, overlap)
+
+
+def clipped_weights(rank: int, world: int) -> None:
+    """Weights clipped through `.data`: the clip stays, and what it leaves alone keeps the precision of its master."""
+    start = torch.linspace(-0.21, 0.4, 8).view(2, 4)  # the last two above the bound, from which the step moves away
+    for stage, precision in ((0, "bf16"), (1, "fp16"), (2, "bf16")):
+        layer, plain = small(), small()
+        for each in (layer, plain):
+            each.weight.data.copy_(start)
+        optim = torch.optim.SGD(layer.parameters(), lr=2.0**-12)
+        booster, model, optim = boost(plugin_of(stage, precision=precision, initial_scale=256.0), layer, optim)
+        kept = model.weight.data  # as a script does that looks its weights up once
+        for number in range(8):
+            kept.clamp_(-0.25, 0.25) if number % 2 else model.weight.data.clamp_(-0.25, 0.25)
+            plain.weight.data.clamp_(-0.25, 0.25)
+            booster.backward(model(torch.full((1, 4), float(1 + rank))).float().sum(), optim)
+            optim.step()
+            optim.zero_grad()
+            plain.weight.data.sub_(1.5 * 2.0**-12)  # lost eight times over where masters are rounded
+        shards = {tuple(range(shard.start, shard.stop)): shard.master for shard in optim.shards()}
+        for where, master in shards.items():
+            torch.testing.assert_close(master, plain.weight.detach().flatten()[list(where)], rtol=0, atol=1e-7)
 
 
 def captured_weights(rank: int, world: int) -> None:
@@ -276,6 +300,7 @@ def first_weights(rank: int, world: int) -> None:
 
 def weights(rank: int, world: int) -> None:
     written_weights(rank, world)
+    clipped_weights(rank, world)
     captured_weights(rank, world)
     first_weights(rank, world)
 

@@ -55,6 +55,7 @@ PRIVATE_TORCH_ALLOWED = {
     "checkpoint/describe": "describing shards to the checkpoint format",
     "cluster/launch": "the store of the fake backend and that of the default group, which have no public name",
     "cluster/groups": "all groups of the process, and the backends behind them",
+    "plugins/torch_ddp": "which backward is running, and the buckets of DistributedDataParallel, which have no public name",
     "plugins/input_limits": "asserting on the device without waiting for it, which has no public name",
     "utils/pytree": "pytree functions and dispatch modes, which have no public name in torch 2.11",
 }
