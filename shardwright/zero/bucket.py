@@ -206,7 +206,7 @@ class GradReducer:
                 f"a gradient for {slot.entry.name} from a backward that its optimizer did not start, so that it would be neither scaled "
                 "nor reduced as the step needs: write booster.backward(loss, optimizer) instead of loss.backward(), after "
                 "optimizer.zero_grad(); where the loss of another optimizer reaches this model, set requires_grad_(False) on its "
-                "parameters for that backward"
+                "parameters for that backward, or boost models that one loss trains as parts of one module with one optimizer"
             )
         window, position = self._places[slot]
         self._collect(window, position, slot)
