@@ -165,6 +165,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         self._syncs = True
         self._unsynced = False  # whether FSDP2 holds gradients that no_sync has accumulated
         self._carry: dict[int, Any] = {}  # entry -> reduced gradient (a DTensor) that was set aside
+        self._zeroed: set[int] = set()  # entries whose gradients are zeros rather than none until a backward says more
         self._known: list[tuple[Any, Any]] = []  # parameters and their gradients as they were finished
         self._inside = 0  # contexts of `plain_parameters`
 
@@ -307,9 +308,12 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         for entry, param, stepped in zip(self._entries, self._params, self._stepped, strict=True):
             if param.grad is None:
                 stepped.grad = None
-                if entry.index not in self._carry:
+                if entry.index in self._carry:
+                    param.grad = torch.zeros_like(self._carry[entry.index])
+                elif entry.index in self._zeroed:
+                    param.grad = torch.zeros_like(param)
+                else:
                     continue
-                param.grad = torch.zeros_like(self._carry[entry.index])
             grads[entry.index] = param.grad.to_local()
             if stepped is not param:
                 local = param.to_local().detach()
@@ -379,6 +383,8 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._require_synced()
         super().zero_grad(set_to_none)
+        with_gradient = {entry.index for entry, _ in self._local_grads()}
+        self._zeroed = set() if set_to_none else self._zeroed | with_gradient
         for param, stepped in zip(self._params, self._stepped, strict=True):
             param.grad = None
             stepped.grad = None

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from shardwright.logging import get_dist_logger
 from shardwright.plugins import HybridParallelPlugin, TorchDDPPlugin
 from shardwright.plugins.base import Plugin
 from shardwright.precision.optimizer import MixedPrecisionOptimizer
+from shardwright.utils.tensors import local_tensor
 
 See = Callable[[Any], Any]
 
@@ -60,13 +62,22 @@ class Said:
     words: str
 
 
+class Net(nn.Sequential):
+    """Can leave its last layer out."""
+
+    whole = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) if self.whole else self[0](inputs)
+
+
 class Run:
     """A boosted model of two layers and all that goes with it."""
 
     def __init__(self, directory: Path, plugin: Plugin | None = None, steps: int = 0, **booster: Any) -> None:
         torch.manual_seed(0)
         self.directory = directory
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        plain = Net(nn.Linear(3, 4), nn.Linear(4, 1))
         self.raw = torch.optim.AdamW(plain.parameters(), lr=0.1)
         self.booster = Booster(plugin=plugin or HybridParallelPlugin(precision="fp32"), **booster)
         loader = DataLoader(TensorDataset(torch.arange(12.0).view(4, 3)), batch_size=1)
@@ -414,10 +425,13 @@ def _optimizer(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
         run.backward()
         return act(run)
 
-    def both(act: Callable[[Run, Any], Any]) -> See:
-        """On torch's gradients, and on those in buffers."""
-        kinds = (TorchDDPPlugin, lambda: HybridParallelPlugin(precision="fp32", zero_stage=1))
-        return lambda value: [after(kind, lambda run: act(run, value)) for kind in kinds]
+    kinds: list[Callable[[], Plugin]] = [
+        TorchDDPPlugin,  # torch's own gradients
+        *(partial(HybridParallelPlugin, precision="fp32", zero_stage=stage) for stage in (0, 1, 3)),
+    ]
+
+    def changes(act: Callable[[Run, Any], Any], plain: Any, other: Any) -> list[Any]:
+        return [Changes(lambda value, kind=kind: after(kind, lambda run: act(run, value)), plain, other) for kind in kinds]
 
     def clipped(run: Run, **options: Any) -> Any:
         norm = run.optimizer.clip_grad_by_norm(**{"max_norm": 1.0, **options})
@@ -427,37 +441,36 @@ def _optimizer(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
         """Parameters without a gradient move by their momentum where their gradient is zero."""
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=set_to_none)
-        run.booster.backward(run.model.unwrap()[1](torch.ones(1, 4)).sum(), run.optimizer)
-        before = run.model.unwrap()[0].weight.detach().clone()
+        run.model.unwrap().whole = False
+        run.booster.backward(run.loss(), run.optimizer)
+        weight = run.model.unwrap()[1].weight
+        before = local_tensor(weight.detach()).clone()
         run.optimizer.step()
-        return not torch.equal(run.model.unwrap()[0].weight.detach(), before)
+        return not torch.equal(local_tensor(weight.detach()), before)
+
+    def norm_after(clip: Callable[[Any], Any]) -> Callable[[Run, Any], Any]:
+        return lambda run, order: (clip(run.optimizer), round(run.optimizer.get_grad_norm(order), 3))[1]
+
+    def by_value(run: Run, value: float) -> Any:
+        run.optimizer.clip_grad_by_value(value)
+        return run.optimizer.get_grad_norm()
 
     infinite = float("inf")
     return {
         "clip_grad_by_norm": {
-            "max_norm": [Changes(both(lambda run, value: clipped(run, max_norm=value)), 1.0, 2.0)],
-            "norm_type": [Changes(both(lambda run, value: clipped(run, norm_type=value)), 2.0, infinite)],
+            "max_norm": changes(lambda run, value: clipped(run, max_norm=value), 1.0, 2.0),
+            "norm_type": changes(lambda run, value: clipped(run, norm_type=value), 2.0, infinite),
             "error_if_nonfinite": [],  # tests/plugins/call_sequences.py
         },
         "get_grad_norm": {
             "norm_type": [
-                Changes(both(lambda run, value: run.optimizer.get_grad_norm(value)), 2.0, infinite),
-                Changes(both(lambda run, value: (run.optimizer.clip_grad_by_norm(1.0), run.optimizer.get_grad_norm(value))[1]), 2.0, 1.0),
+                *changes(norm_after(lambda _: None), 2.0, infinite),
+                *changes(norm_after(lambda optimizer: optimizer.clip_grad_by_norm(1.0)), 2.0, 1.0),
             ],
         },
-        "clip_grad_by_value": {
-            "clip_value": [
-                Changes(both(lambda run, value: (run.optimizer.clip_grad_by_value(value), run.optimizer.get_grad_norm())[1]), 0.1, 0.2)
-            ],
-        },
-        "zero_grad": {
-            "set_to_none": [
-                Changes(
-                    lambda value: after(lambda: HybridParallelPlugin(precision="fp32"), lambda run: second_step(run, value)), True, False
-                )
-            ]
-        },
-        "step": {"closure": [Refused(both(lambda run, value: run.optimizer.step(value)), lambda: 1.0, "is not supported")]},
+        "clip_grad_by_value": {"clip_value": changes(by_value, 0.1, 0.2)},
+        "zero_grad": {"set_to_none": changes(second_step, True, False)},
+        "step": {"closure": [Refused(Run(tmp_path).optimizer.step, lambda: 1.0, "is not supported")]},
     }
 
 
