@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,12 @@ from ..checkpoint.roll_call import roll_call
 from ..cluster import job
 from ..interface import LossGuard, ModelWrapper, OptimizerWrapper
 from ..interface.model import is_guarded
+from ..logging import get_dist_logger
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
 from ..plugins.first_step import FirstStep
 from ..plugins.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
+from ..plugins.without_effect import warn_once
 from ..utils.arguments import ExplainedArguments, explained
 from ..utils.device import get_current_device
 from ..utils.errors import nearest
@@ -59,6 +61,12 @@ _ARGUMENTS = {
     "bnb_quantization_config": "quantised base models are not offered; leave it out",
 }
 
+_EVERYONE_ALONE = (
+    "Booster() without a plugin in a job of {ranks} ranks: every rank trains a model of its own on what it is given. "
+    "Booster(plugin=TorchDDPPlugin()) trains one"
+)
+_FILE_SIZE = 1024  # megabytes
+
 
 class Booster(metaclass=ExplainedArguments):
     """Lays training out over processes through a plugin; without one it trains on this process alone.
@@ -88,7 +96,7 @@ class Booster(metaclass=ExplainedArguments):
                 f"pass precision= to the plugin instead (one of {', '.join(map(repr, plugin.supported_precisions()))})"
             )
         self.plugin = plugin
-        self.device = torch.device(device) if device is not None else None
+        self.device = _device(device)
         self.on_nan = LossGuard(on_nan).policy
         if plugin is not None and on_nan == "skip" and not plugin.support_skipped_steps():
             raise ValueError(f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use 'warn' or 'stop'")
@@ -112,6 +120,7 @@ class Booster(metaclass=ExplainedArguments):
         """Wrap what is given; None stays None. The optimizer is built on the model's parameters before this call."""
         _require_fresh(model, optimizer, criterion)
         original, counts = optimizer, Counts.of(model)
+        _require_scheduler_of(optimizer, lr_scheduler)
         guard = InputGuard(model)
         if self.plugin is not None:
             self.plugin.check_dataloader(dataloader)
@@ -119,6 +128,8 @@ class Booster(metaclass=ExplainedArguments):
         else:
             require_parameters(model)
             require_own_parameters(model, optimizer)
+            if optimizer is not None and dist.is_initialized() and dist.get_world_size() > 1:
+                get_dist_logger().warning(_EVERYONE_ALONE.format(ranks=dist.get_world_size()), ranks=[0])
             model = ModelWrapper(model.to(self.device or get_current_device()))
             boosted = Boosted(model, OptimizerWrapper(optimizer) if optimizer is not None else None, criterion, dataloader, lr_scheduler)
         if self.mixed_precision is not None:
@@ -146,6 +157,7 @@ class Booster(metaclass=ExplainedArguments):
                 own_steps.keep_frozen(original, boosted.model)
         return tuple(boosted)  # type: ignore[return-value]
 
+    @explained({})
     @job.heeds_failures
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
         """Backward through the optimizer wrapper, which scales the loss where the number format needs it."""
@@ -236,6 +248,7 @@ class Booster(metaclass=ExplainedArguments):
         if dist.is_initialized():
             dist.barrier()
 
+    @explained({})
     def no_sync(self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside the context; the first backward after it reduces the sum."""
         if self.plugin is None:
@@ -244,6 +257,9 @@ class Booster(metaclass=ExplainedArguments):
             raise ValueError(f"no_sync: {type(self.plugin).__name__} reduces gradients in every backward and accumulates the reduced ones")
         if model is None:
             raise ValueError("no_sync needs the model that boost returned: booster.no_sync(model, optimizer)")
+        model = self._require_boosted(model, "no_sync")
+        if optimizer is not None:
+            self._require_optimizer_of(model, optimizer, "no_sync")
         return self.plugin.no_sync(_without_autocast(model), optimizer)
 
     # Checkpoints. All ranks must call.
@@ -257,7 +273,7 @@ class Booster(metaclass=ExplainedArguments):
         optimizer: OptimizerWrapper | None = None,
         lr_scheduler: Any = None,
         dataloader: DataLoader | None = None,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         extra: dict[str, Any] | None = None,
         use_async: bool = False,
         keep_last: int | None = None,
@@ -304,7 +320,7 @@ class Booster(metaclass=ExplainedArguments):
         path: StrPath,
         shard: bool = False,
         prefix: str | None = None,
-        size_per_shard: float = 1024,
+        size_per_shard: float = _FILE_SIZE,
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
@@ -315,6 +331,7 @@ class Booster(metaclass=ExplainedArguments):
         prefix          goes into the file names: what transformers calls the variant
         size_per_shard  megabytes of a file
         """
+        _say_unused_size(shard, size_per_shard)
         self._checkpoints.save_model(model, path, shard, prefix, size_per_shard, use_safetensors, use_async)
 
     @explained(_ARGUMENTS)
@@ -330,12 +347,13 @@ class Booster(metaclass=ExplainedArguments):
     @explained(_ARGUMENTS)
     @job.heeds_failures
     def save_optimizer(
-        self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = 1024, use_async: bool = False
+        self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = _FILE_SIZE, use_async: bool = False
     ) -> None:
         """Masters, states and hyperparameters, for `load_optimizer` at any layout.
 
         shard  whether ranks split what they write into files of at most `size_per_shard` megabytes
         """
+        _say_unused_size(shard, size_per_shard)
         self._checkpoints.save_optimizer(optimizer, path, shard, size_per_shard, use_async)
 
     @explained(_ARGUMENTS)
@@ -351,6 +369,18 @@ class Booster(metaclass=ExplainedArguments):
     @explained(_ARGUMENTS)
     def load_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
         self._checkpoints.load_lr_scheduler(lr_scheduler, path)
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' or a torch.device") from None
+
+
+def _say_unused_size(shard: bool, size_per_shard: float) -> None:
+    if not shard and size_per_shard != _FILE_SIZE and (not dist.is_initialized() or dist.get_rank() == 0):
+        warn_once(f"without effect here: size_per_shard={size_per_shard} (shard=False splits no files; shard=True does)")
 
 
 def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
@@ -376,6 +406,17 @@ def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
             f"criterion={type(criterion).__name__} has parameters that require gradients ({trainable[0]}), which no plugin reduces over "
             "ranks: make them part of the model, or freeze them with criterion.requires_grad_(False)"
         )
+
+
+def _require_scheduler_of(optimizer: Any, lr_scheduler: Any) -> None:
+    """Refuse a scheduler that would drive the rates of another optimizer."""
+    driven = getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None)
+    if optimizer is None or not driven or any(group is own for group in driven for own in optimizer.param_groups):
+        return
+    raise ValueError(
+        f"lr_scheduler={type(lr_scheduler).__name__} was built on another optimizer than the one given to boost, whose learning rate would "
+        f"never change: build it on this one, {type(lr_scheduler).__name__}(optimizer, ...), before boost or on what boost returns"
+    )
 
 
 def _without_autocast(model: nn.Module) -> nn.Module:

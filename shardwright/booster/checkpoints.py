@@ -6,10 +6,11 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..checkpoint.agreement import Agreement
 from ..checkpoint.background import Background
@@ -19,7 +20,7 @@ from ..checkpoint.load import find, load, load_lr_scheduler
 from ..checkpoint.position import Position
 from ..checkpoint.roll_call import roll_call
 from ..checkpoint.save import Contents, collect, save
-from ..interface import ModelWrapper
+from ..interface import ModelWrapper, OptimizerWrapper
 from ..logging import get_dist_logger
 from ..plugins.base import Plugin
 from .mixed_precision import AutocastModel
@@ -67,7 +68,7 @@ class Checkpoints:
         return self._plugin.position(model.module if isinstance(model, AutocastModel) else model)
 
     def _setting(self, model: nn.Module | None, what: str) -> tuple[Position, Agreement]:
-        """`what` is the call that all ranks have to be in."""
+        """`what` is the call that all ranks have to be in, with the same words: where it saves is among them."""
         position = self._position(model)
         if position.world_size > 1:
             roll_call(what)
@@ -80,13 +81,15 @@ class Checkpoints:
         optimizer: Any,
         lr_scheduler: Any,
         dataloader: Any,
-        step: int | None,
+        step: SupportsIndex | None,
         extra: Any,
         use_async: bool,
         keep_last: int | None,
     ) -> None:
+        if optimizer is not None:
+            _require_optimizer(optimizer)
         owner = self._model_of(optimizer)
-        position, agreement = self._setting(model if model is not None else owner, "booster.save")
+        position, agreement = self._setting(model if model is not None else owner, f"booster.save to {path}")
 
         def gather() -> Contents:
             return collect(
@@ -106,6 +109,8 @@ class Checkpoints:
         self, path: StrPath, model: nn.Module | None, optimizer: Any, lr_scheduler: Any, dataloader: Any, check: bool
     ) -> dict[str, Any]:
         self.wait()
+        if optimizer is not None:
+            _require_optimizer(optimizer)
         owner = self._model_of(optimizer)
         position, agreement = self._setting(model if model is not None else owner, "booster.load")
         if model is not None and optimizer is None:
@@ -140,7 +145,7 @@ class Checkpoints:
         options = ExportOptions(shard, prefix, _bytes(size_per_shard))
         check_request(_path(path), _module(model), options)
         self._say_precision(model)
-        position, agreement = self._setting(model, what)
+        position, agreement = self._setting(model, f"{what} to {path}")
         save_model(_path(path), _module(model), position, agreement, self._background, options, use_async)
 
     def _say_precision(self, model: nn.Module) -> None:
@@ -166,8 +171,9 @@ class Checkpoints:
         return load_model(_path(path), _module(model), self._optimizer_of(model), position, agreement, strict)
 
     def save_optimizer(self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool) -> None:
+        _require_optimizer(optimizer)
         owner = self._model_of(optimizer)
-        position, agreement = self._setting(owner, "booster.save_optimizer")
+        position, agreement = self._setting(owner, f"booster.save_optimizer to {path}")
         size = _bytes(size_per_shard) if shard else None
 
         def gather() -> Contents:
@@ -177,12 +183,17 @@ class Checkpoints:
 
     def load_optimizer(self, optimizer: Any, path: StrPath) -> None:
         self.wait()
+        _require_optimizer(optimizer)
         owner = self._model_of(optimizer)
         position, agreement = self._setting(owner, "booster.load_optimizer")
         load(_path(path), position, agreement, optimizer=optimizer, owner=_unwrapped(owner), with_rng=False)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
-        position, agreement = self._setting(None, "booster.save_lr_scheduler")
+        if lr_scheduler is None:
+            raise ValueError(
+                "save_lr_scheduler(lr_scheduler=None): there is nothing to save; boost returns the scheduler that it was given"
+            )
+        position, agreement = self._setting(None, f"booster.save_lr_scheduler to {path}")
 
         def gather() -> Contents:
             return collect(position, lr_scheduler=lr_scheduler, with_rng=False)
@@ -196,6 +207,19 @@ class Checkpoints:
         load_lr_scheduler(lr_scheduler, opened.state["lr_scheduler"], opened.directory)
 
 
+def _require_optimizer(optimizer: Any) -> None:
+    """The tensors of the one that boost was given are laid out otherwise since."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} is no optimizer: what is saved or loaded comes first, save_optimizer(optimizer, path)"
+        )
+    if not isinstance(optimizer, OptimizerWrapper):
+        raise ValueError(
+            f"checkpoints need the optimizer that boost returned, not a bare {type(optimizer).__name__}: model, optimizer, *_ = "
+            "booster.boost(model, optimizer)"
+        )
+
+
 def _module(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
@@ -204,7 +228,12 @@ def _unwrapped(model: nn.Module | None) -> nn.Module | None:
     return None if model is None else _module(model)
 
 
-def _path(path: StrPath) -> Path:
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path={type(path).__name__} is no path: what is saved or loaded comes first in save_model(model, path) and its relatives, and "
+            "the path in save(path, model=model, optimizer=optimizer) and load"
+        )
     return Path(os.path.abspath(path))
 
 

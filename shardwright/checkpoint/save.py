@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -51,7 +52,7 @@ def collect(
     owner: nn.Module | None = None,
     lr_scheduler: Any = None,
     dataloader: Any = None,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     extra: Any = None,
     with_rng: bool = True,
 ) -> Contents:
@@ -109,17 +110,24 @@ def _dataloader_state(dataloader: Any) -> Any:
     return dataloader.state_dict()
 
 
-def _shared_state(optimizer: Any, lr_scheduler: Any, step: int | None, extra: Any) -> dict[str, Any]:
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-        raise ValueError(f"step={step!r} must be a whole number or None")
+def _shared_state(optimizer: Any, lr_scheduler: Any, step: SupportsIndex | None, extra: Any) -> dict[str, Any]:
     scaler = getattr(optimizer, "scaler", None)
     return {
-        "step": step,
+        "step": None if step is None else _whole_number("step", step),
         "extra": encode(extra if extra is not None else {}, "extra"),
         "param_groups": None if optimizer is None else encode(hyperparameters(optimizer.param_groups), "optimizer.param_groups"),
         "scaler": None if scaler is None else encode(scaler.state_dict(), "the loss scaler"),
         "lr_scheduler": None if lr_scheduler is None else encode(lr_scheduler.state_dict(), "lr_scheduler.state_dict()"),
     }
+
+
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass  # said below
+    raise ValueError(f"{name}={value!r} must be a whole number or None")
 
 
 def save(

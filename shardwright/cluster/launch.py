@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..utils.arguments import explained
 from ..utils.errors import nearest
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
@@ -36,6 +38,7 @@ _member = 0  # the process that joined; its forked children inherit all else
 _joined = itertools.count()  # jobs of several ranks that this process has joined
 
 
+@explained({})
 def launch(
     rank: int,
     world_size: int,
@@ -63,16 +66,16 @@ def launch(
     loaded = load_config(config)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
-    backend = resolve_backend(backend)
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    resolved = resolve_backend(backend)
+    limit = _limit(timeout)
     if dist.is_initialized():
-        _check_same_job(rank, world_size)
+        _check_same_job(rank, world_size, backend, limit)
     else:
-        if "nccl" in backend:
+        if "nccl" in resolved:
             _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
         if _end_watch is not None:
             _end_watch()  # of a job whose process group was destroyed
-        _join(rank, world_size, host, port, backend, limit)
+        _join(rank, world_size, host, port, resolved, limit)
         os.environ.setdefault("LOCAL_RANK", str(rank if local_rank is None else local_rank))
         atexit.unregister(_leave)  # once is enough for a process that joins again
         atexit.register(_leave)
@@ -85,6 +88,7 @@ def launch(
         logger.warning("shardwright: %d rank(s), backend %s, seed %d", world_size, dist.get_backend(), seed)
 
 
+@explained({})
 def launch_from_torch(
     seed: int = 1024,
     backend: str | None = None,
@@ -96,6 +100,7 @@ def launch_from_torch(
     _launch_as(environment.detect(), backend, seed, config, timeout, verbose)
 
 
+@explained({})
 def launch_from_slurm(
     host: str | None = None,
     port: int | None = None,
@@ -109,6 +114,7 @@ def launch_from_slurm(
     _launch_as(environment.from_slurm(host=host, port=port), backend, seed, config, timeout, verbose)
 
 
+@explained({})
 def launch_from_openmpi(
     host: str | None = None,
     port: int | None = None,
@@ -235,12 +241,26 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _check_same_job(rank: int, world_size: int) -> None:
+def _limit(timeout: timedelta | float) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds or a datetime.timedelta")
+    return timedelta(seconds=seconds)
+
+
+def _check_same_job(rank: int, world_size: int, backend: str | None, timeout: timedelta) -> None:
+    """`backend`: what the call names; None where it leaves the choice."""
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ValueError(
             f"launch(rank={rank}, world_size={world_size}) after this process joined as rank {dist.get_rank()} of {dist.get_world_size()}: "
             "a process joins one job; call launch once, or torch.distributed.destroy_process_group() in between"
         )
+    running = str(dist.get_backend_config())
+    if backend is not None and not {part.split(":")[-1].strip() for part in backend.split(",")} <= set(re.split("[:,]", running)):
+        logger.warning("launch(backend=%r) has no effect: this process joined its job with %s before", backend, running)
+    joined_with = groups.get_timeout()
+    if timeout != DEFAULT_TIMEOUT and joined_with is not None and timeout != joined_with:
+        logger.warning("launch(timeout=%s) has no effect: this process joined its job with timeout=%s before", timeout, joined_with)
 
 
 def _devices_are_dealt_out() -> bool:

@@ -37,6 +37,7 @@ class OptimizerWrapper(Optimizer):
         self.max_norm = max_norm
         self.loss_guard: LossGuard | None = None  # what to do about losses that are nan, set by the booster on the optimizer it returns
         self._grad_norm: torch.Tensor | None = None
+        self._norm_type = 2.0  # of `_grad_norm`
         self.is_stepping = False  # whether the wrapped optimizer steps because this one does
 
     @property
@@ -109,7 +110,7 @@ class OptimizerWrapper(Optimizer):
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
-        self._grad_norm = _whole(norm)
+        self._grad_norm, self._norm_type = _whole(norm), norm_type
         return self._grad_norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -117,8 +118,11 @@ class OptimizerWrapper(Optimizer):
             local_tensor(grad).clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
-        """The global norm before clipping: that of the last clipped step, else of the gradients as they are. None without gradients."""
-        if self._grad_norm is not None:
+        """The global norm before clipping: that of the last clipped step, else of the gradients as they are. None without gradients.
+
+        A norm of another order than the one that was clipped by is that of the gradients as they are.
+        """
+        if self._grad_norm is not None and norm_type == self._norm_type:
             return float(self._grad_norm)
         grads = gradients(self.parameters())
         return float(_whole(torch.nn.utils.get_total_norm(grads, norm_type=norm_type))) if grads else None

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
+from ..comm.compat import without_torch_function
+from ..utils.pytree import tree_leaves
 from .cross_entropy import vocab_cross_entropy
 from .vocab_shard import VocabShard
 
@@ -54,6 +56,9 @@ _WITH_FEATURES = _names(
     """nll_loss kl_div binary_cross_entropy_with_logits mse_loss multi_margin_loss layer_norm rms_norm normalize linear matmul mm bmm
     __matmul__"""
 )
+
+
+_MARK_IS_LOST = _names("numpy __array__ tolist cat concat concatenate stack einsum __reduce_ex__")
 
 
 class _Mark(NamedTuple):
@@ -115,32 +120,72 @@ class _VocabMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        logits = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and hasattr(arg, _MARK)), None)
-        if logits is None:
-            return func(*args, **kwargs)
-        mark: _Mark = getattr(logits, _MARK)
-        if func is F.cross_entropy:
-            return sharded_cross_entropy(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "float" and logits.dtype in (torch.float16, torch.bfloat16):
-            return _hand_on(logits.view_as(logits), mark._replace(promote=True))
-        if name in ("view", "reshape"):
-            return _view(func, mark, *args, **kwargs)
-        if name in ("transpose", "permute", "swapaxes", "swapdims", "movedim"):
-            return _reorder(func, mark, *args, **kwargs)
-        if name == "__getitem__":
-            return _getitem(mark, *args)
-        if name in ("flatten", "squeeze", "unsqueeze"):
-            return _hand_on_by_size(func(*args, **kwargs), mark)
-        if name in ("contiguous", "detach", "clone"):
-            return _hand_on(func(*args, **kwargs), mark)
-        if name in _WITH_FEATURES or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs)):
-            raise _unsupported(name, mark)
-        if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:
-            args = [arg.float() if arg is logits else arg for arg in args]
-        result = func(*args, **kwargs)
-        return _hand_on(result, mark._replace(promote=False)) if name in _ELEMENTWISE else result
+        return _on_marked(func, args, kwargs or {})
+
+
+class ShardedLogits(Tensor):
+    """Marked logits in the hands of a script, where no mode is entered: the same functions mean the same, or are refused.
+
+    What leaves torch (`numpy`, `tolist`) or joins tensors (`cat`) is refused too, since the mark would be lost.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with without_torch_function():
+            if getattr(func, "__name__", "") in _MARK_IS_LOST:
+                found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedLogits))
+                raise _unsupported(func.__name__, getattr(found, _MARK))
+            return as_scripts_see(_on_marked(func, args, kwargs or {}))
+
+
+def as_scripts_see(value: Any) -> Any:
+    """`value`, as `ShardedLogits` where it is a marked tensor."""
+    mark = getattr(value, _MARK, None)
+    if mark is None or isinstance(value, ShardedLogits):
+        return value
+    return _hand_on(value.as_subclass(ShardedLogits), mark)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """`tensor.detach()`, marked as `tensor` is."""
+    return _hand_on(tensor.detach(), getattr(tensor, _MARK)) if hasattr(tensor, _MARK) else tensor.detach()
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Samples of several microbatches behind each other, marked as they are."""
+    merged = torch.cat(list(tensors), dim)
+    return _hand_on(merged, getattr(tensors[0], _MARK)) if hasattr(tensors[0], _MARK) else merged
+
+
+def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)` with what it means where one of the arguments is marked."""
+    logits = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and hasattr(arg, _MARK)), None)
+    if logits is None:
+        return func(*args, **kwargs)
+    mark: _Mark = getattr(logits, _MARK)
+    if func is F.cross_entropy:
+        return sharded_cross_entropy(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    if name == "float" and logits.dtype in (torch.float16, torch.bfloat16):
+        return _hand_on(logits.view_as(logits), mark._replace(promote=True))
+    if name in ("view", "reshape"):
+        return _view(func, mark, *args, **kwargs)
+    if name in ("transpose", "permute", "swapaxes", "swapdims", "movedim"):
+        return _reorder(func, mark, *args, **kwargs)
+    if name == "__getitem__":
+        return _getitem(mark, *args)
+    if name in ("flatten", "squeeze", "unsqueeze"):
+        return _hand_on_by_size(func(*args, **kwargs), mark)
+    if name in ("contiguous", "detach", "clone"):
+        return _hand_on(func(*args, **kwargs), mark)
+    if name in _WITH_FEATURES or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs)):
+        raise _unsupported(name, mark)
+    if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:
+        args = [arg.float() if arg is logits else arg for arg in args]
+    result = func(*args, **kwargs)
+    return _hand_on(result, mark._replace(promote=False)) if name in _ELEMENTWISE else result
 
 
 def _hand_on(result: Any, mark: _Mark) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from ..cluster import job
 from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
+from ..ops.vocab_mode import as_scripts_see, detached
 from ..utils.tensors import map_tensors, to_device
 from . import schedules
 from .checkpointing import PipelineGradientCheckpointConfig
@@ -363,7 +364,7 @@ class PipelineExecutor:
                 check_grad(part)
             part = part if self.grad_factor == 1.0 else part * self.grad_factor
         if step.want_outputs:
-            step.outputs[index] = map_tensors(torch.Tensor.detach, output)
+            step.outputs[index] = map_tensors(detached, output)
         return part
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -429,7 +430,7 @@ class _Step:
         merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
         if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
             merged["loss"] = loss
-        return merged
+        return map_tensors(as_scripts_see, merged)
 
 
 def _refuse_router_loss(value: Any) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..ops.vocab_mode import concatenated
+
 # Names that hold one row per sample in every model, in the order in which they are asked for B.
 _SAMPLE_NAMES = (
     "input_ids",
@@ -189,5 +191,5 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any
     for dim in dims:
         shapes = {(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}
         if len(shapes) == 1:
-            return torch.cat(list(tensors), dim)
+            return concatenated(tensors, dim)
     return list(tensors)

@@ -17,7 +17,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from .._version import __version__
 from ..shardformer.lazy import notes_of
+from .dealing import length_of
 
 _SAMPLED = 16  # elements per parameter
 _SHOWN = 4  # differences named in a message
@@ -163,6 +164,8 @@ def _facts_of_job(plugin: Any, model: nn.Module, optimizer: Any, dataloader: Any
         rest = {name: value for name, value in group.items() if name != "params"}
         describe(f"optimizer.param_groups[{number}]", {**rest, "number of parameters": len(group["params"])}, facts)
     facts["lr_scheduler"] = _name(lr_scheduler)
+    if hasattr(lr_scheduler, "state_dict"):
+        describe("lr_scheduler", {**lr_scheduler.state_dict(), "lr_lambdas": getattr(lr_scheduler, "lr_lambdas", None)}, facts)
     facts["dataloader"] = _name(dataloader)
     if isinstance(dataloader, DataLoader):
         facts["dataloader.batch_size"] = str(dataloader.batch_size)
@@ -170,8 +173,7 @@ def _facts_of_job(plugin: Any, model: nn.Module, optimizer: Any, dataloader: Any
         facts["dataloader.num_workers"] = str(dataloader.num_workers)
         facts["dataloader.sampler"] = _name(getattr(dataloader.sampler, "sampler", dataloader.sampler))
         facts["dataloader.dataset"] = _name(dataloader.dataset)
-        if hasattr(type(dataloader.dataset), "__len__"):
-            facts["len(dataloader.dataset)"] = str(len(dataloader.dataset))  # type: ignore[arg-type]
+        facts["len(dataloader.dataset)"] = str(length_of(dataloader.dataset))
         facts["dataloader.generator"] = "given" if dataloader.generator is not None else "None"
     return facts
 
@@ -215,6 +217,8 @@ def describe(name: str, value: Any, facts: Facts) -> None:
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             describe(f"{name}[{number}]", item, facts)
+    elif isinstance(value, partial):
+        describe(name, {"function": value.func, **dict(enumerate(value.args)), **value.keywords}, facts)
     elif isinstance(value, set | frozenset):
         facts[name] = repr(sorted(map(str, value)))
     elif is_dataclass(value) and not isinstance(value, type):

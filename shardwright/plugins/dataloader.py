@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,6 +12,8 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..utils.argument_types import check_arguments
+from ..utils.arguments import check_call
 from .dealing import DataParallelSampler, Dealer, DealtStream, SamplerDealer, Share, check_stream, is_stream
 
 
@@ -136,6 +139,8 @@ def build_dataloader(
     A stream (an IterableDataset, a streaming dataset of `datasets`) is read by every rank, which keeps its share; it has no length.
     `kwargs` go to `torch.utils.data.DataLoader` (collate_fn, prefetch_factor, ...). Workers are seeded by (seed, rank, worker).
     """
+    check_call("prepare_dataloader", _ARGUMENTS, (), kwargs)
+    check_arguments(build_dataloader, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last})
     for name in ("sampler", "batch_sampler"):
         if name in kwargs:
             raise ValueError(
@@ -162,6 +167,16 @@ def build_dataloader(
     sampler_class: Callable[..., Sampler] = distributed_sampler_cls or DataParallelSampler
     sampler = sampler_class(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return ShardedDataLoader(dataset, sampler=sampler, dealer=SamplerDealer(sampler, batch_size, drop_last), **kwargs)
+
+
+# What `prepare_dataloader` takes: its own arguments, and those that it passes on.
+_ARGUMENTS = inspect.Signature(
+    [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in {**inspect.signature(DataLoader).parameters, **inspect.signature(build_dataloader).parameters}.items()
+        if name not in ("num_replicas", "rank", "kwargs")
+    ]
+)
 
 
 def _check_stream_options(dataset: Any, shuffle: bool, distributed_sampler_cls: Any) -> None:

@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -194,9 +194,10 @@ class _OrderedDealer(Dealer):
         return 0
 
     def batches(self, item: int) -> int:
-        if not isinstance(self._source, Sized):
+        size = length_of(self._source)
+        if size is None:
             raise TypeError(f"{type(self._source).__name__} has no length: iterate the loader, or count the steps yourself")
-        return self._share.rounds(len(self._source) - item)
+        return self._share.rounds(size - item)
 
     def state(self, item: int, running: bool) -> dict[str, Any]:
         return {"items": item, **self._order.state(running)}
@@ -276,13 +277,13 @@ class DealtStream(Dealer, IterableDataset):
         return item // self.round if self._num_workers else 0
 
     def batches(self, item: int) -> int:
-        size = getattr(type(self.dataset), "__len__", None)
+        size = length_of(self.dataset)
         if size is None:
             raise TypeError(
                 f"a loader over a stream ({type(self.dataset).__name__}) has no length: write `for batch in dataloader`, or count the "
                 "steps yourself: `for step in range(number_of_steps)`"
             )
-        return self._share.rounds(len(self.dataset) - item)
+        return self._share.rounds(size - item)
 
     def state(self, item: int, running: bool) -> dict[str, Any]:
         epoch = self._running if running else self.epoch
@@ -305,6 +306,14 @@ class DealtStream(Dealer, IterableDataset):
 _OTHER_LOADER = (
     "the position was saved by {saved}, and this loader comes from {now}: their orders differ; resume with the same kind of loader"
 )
+
+
+def length_of(dataset: Any) -> int | None:
+    """None where nobody knows: a class may have the method and not the answer (a ChainDataset of streams)."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def is_stream(dataset: Any) -> bool:

@@ -11,10 +11,13 @@ from torch.optim import Optimizer
 
 from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..ops.vocab_mode import as_scripts_see
 from ..pipeline.executor import CutModel, PipelineExecutor
 from ..pipeline.placement import Placement
 from ..pipeline.stage import PLAIN_CALL
 from ..precision.policy import PrecisionPolicy
+from ..shardformer.model import ShardedModel
+from ..utils.tensors import map_tensors
 from .lora import Home
 
 
@@ -43,6 +46,7 @@ class HybridModel(ModelWrapper):
         self._trained_by(optimizer)
         self.adapters = dict(adapters or {})
         self.share_buffers = share_buffers
+        self._shards_logits = isinstance(module, ShardedModel)
 
     @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +57,8 @@ class HybridModel(ModelWrapper):
             self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         with self._running():
-            return self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
+        return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 
     @property
     def cut(self) -> CutModel:

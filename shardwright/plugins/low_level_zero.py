@@ -17,11 +17,11 @@ from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
+from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
 from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
 from .agreement import agree_on_arguments, agree_on_boost
-from .argument_types import check_arguments
 from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
 from .lora import add_lora
 from .settings import check_communication_dtype

@@ -11,7 +11,6 @@ an object that is no DataLoader                          the same on one replica
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ..logging import get_dist_logger
 from .dataloader import ShardedDataLoader
-from .dealing import Dealer, DealtBatches, DealtSampler, DealtStream, Share, check_stream, is_stream
+from .dealing import Dealer, DealtBatches, DealtSampler, DealtStream, Share, check_stream, is_stream, length_of
 from .sample_order import SampleOrder, inside, with_generator
 
 _COPIED = (
@@ -56,7 +55,7 @@ def check_dataloader(dataloader: Any, ranks: int, rank: int) -> bool:
         if ranks > 1 and is_stream(dataloader.dataset):
             get_dist_logger().warning(_UNEVEN.format(name=dealt[0]), ranks=[0])
         return False
-    if isinstance(dataloader.dataset, Sized) and len(dataloader.dataset) == 0:
+    if length_of(dataloader.dataset) == 0:
         raise ValueError(f"dataloader: its dataset {type(dataloader.dataset).__name__} has no samples: there is nothing to train on")
     _check_not_empty(dataloader, _dealt(dataloader, ranks, rank, None), ranks)
     return True

@@ -33,10 +33,10 @@ from ..shardformer.init import LazyWeights
 from ..shardformer.plan import Decision
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec
+from ..utils.argument_types import is_whole
 from ..zero.buffers import master_dtype
 from ..zero.entries import collect_entries
 from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets
-from .argument_types import is_whole
 from .base import require_own_parameters, require_parameters
 from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic, size

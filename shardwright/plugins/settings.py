@@ -18,9 +18,9 @@ from ..pipeline.schedules import get_placement
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.policies.base import Policy
+from ..utils.argument_types import check_types
 from ..utils.errors import one_of
 from ..zero.collectives import SUMMED, can_be_summed
-from .argument_types import check_types
 
 SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 

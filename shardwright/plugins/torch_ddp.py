@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from ..cluster import job
 from ..comm.compat import world_group_for_ddp
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
 from ..utils.pytree import tree_leaves
 from .agreement import agree_on_boost
-from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
 
 # torch 2.13 renamed the argument; passing the old name warns there.

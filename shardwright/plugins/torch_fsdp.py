@@ -19,13 +19,13 @@ from ..cluster import job
 from ..cluster.groups import bind_timeout
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..optim.kind import begin_state, has_stepped
+from ..utils.argument_types import check_arguments
 from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import device_type_of_backend, get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .agreement import agree_on_boost
-from .argument_types import check_arguments
 from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
 from .without_effect import warn_once
 

@@ -212,21 +212,29 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
         """The norm before clipping (all ranks must call).
 
-        That which the last clip or step measured, until the next backward, also after zero_grad; where none was measured, that of
-        the gradients as they are, and None while there are none.
+        That which the last clip or step measured, until the next backward, also after zero_grad; where none of this order was
+        measured, that of the gradients as they are, and None while there are none.
         """
-        if self._grad_norm is None and self._has_gradients:
-            self._measure(norm_type)
-        return None if self._grad_norm is None else float(self._grad_norm)
+        if self._grad_norm is not None and norm_type == self._norm_type:
+            return float(self._grad_norm)
+        if not self._has_gradients:
+            return None
+        if self._grad_norm is None:
+            return float(self._measure(norm_type))
+        return float(self._raw(norm_type) * self._factor())
 
     # Inside.
 
     def _measure(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the step's gradients with every factor but this one's clipping applied."""
-        self._finish_gradients()
-        self._raw_norm = total_norm(self._power_sum(norm_type), self.norm_group, norm_type)
-        self._grad_norm = self._raw_norm * self._factor()
+        self._raw_norm = self._raw(norm_type)
+        self._grad_norm, self._norm_type = self._raw_norm * self._factor(), norm_type
         return self._grad_norm
+
+    def _raw(self, norm_type: float) -> torch.Tensor:
+        """Norm of what lies in the buffers."""
+        self._finish_gradients()
+        return total_norm(self._power_sum(norm_type), self.norm_group, norm_type)
 
     def _power_sum(self, norm_type: float) -> torch.Tensor:
         """`grad_norm.power_sum` of what this rank owns."""

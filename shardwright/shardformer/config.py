@@ -8,10 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, group_or_all
+from shardwright.utils.argument_types import check_types
+from shardwright.utils.arguments import ExplainedArguments
 
 
 @dataclass(kw_only=True)
-class ShardConfig:
+class ShardConfig(metaclass=ExplainedArguments):
     """How a model is sharded.
 
     tensor_parallel_process_group       ranks that share every layer; None means all ranks
@@ -46,12 +48,10 @@ class ShardConfig:
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types(ShardConfig, vars(self))
         multiple = self.make_vocab_size_divisible_by
-        if not isinstance(multiple, int) or multiple < 1:
+        if multiple < 1:
             raise ValueError(f"make_vocab_size_divisible_by={multiple!r} must be a positive integer; 1 pads only to the number of ranks")
-        for name in ("parallel_output", "enable_tensor_parallelism"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("sequence_parallelism_mode", "sequence_parallel_process_group", "enable_sequence_overlap", "inner_ring_size"):
             value = getattr(self, name)
             if value not in (None, False) and not self.enable_sequence_parallelism:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from .argument_types import checks_of
 from .errors import nearest
 
 P = ParamSpec("P")
@@ -56,16 +57,22 @@ class ExplainedArguments(ABCMeta):
 
 
 def explained(advice: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For methods: unknown keyword arguments are refused with the nearest name, or with what `advice` says of them."""
+    """Unknown keyword arguments are refused with the nearest name, or with what `advice` says of them; so are flags and numbers that
+    came as text (see `argument_types`)."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)
         name = method.__qualname__
+        names = tuple(signature.parameters)
+        checks = checks_of(signature)
 
         @wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not kwargs.keys() <= signature.parameters.keys() or len(args) > len(signature.parameters):
+            if not kwargs.keys() <= signature.parameters.keys() or len(args) > len(names):
                 check_call(name, signature, args, kwargs, advice)
+            for key, value in (*zip(names, args, strict=False), *kwargs.items()):
+                if key in checks:
+                    checks[key](value)
             return method(*args, **kwargs)
 
         return call

@@ -11,8 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import ChainDataset, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_linear_schedule_with_warmup,
+)
 
 from shardwright import Booster
 from shardwright.interface import NonFiniteLoss
@@ -229,10 +238,13 @@ def streaming(rank: int, world: int) -> None:
     loader = TorchDDPPlugin().prepare_dataloader(Stream(4 * world + 1), batch_size=2)
     with refused("has no length: write `for batch in dataloader`", by=TypeError):
         len(loader)
-    parts = everyones([batch.tolist() for batch in loader])
-    assert [len(part) for part in parts] == [3] * world
-    seen = [sample for part in parts for batch in part for sample in batch]
-    assert set(seen) == set(range(4 * world + 1))
+    chained = DataLoader(ChainDataset([Stream(4 * world + 1)]), batch_size=2)  # has a __len__ that does not know
+    *_, dealt, _ = Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(1, 1), dataloader=chained)
+    for each in (loader, dealt):
+        parts = everyones([batch.tolist() for batch in each])  # type: ignore[union-attr]
+        assert [len(part) for part in parts] == [3] * world
+        seen = [sample for part in parts for batch in part for sample in batch]
+        assert set(seen) == set(range(4 * world + 1))
 
 
 @mistake(
@@ -451,6 +463,11 @@ def different_arguments(rank: int, world: int) -> None:
         Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(min(rank, 1) + 2, 2))
     with refused(r"len\(dataloader\.dataset\) is 8 on rank 0", "9 on rank 1"):
         Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(1, 1), dataloader=DataLoader(numbers(8 + min(rank, 1))))
+    for kind, name in ((StepLR, "step_size"), (get_linear_schedule_with_warmup, r"lr_lambdas\[0\]\.num_warmup_steps")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = kind(optimizer, 1 + min(rank, 1), 9)
+        with refused(rf"lr_scheduler\.{name} is 1 on rank 0", "2 on rank 1"):
+            Booster(plugin=TorchDDPPlugin()).boost(model, optimizer, lr_scheduler=scheduler)
 
 
 @mistake(

@@ -6,11 +6,13 @@ import copy
 import functools
 import importlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from shardwright import Booster
@@ -115,7 +117,7 @@ def save_on_rank_0(rank: int, world: int) -> None:
 )
 def save_on_rank_0_of_parts(rank: int, world: int) -> None:
     path, run = directory(), shared()
-    with refused("rank 0 model.save_pretrained, rank 1 booster.save_model"):
+    with refused("rank 0 model.save_pretrained to .*, rank 1 booster.save_model to"):
         if rank == 0:
             run.model.save_pretrained(path)
         else:
@@ -213,6 +215,46 @@ def generate(rank: int, world: int) -> None:
     if world > 1:
         with refused("generate under .*pp_size=2", "booster.save_model", "pp_size=1"):
             shared().model.generate(prompt)
+
+
+@mistake(
+    symptom="`model(**batch).logits.argmax(-1)`, or a loss of one's own on `logits`, with `tp_size` above 1",
+    gets="`F.cross_entropy` and what goes element by element are those of the whole vocabulary; what needs all of it (`argmax`, `softmax`, "
+    "`mse_loss`, `numpy()`) is refused, since a rank holds a part of the logits",
+    fix="`HybridParallelPlugin(parallel_output=False)`, which gathers them",
+)
+def logits_of_a_part(rank: int, world: int) -> None:
+    made = job("tp")
+    batch = made.batch()
+    labels = batch["labels"][:, 1:].flatten()
+    logits = made.model(**batch).logits
+    loss = F.cross_entropy(2 * logits[:, :-1].flatten(0, 1), labels)
+    reference = made.plain(**batch).logits
+    expected = F.cross_entropy(2 * reference[:, :-1].flatten(0, 1), labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    made.booster.backward(loss, made.optimizer)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in made.plain.parameters() if param.grad is not None])
+    assert abs(made.optimizer.get_grad_norm() - float(norm)) < 1e-5
+    uses: list[Callable[[torch.Tensor], Any]] = [
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.float().softmax(dim=-1),
+        lambda logits: F.mse_loss(logits, logits),
+        lambda logits: logits.detach().cpu().numpy(),
+        lambda logits: torch.cat([logits, logits]),
+    ]
+    for use in uses:
+        if world == 1:
+            use(logits)
+            continue
+        with refused("is not possible on logits of which this rank holds", "parallel_output=False"):
+            use(logits)
+    if world > 1:
+        found = made.booster.execute_pipeline(iter([batch]), made.model, lambda outputs, inputs: outputs.loss, return_outputs=True)
+        with refused("argmax is not possible on logits of which this rank holds"):
+            found["outputs"]["logits"].argmax(-1)
+    whole = job("tp", parallel_output=False).model(**batch).logits
+    assert torch.equal(whole.argmax(-1), reference.argmax(-1))
 
 
 @mistake(

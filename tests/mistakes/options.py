@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
+import shardwright
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig, Policy, ShardConfig, ShardFormer
 from shardwright.testing import adamw, zoo
 
+from .data import said
+from .model import directory
 from .table import mistake, refused
 
 SCALE = {"initial_scale": 2.0**10, "growth_interval": 100}
@@ -369,3 +373,85 @@ def stages_without_the_plugin(rank: int, world: int) -> None:
         ShardFormer(ShardConfig(pipeline_stage_manager=object())).shard_model(tiny())
     with refused("gradient_checkpoint_config", "HybridParallelPlugin"):
         ShardFormer(ShardConfig(gradient_checkpoint_config=object())).shard_model(tiny())
+
+
+@mistake(
+    symptom="`Booster()` without a plugin in a job of several ranks",
+    gets="a warning: every rank trains a model of its own",
+    fix="`Booster(plugin=TorchDDPPlugin())`",
+)
+def no_plugin(rank: int, world: int) -> None:
+    model = nn.Linear(2, 2)
+    with said(f"in a job of {world} ranks: every rank trains a model of its own", by=0 if world > 1 else -1):
+        Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@mistake(
+    symptom="`booster.boost(model, optimizer, lr_scheduler=...)` with a scheduler of another optimizer",
+    gets="refused: the learning rate would never change",
+    fix="build the scheduler on the optimizer that goes to `boost`, or on the one that it returns",
+)
+def scheduler_of_another_optimizer(rank: int, world: int) -> None:
+    model = nn.Linear(2, 2)
+    mine, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with refused("lr_scheduler=StepLR was built on another optimizer"):
+        Booster(plugin=TorchDDPPlugin()).boost(model, mine, lr_scheduler=StepLR(other, 1))
+    Booster(plugin=TorchDDPPlugin()).boost(model, mine, lr_scheduler=StepLR(mine, 1))
+
+
+@mistake(
+    symptom="`booster.no_sync(optim=...)`, `launch(sed=1)`, `prepare_dataloader(shufle=True)`, `ShardConfig(enable_flash=True)`",
+    gets="refused with the nearest name that exists",
+    fix="that name",
+)
+def unknown_arguments_of_calls(rank: int, world: int) -> None:
+    with refused("no_sync takes no argument optim", "did you mean 'optimizer'"):
+        Booster().no_sync(optim=None)  # type: ignore[call-arg]
+    with refused("launch_from_torch takes no argument sed=1", "did you mean 'seed'"):
+        shardwright.launch_from_torch(sed=1)  # type: ignore[call-arg]
+    with refused("prepare_dataloader takes no argument shufle=True", "did you mean 'shuffle'"):
+        TorchDDPPlugin().prepare_dataloader([1, 2], batch_size=1, shufle=True)  # type: ignore[arg-type]
+    with refused("ShardConfig takes no argument enable_flash", "did you mean 'enable_flash_attention'"):
+        ShardConfig(enable_flash=True)  # type: ignore[call-arg]
+
+
+@mistake(
+    symptom="`booster.save_model(model, path, size_per_shard=512)` without `shard=True`",
+    gets="one file, and a word in the log that the size has no effect",
+    fix="`shard=True`",
+)
+def size_without_shards(rank: int, world: int) -> None:
+    facade = Booster(plugin=TorchDDPPlugin())
+    model, *_ = facade.boost(nn.Linear(2, 2))
+    with said("size_per_shard=512", "shard=True", by=0):
+        facade.save_model(model, directory() / "model", size_per_shard=512)
+
+
+@mistake(
+    symptom="`booster.save(f'ckpt-{time.time()}', ...)` or a `tempfile.mkdtemp()` of each rank: ranks save to different paths",
+    gets="refused with the paths",
+    fix="make the path on one rank and send it to the others (`torch.distributed.broadcast_object_list`)",
+    worlds=(2, 4),
+)
+def paths_that_differ(rank: int, world: int) -> None:
+    facade = Booster(plugin=TorchDDPPlugin())
+    model, *_ = facade.boost(nn.Linear(2, 2))
+    place = directory()
+    rows = (r"rank 0 booster\.save(_model)? to .*first", r"rank 1 booster\.save(_model)? to .*later")
+    for save in (facade.save_model, lambda model, path: facade.save(path, model=model)):
+        with refused("ranks call different things", *rows):
+            save(model, place / ("later" if rank else "first"))  # type: ignore[no-untyped-call]
+
+
+@mistake(
+    symptom="`booster.save(model, path)`, in the order of `torch.save`, or `booster.save_model(path, model)`",
+    gets="refused with the order of the arguments",
+    fix="`booster.save(path, model=model, optimizer=optimizer)`, `booster.save_model(model, path)`",
+)
+def arguments_in_another_order(rank: int, world: int) -> None:
+    facade = Booster(plugin=TorchDDPPlugin())
+    model, *_ = facade.boost(nn.Linear(2, 2))
+    with refused("is no path", r"save\(path, model=model"):
+        facade.save(model, "path")  # type: ignore[arg-type]
+    with refused("is no path", r"save_model\(model, path\)"):
+        facade.save_model("path", model)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Types of keyword arguments, read from the annotations of the dataclass that takes them.
+"""Types of arguments, read from the annotations of the dataclass or function that takes them.
 
 Scripts get their sizes from command lines, environment variables and JSON, where a number easily arrives as "2", 2.0 or True. Each of
 these would work in some places and fail, or mean something else, in others; so each is refused by name before anything else looks at it.
@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -26,6 +27,15 @@ def check_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> 
     for name, parameter in inspect.signature(function).parameters.items():
         if name in values:
             _check(name, str(parameter.annotation), values[name])
+
+
+def checks_of(signature: inspect.Signature) -> dict[str, Callable[[Any], None]]:
+    """What refuses wrong values of each argument that has a type to check."""
+    return {
+        name: partial(_check, name, str(parameter.annotation))
+        for name, parameter in signature.parameters.items()
+        if str(parameter.annotation).removesuffix(" | None") in _CHECKS
+    }
 
 
 def _check(name: str, annotation: str, value: Any) -> None:
