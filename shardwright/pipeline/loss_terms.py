@@ -165,6 +165,10 @@ class TermWatcher(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 self._note(leaf, self.assumed(leaf))
 
+    def hand_on(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """`other` holds the same samples as `tensor`, with more columns."""
+        self._note(other, self.fact(tensor).without_origin())
+
     def enter_criterion(self, output: Any) -> None:
         """From now on what is not understood is not trusted; outputs that nobody has seen have their samples on dim 0."""
         for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
