@@ -35,12 +35,33 @@ from ..ops.vocab_shard import VocabShard
 from ..utils import pytree
 from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
-from .loss_facts import Kind
+from .loss_facts import CONST, Kind, names
 from .loss_terms import ARITHMETIC, TermWatcher
 from .loss_weight import HOW_TO_WEIGH, NOT_FOLLOWED, Criterion, LossError, Verdict, check_grad, check_linear, loss_of_output
 from .microbatch import batch_dim, batch_size, items_of, shared_entries
 
+_LONGEST = 1_000_000  # elements of a tensor that is made a list
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
+
+
+# Functions that are told how many rows there are, in every microbatch rightly.
+_SIZED = ARITHMETIC | names(
+    """view reshape expand unflatten zeros ones full empty new_zeros new_ones new_full new_empty broadcast_to repeat tile"""
+)
+_CUTS = names("""getitem setitem arange narrow split chunk tensor_split select""")  # `len()` of something may stand in these
+
+
+def _counts(values: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """bincount"""
+    return torch.empty(minlength, dtype=torch.long if weights is None else weights.dtype, device="meta")
+
+
+def _ctc(log_probs: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> torch.Tensor:
+    each = log_probs.sum((0, 2)) if log_probs.dim() == 3 else log_probs.sum()
+    return each if "none" in (reduction, *args[4:5]) else each.sum()
+
+
+_MADE_UP = {"bincount": _counts, "ctc_loss": _ctc}  # functions whose results have no shape without data
 
 
 class CannotFollow(Exception):
@@ -260,11 +281,29 @@ class _MetaWatcher(TermWatcher):
                 func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
         if self.trusting and name in ARITHMETIC:
             self.numbers += [(name, float(value), None) for value in (*args, *kwargs.values()) if type(value) in (int, float)]
+        elif not self.trusting and name not in _SIZED:
+            fact = self.fact(args[0]) if name == "getitem" else CONST
+            if fact.kind is Kind.ROWS and fact.dim == 0 and type(args[1]) is int:
+                pass  # one of the samples
+            else:
+                self._note_numbers(name, (*args, *kwargs.values()))
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
+        if name in ("unique", "unique_consecutive") and not self.trusting:
+            func = self._distinct
+        func = _MADE_UP.get(name, func)
         result = super()._run(func, name, in_place, args, kwargs)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bool and not result.dim():
             self._truth[id(result)] = self._truth_of(name, args)
         return result
+
+    def _note_numbers(self, name: str, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, tuple | list):
+                self._note_numbers(name, value)
+            elif isinstance(value, slice):
+                self._note_numbers(name, (value.start, value.stop, value.step))
+            elif type(value) in (int, float) and not (name in _CUTS and value in self.lengths):
+                self.numbers.append((name, float(value), None))
 
     def _with_lengths(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if name == "full" and not self.trusting:
@@ -278,6 +317,15 @@ class _MetaWatcher(TermWatcher):
         self.numbers.append((name, float(value), None if found is None else self.num_plain))
         self.num_plain += 1
         return value if found is None else found
+
+    def _distinct(self, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """unique: how many there are is another number in each run."""
+        found = [values.new_empty(1 + self._factor)]
+        if kwargs.get("return_inverse"):
+            found.append(torch.empty_like(values, dtype=torch.long))
+        if kwargs.get("return_counts"):
+            found.append(torch.empty(1 + self._factor, dtype=torch.long, device=values.device))
+        return found[0] if len(found) == 1 else tuple(found)
 
     def _truth_of(self, name: str, args: tuple[Any, ...]) -> bool:
         """What guards ask: something is there (`count > 0`, `mask.any()`), and nothing is wrong (`isnan().any()`, `(ids < size).all()`)."""
@@ -304,8 +352,10 @@ class _MetaWatcher(TermWatcher):
         tensor = args[0]
         if not tensor.is_meta:
             return func(*args, **kwargs)
-        if name in ("numpy", "__array__", "tolist"):
+        if name in ("numpy", "__array__") or tensor.numel() > _LONGEST:
             raise CannotFollow(name)
+        if name == "tolist":  # as many different values as there are elements
+            return torch.arange(tensor.numel(), device="cpu").to(tensor.dtype).reshape(tensor.shape).tolist()
         if tensor.dtype == torch.bool:
             return self._truth.get(id(tensor), True)
         made_up = 1 + 2 * self._factor

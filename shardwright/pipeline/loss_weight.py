@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ..ops.vocab_mode import vocab_parallel_loss, whole_logits
 from ..utils.tensors import map_tensors
 from .loss_facts import SAMPLES, Kind
+from .loss_samples import is_whole
 from .loss_terms import TermWatcher
 from .microbatch import batch_size, items_of, shared_entries
 
@@ -97,7 +98,7 @@ def check_linear(watcher: TermWatcher, loss: torch.Tensor) -> None:
             f"> and may do different things in different microbatches; choose with torch.where or clamp. {HOW_TO_WEIGH}"
         )
     fact = watcher.fact(loss)
-    if fact.kind is Kind.SUM:
+    if fact.kind is Kind.SUM or (fact.kind is Kind.ROWS and is_whole(fact)):
         return
     why = {
         Kind.CONST: "it is the same number for every batch",
