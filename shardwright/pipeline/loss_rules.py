@@ -310,6 +310,8 @@ def reduction(call: Call) -> Fact:
         return fact.without_origin() if fact.dim is None else _left_over(fact, dims, keepdim)
     if fact.recipe is not None and call.name in ("sum", "count_nonzero", "mean"):
         return _summed_ahead(call, fact, dims, keepdim)
+    if fact.recipe is not None and call.name in ("any", "all") and not keepdim:
+        return _truth_ahead(call, fact.recipe, dims)
     if call.name in ("sum", "nansum", "count_nonzero"):
         if call.name != "count_nonzero" and call.first.dtype in (torch.float16, torch.bfloat16) and call.kwargs.get("dtype") is None:
             call.kwargs = {**call.kwargs, "dtype": torch.float32}
@@ -343,6 +345,18 @@ def _summed_ahead(call: Call, fact: Fact, dims: Sequence[int], keepdim: bool) ->
         return unknown("mean() over a number of elements that is not known in other microbatches")
     axis = fact.axis.times(math.prod(call.first.shape[dim] for dim in dims if dim != fact.dim))
     return Fact(Kind.WHOLE, whole=cache(lambda: watch.total(recipe.make, local) / watch.rows(axis).to(local.dtype)))
+
+
+def _truth_ahead(call: Call, recipe: Recipe, dims: Sequence[int]) -> Fact:
+    """any and all, of the whole batch: how many elements are set, or not set."""
+    watch, local, is_any = call.watch, call.result.long(), call.name == "any"
+    counted = Recipe(None, torch.count_nonzero, (recipe if is_any else Recipe(None, torch.logical_not, (recipe,)), list(dims)))
+
+    def whole() -> torch.Tensor:
+        count = watch.total(counted.make, local)
+        return count > 0 if is_any else count == 0
+
+    return Fact(Kind.WHOLE, whole=cache(whole))
 
 
 def extremum(call: Call) -> Fact:
