@@ -154,9 +154,9 @@ class Number:
 
     def __eq__(self, other: Any) -> Any:
         """Whether there is none at all is asked of the whole batch; sizes are compared as they are."""
-        if type(other) is int and not other:
+        if type(other) is int and not other and self.whole is not None:
             return _compare(operator.eq, self, other)
-        return _plain(self) == other
+        return _plain(self) == (_plain(other) if isinstance(other, Number) else other)
 
     def __ne__(self, other: Any) -> Any:
         return not self == other
