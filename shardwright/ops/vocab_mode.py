@@ -11,7 +11,8 @@ A sharded head returns logits [..., V_local]; the unchanged forward of the model
 
 Nothing is guessed from shapes. The head marks its output with the shard and the dim that holds the vocabulary; functions that move, slice
 or rescale logits hand the mark on, so a hidden size that happens to equal V_local is never mistaken for a vocabulary. A function that mixes
-the vocabulary (softmax, argmax, topk, ...) would be wrong on a shard and raises `ValueError` instead.
+the vocabulary (softmax, argmax, topk, ...) would be wrong on a shard, and what a function that is not known here does to it cannot be told:
+both raise `SplitVocabularyError` instead. `whole_logits` gathers the columns for those who need all of them.
 
 The mode is entered when a tensor is marked, not before: the layers below the head run without its overhead.
 """
@@ -29,7 +30,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from ..comm.compat import without_torch_function
-from ..utils.pytree import tree_leaves
+from ..utils import pytree
+from .collective import gather_from_group
 from .cross_entropy import vocab_cross_entropy
 from .vocab_shard import VocabShard
 
@@ -44,8 +46,13 @@ def _names(text: str) -> frozenset[str]:
 _ELEMENTWISE = _names(
     """float half bfloat16 double to type type_as alias cpu cuda requires_grad_ add sub mul div neg tanh sigmoid clamp clip abs square sqrt
     exp log pow relu true_divide add_ sub_ mul_ div_ tanh_ clamp_ masked_fill masked_fill_ where nan_to_num dropout softplus __add__
-    __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __iadd__ __isub__ __imul__ __itruediv__"""
+    __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
+    zeros_like ones_like full_like empty_like isnan isinf isfinite"""
 )
+# Functions that make something of its own size; only dtype and device are the logits'.
+_CREATORS = _names("""new_zeros new_ones new_empty new_full new_tensor""")
+# The host sees this rank's columns alone.
+_READ_BY_HOST = _names("""tolist numpy __array__ __reduce_ex__""")
 # Functions that are wrong on a shard when their `dim` argument is the vocabulary.
 _OVER_A_DIM = _names(
     """softmax log_softmax gumbel_softmax logsumexp argmax argmin topk sort argsort max min amax amin sum mean norm std var cumsum gather
@@ -58,7 +65,8 @@ _WITH_FEATURES = _names(
 )
 
 
-_MARK_IS_LOST = _names("numpy __array__ tolist cat concat concatenate stack einsum __reduce_ex__")
+class SplitVocabularyError(ValueError):
+    """Something needs all columns of logits, of which this rank holds some."""
 
 
 class _Mark(NamedTuple):
@@ -80,6 +88,18 @@ def vocab_shard_of(tensor: Tensor) -> VocabShard | None:
     """The shard that marked logits hold, or None for any other tensor."""
     mark = getattr(tensor, _MARK, None)
     return None if mark is None else mark.shard
+
+
+def whole_logits(logits: Tensor) -> Tensor:
+    """All columns of marked logits, without padding, on every rank of the group; any other tensor as it is. Collective.
+
+    [..., V_local, ...] -> [..., V, ...]; backward hands every rank its own columns, the consumers being replicated.
+    """
+    mark: _Mark | None = getattr(logits, _MARK, None)
+    if mark is None:
+        return logits
+    whole = gather_from_group(logits, mark.shard.group, mark.dim).narrow(mark.dim, 0, mark.shard.size)
+    return whole.float() if mark.promote else whole
 
 
 @contextmanager
@@ -124,19 +144,13 @@ class _VocabMode(TorchFunctionMode):
 
 
 class ShardedLogits(Tensor):
-    """Marked logits in the hands of a script, where no mode is entered: the same functions mean the same, or are refused.
-
-    What leaves torch (`numpy`, `tolist`) or joins tensors (`cat`) is refused too, since the mark would be lost.
-    """
+    """Marked logits in the hands of a script, where no mode is entered: the same functions mean the same, or are refused."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with without_torch_function():
-            if getattr(func, "__name__", "") in _MARK_IS_LOST:
-                found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedLogits))
-                raise _unsupported(func.__name__, getattr(found, _MARK))
             return as_scripts_see(_on_marked(func, args, kwargs or {}))
 
 
@@ -161,7 +175,7 @@ def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)` with what it means where one of the arguments is marked."""
-    logits = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and hasattr(arg, _MARK)), None)
+    logits = _first_marked((*args, *kwargs.values()))
     if logits is None:
         return func(*args, **kwargs)
     mark: _Mark = getattr(logits, _MARK)
@@ -176,16 +190,39 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return _reorder(func, mark, *args, **kwargs)
     if name == "__getitem__":
         return _getitem(mark, *args)
+    if name == "__setitem__":
+        _getitem(mark, *args[:2])
+        return func(*args, **kwargs)
     if name in ("flatten", "squeeze", "unsqueeze"):
         return _hand_on_by_size(func(*args, **kwargs), mark)
-    if name in ("contiguous", "detach", "clone"):
+    if name in ("contiguous", "detach", "clone") or getattr(func, "__self__", None) is Tensor.data:
         return _hand_on(func(*args, **kwargs), mark)
-    if name in _WITH_FEATURES or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs)):
-        raise _unsupported(name, mark)
+    if name in _WITH_FEATURES | _READ_BY_HOST or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs)):
+        raise _unsupported(name.strip("_"), mark)
     if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:
         args = [arg.float() if arg is logits else arg for arg in args]
     result = func(*args, **kwargs)
-    return _hand_on(result, mark._replace(promote=False)) if name in _ELEMENTWISE else result
+    mark = mark._replace(promote=False)
+    if name in _ELEMENTWISE:
+        return _hand_on(result, mark)
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and name not in _CREATORS:
+            if name not in _OVER_A_DIM or mark.dim != logits.ndim - 1 or not leaf.ndim or leaf.shape[-1] != mark.shard.local:
+                raise _unsupported(getattr(getattr(func, "__self__", func), "__name__", name), mark)
+            _hand_on(leaf, mark._replace(dim=leaf.ndim - 1))
+    return result
+
+
+def _first_marked(values: Sequence[Any]) -> Tensor | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            if hasattr(value, _MARK):
+                return value
+        elif isinstance(value, list | tuple):
+            found = _first_marked(value)
+            if found is not None:
+                return found
+    return None
 
 
 def _hand_on(result: Any, mark: _Mark) -> Any:
@@ -287,8 +324,8 @@ def sharded_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _unsupported(what: str, mark: _Mark) -> ValueError:
-    return ValueError(
+def _unsupported(what: str, mark: _Mark) -> SplitVocabularyError:
+    return SplitVocabularyError(
         f"{what} is not possible on logits of which this rank holds {mark.shard.local} of {mark.shard.size} columns; "
         "gather them (gather_output=True or parallel_output=False), or use vocab_cross_entropy"
     )

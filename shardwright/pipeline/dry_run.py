@@ -39,7 +39,7 @@ class _MadeUpValues(TorchDispatchMode):
                 ]
                 return func(first, indices)
             if func is _aten.masked_select.default:
-                return first.new_empty(torch.broadcast_shapes(first.shape, args[1].shape)[:1] or (1,))
+                return first.new_empty(torch.broadcast_shapes(first.shape, args[1].shape).numel())  # as if all were chosen
             if func is _aten.unique_consecutive.default:
                 return first.new_empty(1), first.new_empty(0, dtype=torch.long), first.new_empty(0, dtype=torch.long)
             if func is _aten._grouped_mm.default and first.dim() == 2 and args[1].dim() == 3:

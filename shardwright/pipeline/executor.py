@@ -20,6 +20,7 @@ from ..cluster import job
 from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..ops.vocab_mode import as_scripts_see, detached
+from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors, to_device
 from . import schedules
 from .checkpointing import PipelineGradientCheckpointConfig
@@ -193,7 +194,7 @@ class PipelineExecutor:
     postpone_weights  see `PipelineRuntime`
     after_step    called when all actions of a step are done
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
-    loss_context  context in which a criterion computes the loss (sharded logits need one)
+    split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
     """
 
@@ -210,7 +211,7 @@ class PipelineExecutor:
         device: torch.device | None = None,
         postpone_weights: bool = True,
         after_step: Callable[[], None] | None = None,
-        loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        split_heads: Mapping[str, VocabShard] | None = None,
         cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
     ) -> None:
@@ -221,7 +222,9 @@ class PipelineExecutor:
         self._tied_process_groups = dict(tied_process_groups or {})
         self._reduce_grad = reduce_grad
         self._device = device
-        self._loss_context = loss_context
+        self._split_heads = dict(split_heads or {})
+        if cut.loss_check is not None:
+            cut.loss_check.split_heads = self._split_heads
         self._cast_inputs = cast_inputs
         self._after_step = after_step
         self._same_batch = same_batch
@@ -281,9 +284,10 @@ class PipelineExecutor:
         microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
-        step = _Step(
-            microbatches, GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers), optimizer
+        loss = GlobalLoss(
+            batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split_logits=bool(self._split_heads)
         )
+        step = _Step(microbatches, loss, optimizer)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
         self._step = step
@@ -298,13 +302,15 @@ class PipelineExecutor:
             self._step = None
         if not self.cut.holds_last_stage:
             return {"loss": None, "outputs": None}
-        loss = step.loss.reported() if want_loss else None
-        return {"loss": loss, "outputs": step.merged_outputs(loss) if want_outputs else None}
+        reported = step.loss.reported() if want_loss else None
+        return {"loss": reported, "outputs": step.merged_outputs(reported) if want_outputs else None}
 
     def _check_loss(self, step: _Step) -> None:
         """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
         check = self.cut.loss_check
-        if check is None or not (step.training or step.want_loss) or (self.runtime is None and not step.loss.is_watched):
+        if check is None or not (step.training or step.want_loss):
+            return
+        if self.runtime is None and not step.loss.is_watched and not self._split_heads:
             return
         check.follow_mode(self.cut.staged.model.training)
         step.loss.checked = check.check(step.loss.criterion, step.microbatches, step.shape_keys(), step.loss.is_watched, step.training)
@@ -358,8 +364,7 @@ class PipelineExecutor:
             return payload
         part = None
         if step.training or step.want_loss:
-            with self._loss_context():
-                part = step.loss.contribution(index, output)
+            part = step.loss.contribution(index, output)
             if step.training:
                 check_grad(part)
             part = part if self.grad_factor == 1.0 else part * self.grad_factor

@@ -9,6 +9,9 @@ The criterion runs twice, for n and for 2 n samples. A Python number that enters
 on the batch: as the result of `len()` it is known, else (`int(count)`, `1.0 / len(x)`) it could not be followed and is refused.
 
 A model or criterion that needs real numbers cannot be run like this. Then the last stage finds out by itself, in its first microbatch.
+
+Where the ranks of a tensor-parallel group hold some columns of the logits each, the criterion runs once more, on logits that are split in
+this way. If it works on them, and no number in its arithmetic is another one, it is given split logits; else they are gathered for it.
 """
 
 from __future__ import annotations
@@ -20,23 +23,59 @@ import types
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..logging import get_dist_logger
+from ..ops.vocab_mode import SplitVocabularyError, mark_vocab_sharded, vocab_parallel_loss
+from ..ops.vocab_shard import VocabShard
 from ..utils import pytree
 from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
+from .loss_facts import CONST, Kind, names
 from .loss_terms import ARITHMETIC, TermWatcher
 from .loss_weight import HOW_TO_WEIGH, NOT_FOLLOWED, Criterion, LossError, Verdict, check_grad, check_linear, loss_of_output
 from .microbatch import batch_dim, batch_size, items_of, shared_entries
 
+_LONGEST = 1_000_000  # elements of a tensor that is made a list
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
+
+
+# Functions that are told how many rows there are, in every microbatch rightly.
+_SIZED = ARITHMETIC | names(
+    """view reshape expand unflatten zeros ones full empty new_zeros new_ones new_full new_empty broadcast_to repeat tile"""
+)
+_CUTS = names("""getitem setitem arange narrow split chunk tensor_split select""")  # `len()` of something may stand in these
+
+
+def _counts(values: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """bincount"""
+    return torch.empty(minlength, dtype=torch.long if weights is None else weights.dtype, device="meta")
+
+
+def _ctc(log_probs: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> torch.Tensor:
+    each = log_probs.sum((0, 2)) if log_probs.dim() == 3 else log_probs.sum()
+    return each if "none" in (reduction, *args[4:5]) else each.sum()
+
+
+_MADE_UP = {"bincount": _counts, "ctc_loss": _ctc}  # functions whose results have no shape without data
 
 
 class CannotFollow(Exception):
     """The criterion needs real numbers."""
+
+
+class _Asked(NamedTuple):
+    """See `LossCheck.check`."""
+
+    criterion: Criterion | None
+    microbatch: Any
+    shared: frozenset[Any]
+    weighed: bool
+    training: bool
 
 
 class LossCheck:
@@ -44,6 +83,8 @@ class LossCheck:
 
     model  whole, not sharded, as the user gave it; copied here without memory
     units  its chain of layers, behind which the loss begins; empty: nothing is known of them
+
+    split_heads  modules, by name, whose logits the model has split over the vocabulary since
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -57,6 +98,8 @@ class LossCheck:
             self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
+        self.split_heads: Mapping[str, VocabShard] = {}
+        self._warned = False
 
     @classmethod
     def of(cls, model: nn.Module, units: Sequence[Unit]) -> LossCheck | None:
@@ -82,7 +125,7 @@ class LossCheck:
                 continue
             known = (identity, key, shared, weighed, training, self._model.training)
             if known not in self._verdicts:
-                self._verdicts[known] = self._judge(criterion, microbatch, shared, weighed, training)
+                self._verdicts[known] = self._judge(_Asked(criterion, microbatch, shared, weighed, training))
                 self._held[known] = criterion
                 if len(self._verdicts) > _REMEMBERED:
                     del self._held[self._verdicts.popitem(last=False)[0]]
@@ -115,39 +158,56 @@ class LossCheck:
         if training != self._model.training:
             self._model.train(training)
 
-    def _judge(self, criterion: Criterion | None, microbatch: Any, shared: frozenset[Any], weighed: bool, training: bool) -> Verdict:
+    def _judge(self, asked: _Asked) -> Verdict:
         verdicts = []
         for guess in (True, False):  # what `if mask.any()` finds
             runs: list[_MetaWatcher | Exception] = []
-            for factor in (1, 2) if weighed else (1,):
+            for factor in (1, 2) if asked.weighed else (1,):
                 try:
-                    runs.append(self._run(_on_meta(criterion), microbatch, shared, factor, weighed, training, guess))
+                    runs.append(self._run(asked, factor, guess))
                 except Exception as error:  # the user's own code: anything can happen
                     runs.append(error)
-            verdicts.append(_verdict(runs, batch_size(microbatch)))
+            verdicts.append(_verdict(runs, batch_size(asked.microbatch)))
+            if self.split_heads and verdicts[-1].error is None:
+                verdicts[-1] = self._with_split_logits(asked, guess, runs[0], verdicts[-1])
             if verdicts[-1].followed and verdicts[-1].error is None:
                 return verdicts[-1]
         return next((verdict for verdict in verdicts if not verdict.followed), verdicts[0])
 
-    def _run(
-        self,
-        criterion: Criterion | None,
-        microbatch: Any,
-        shared: frozenset[Any],
-        factor: int,
-        weighed: bool,
-        training: bool,
-        guess: bool,
-    ) -> _MetaWatcher:
-        """Follow head and criterion for `factor` times the samples."""
-        samples = batch_size(microbatch)
-        inputs = _sized(microbatch, samples, factor, shared)
-        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, shared)
+    def _with_split_logits(self, asked: _Asked, guess: bool, whole: _MetaWatcher | Exception, verdict: Verdict) -> Verdict:
+        """`verdict`, found on whole logits, with what becomes of them when they are split."""
+        try:
+            numbers: Any = self._run(asked, 1, guess, split=True).numbers
+        except LossError as error:
+            return Verdict(error=str(error))
+        except Exception:
+            numbers = None
+        gathers = asked.criterion is not None and (isinstance(whole, Exception) or whole.numbers != numbers)
+        if gathers and not self._warned:
+            self._warned = True
+            shard = next(iter(self.split_heads.values()))
+            get_dist_logger().warning(
+                f"the criterion needs all {shard.size} columns of the logits, of which each of {shard.group.size()} tensor-parallel ranks "
+                "has some: they are gathered for it, whole on every one of them. F.cross_entropy needs no gathering, unless it has class "
+                "weights or probabilities",
+                ranks=[0],
+            )
+        return replace(verdict, gathers=gathers)
+
+    def _run(self, asked: _Asked, factor: int, guess: bool, split: bool = False) -> _MetaWatcher:
+        """Follow head and criterion for `factor` times the samples.
+
+        split  logits are split over the vocabulary; all that is asked is whether the criterion can read them
+        """
+        samples = batch_size(asked.microbatch)
+        criterion, inputs = _on_meta(asked.criterion), _sized(asked.microbatch, samples, factor, asked.shared)
+        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared)
+        watched = asked.weighed or bool(self.split_heads)
         with ExitStack() as stack:
             stack.callback(self._known_layers.clear)
             stack.enter_context(without_data())
-            stack.enter_context(torch.set_grad_enabled(training))
-            if weighed and self._gate is not None:
+            stack.enter_context(torch.set_grad_enabled(asked.training))
+            if watched and self._gate is not None:
                 gate = self._model.get_submodule(self._gate)
 
                 def enter(module: nn.Module, args: Any, output: Any) -> None:
@@ -156,20 +216,44 @@ class LossCheck:
 
                 handle = gate.register_forward_hook(enter)
                 stack.callback(handle.remove)
-            elif weighed:
+            elif watched:
                 stack.enter_context(watcher)
+            if split:
+                self._split_logits(stack)
             output = _call(self._model, inputs)
-        with without_data(), torch.set_grad_enabled(training):
-            if not weighed:
-                loss = loss_of_output(criterion, output, inputs)
-            else:
+        with without_data(), torch.set_grad_enabled(asked.training), ExitStack() as stack:
+            if split:
+                stack.enter_context(vocab_parallel_loss(marked=True))
+            if watched:
                 watcher.enter_criterion(output)
-                with watcher:
-                    loss = loss_of_output(criterion, output, inputs)
-                check_linear(watcher, loss)
-        if training:
+                stack.enter_context(watcher)
+            loss = loss_of_output(criterion, output, inputs)
+        if split:
+            if _is_lost(watcher, loss):
+                raise CannotFollow
+            return watcher
+        if asked.weighed:
+            check_linear(watcher, loss)
+        if asked.training:
             check_grad(loss)
         return watcher
+
+    def _split_logits(self, stack: ExitStack) -> None:
+        """Until `stack` ends, let the heads return marked logits as wide as a rank's share of the vocabulary."""
+
+        def refuse(kind: Any, error: Any, traceback: Any) -> None:
+            if isinstance(error, SplitVocabularyError):
+                raise LossError(f"{type(self._model).__name__}.forward: {error}") from error
+
+        stack.push(refuse)
+        stack.enter_context(vocab_parallel_loss())
+        for name, shard in self.split_heads.items():
+
+            def cut(module: nn.Module, args: Any, logits: torch.Tensor, shard: VocabShard = shard) -> torch.Tensor:
+                columns = torch.empty((*logits.shape[:-1], shard.local), dtype=logits.dtype, device="meta")
+                return mark_vocab_sharded(columns.requires_grad_(logits.requires_grad).clone(), shard)
+
+            stack.callback(self._model.get_submodule(name).register_forward_hook(cut).remove)
 
 
 class _MetaWatcher(TermWatcher):
@@ -197,11 +281,29 @@ class _MetaWatcher(TermWatcher):
                 func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
         if self.trusting and name in ARITHMETIC:
             self.numbers += [(name, float(value), None) for value in (*args, *kwargs.values()) if type(value) in (int, float)]
+        elif not self.trusting and name not in _SIZED:
+            fact = self.fact(args[0]) if name == "getitem" else CONST
+            if fact.kind is Kind.ROWS and fact.dim == 0 and type(args[1]) is int:
+                pass  # one of the samples
+            else:
+                self._note_numbers(name, (*args, *kwargs.values()))
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
+        if name in ("unique", "unique_consecutive") and not self.trusting:
+            func = self._distinct
+        func = _MADE_UP.get(name, func)
         result = super()._run(func, name, in_place, args, kwargs)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bool and not result.dim():
             self._truth[id(result)] = self._truth_of(name, args)
         return result
+
+    def _note_numbers(self, name: str, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, tuple | list):
+                self._note_numbers(name, value)
+            elif isinstance(value, slice):
+                self._note_numbers(name, (value.start, value.stop, value.step))
+            elif type(value) in (int, float) and not (name in _CUTS and value in self.lengths):
+                self.numbers.append((name, float(value), None))
 
     def _with_lengths(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if name == "full" and not self.trusting:
@@ -215,6 +317,15 @@ class _MetaWatcher(TermWatcher):
         self.numbers.append((name, float(value), None if found is None else self.num_plain))
         self.num_plain += 1
         return value if found is None else found
+
+    def _distinct(self, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """unique: how many there are is another number in each run."""
+        found = [values.new_empty(1 + self._factor)]
+        if kwargs.get("return_inverse"):
+            found.append(torch.empty_like(values, dtype=torch.long))
+        if kwargs.get("return_counts"):
+            found.append(torch.empty(1 + self._factor, dtype=torch.long, device=values.device))
+        return found[0] if len(found) == 1 else tuple(found)
 
     def _truth_of(self, name: str, args: tuple[Any, ...]) -> bool:
         """What guards ask: something is there (`count > 0`, `mask.any()`), and nothing is wrong (`isnan().any()`, `(ids < size).all()`)."""
@@ -241,8 +352,10 @@ class _MetaWatcher(TermWatcher):
         tensor = args[0]
         if not tensor.is_meta:
             return func(*args, **kwargs)
-        if name in ("numpy", "__array__", "tolist"):
+        if name in ("numpy", "__array__") or tensor.numel() > _LONGEST:
             raise CannotFollow(name)
+        if name == "tolist":  # as many different values as there are elements
+            return torch.arange(tensor.numel(), device="cpu").to(tensor.dtype).reshape(tensor.shape).tolist()
         if tensor.dtype == torch.bool:
             return self._truth.get(id(tensor), True)
         made_up = 1 + 2 * self._factor
@@ -273,6 +386,12 @@ def _verdict(runs: Sequence[_MetaWatcher | Exception], samples: int) -> Verdict:
         f"enters {name}() in a way that cannot be followed (int(), float(), and a float on the left of * and / end it); write "
         f"the count as a tensor, .shape or .item(), on the right. {HOW_TO_WEIGH}"
     )
+
+
+def _is_lost(watcher: TermWatcher, loss: torch.Tensor) -> bool:
+    """Whether the loss was computed in a way that is not followed: it may have read the logits unseen."""
+    fact = watcher.fact(loss)
+    return fact.kind is Kind.UNKNOWN and not fact.coupled
 
 
 def _difference(

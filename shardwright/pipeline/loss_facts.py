@@ -152,6 +152,18 @@ class Number:
     axis: Axis | None = None
     decides: Callable[[], None] | None = None  # called when an order of numbers that nobody can know decides something
 
+    def __eq__(self, other: Any) -> Any:
+        """Whether there is none at all is asked of the whole batch; sizes are compared as they are."""
+        if type(other) is int and not other and self.whole is not None:
+            return _compare(operator.eq, self, other)
+        return _plain(self) == (_plain(other) if isinstance(other, Number) else other)
+
+    def __ne__(self, other: Any) -> Any:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
     def __lt__(self, other: Any) -> Any:
         return _compare(operator.lt, self, other)
 
@@ -199,11 +211,15 @@ class Number:
 
 
 class Count(Number, int):  # type: ignore[misc]  # its operators return more
+    __hash__ = int.__hash__
+
     def __reduce__(self) -> Any:
         return int, (_plain(self),)
 
 
 class Measure(Number, float):  # type: ignore[misc]
+    __hash__ = float.__hash__
+
     def __reduce__(self) -> Any:
         return float, (_plain(self),)
 
@@ -245,10 +261,10 @@ def _compare(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
         return NotImplemented
     if left.decides is not None and left.whole is None:
         left.decides()
-    sure = left.axis is not None and _plain(left) > _plain(right)  # the whole batch has at least as many: nothing to wait for
-    if left.decides is not None and left.whole is not None and not sure:
-        one, other = left.whole(), whole_of(right)
-        if not any(isinstance(value, torch.Tensor) and value.is_meta for value in (one, other)):
+    if left.decides is not None and left.whole is not None:
+        one, other = left.whole(), whole_of(right)  # asked by all ranks, or by none
+        sure = left.axis is not None and _plain(left) > _plain(right)  # the whole batch has at least as many: nothing to wait for
+        if not sure and not any(isinstance(value, torch.Tensor) and value.is_meta for value in (one, other)):
             return bool(function(one, other))
     return function(_plain(left), _plain(right))
 

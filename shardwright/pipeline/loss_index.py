@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .loss_facts import CONST, Axis, Count, Fact, Kind, Number, first_unknown, names, unknown
-from .loss_rules import HALVES, TOGETHER, Call, Rule, elementwise, named
+from .loss_rules import HALVES, TOGETHER, Call, Rule, along, elementwise, named
+from .loss_samples import sample_of
 
 
 def get_item(call: Call) -> Fact:
@@ -75,13 +76,21 @@ def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
             return unknown("indexing with a bool")
         else:
             if source == fact.dim:
-                return unknown(HALVES.format(name="an index"), coupled=True)
+                return _sample(call, fact, item, items)
             source += 1
     if place is None and not any(at <= fact.dim < at + _width(index) for at, _, index, _ in advanced):
         place = target + fact.dim - source
     if not advanced:
         return found.without_origin()._replace(dim=place)
     return _advanced(call, found, place, advanced)
+
+
+def _sample(call: Call, fact: Fact, index: Any, items: list[Any]) -> Fact:
+    """x[i], x[i, :3]: one sample."""
+    plain = all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in items)
+    if not plain or call.numbers or call.watch.trusting or call.name != "getitem":
+        return unknown(HALVES.format(name="an index"), coupled=True)
+    return sample_of(fact, index, call.first.shape[fact.dim or 0])
 
 
 def _width(item: Any) -> int:
@@ -219,6 +228,16 @@ def _result_ndim(call: Call) -> int:
         return call.args[0].detach()[call.args[1]].dim()
 
 
+def index_select(call: Call) -> Fact:
+    """x.index_select(dim, mask.nonzero().squeeze()): as x[..., index]."""
+    dim, index = call.argument(1, "dim"), call.argument(2, "index")
+    fact = call.facts[0]
+    known = call.watch.fact(index)
+    if fact.kind is Kind.ROWS and known.mask is not None and isinstance(dim, int):
+        return _indexed(call, fact, [slice(None)] * (dim % call.first.dim()) + [index])
+    return along(call)
+
+
 def created(call: Call) -> Fact | None:
     """zeros(samples, ...), arange(samples), tensor(number): tensors made of numbers that were read from others. None: of none such."""
     if call.name in ("tensor", "as_tensor", "scalar_tensor", "asarray"):
@@ -252,4 +271,5 @@ INDEX_RULES: dict[str, Rule] = {
     **named(masked_select, "masked_select"),
     **named(nonzero, "nonzero argwhere"),
     **named(where, "where"),
+    **named(index_select, "index_select"),
 }

@@ -6,6 +6,7 @@ Functions without a rule make UNKNOWN of everything that comes from the batch.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .loss_facts import CONST, SUM, Axis, Fact, Kind, Number, Recipe, first_unknown, names, unknown, whole_beside
+from .loss_facts import CONST, SUM, Axis, Fact, Kind, Number, Recipe, first_unknown, names, number, unknown, whole_beside
 
 HALVES = (
     "{name} picks particular samples of the batch (halves, pairs, one of them), which are others in every microbatch. Give the rows that "
@@ -35,12 +36,17 @@ class Watch(Protocol):
     @property
     def trusting(self) -> bool: ...
 
+    @property
+    def samples(self) -> int: ...
+
 
 class Call:
     """One call of a torch function: its arguments, and the facts about the tensors among them, in order."""
 
-    def __init__(self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.watch, self.func, self.name, self.args, self.kwargs = watch, func, name, args, kwargs
+    def __init__(
+        self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
+    ) -> None:
+        self.watch, self.func, self.name, self.args, self.kwargs, self.in_place = watch, func, name, args, kwargs, in_place
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[Number] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -89,6 +95,19 @@ class Call:
 Rule = Callable[[Call], "Fact | list[Fact]"]
 
 
+def recomputed(name: str) -> Fact | None:
+    """What replaces a value of the microbatch by one of the whole batch is not there when a checkpointed function runs again."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return unknown(
+                f"{name} needs a count of the whole batch inside torch.utils.checkpoint, whose second run would take that of the "
+                'microbatch; let the checkpointed function return sums (reduction="sum" or "none") and divide outside'
+            )
+        frame = frame.f_back
+    return None
+
+
 # Elementwise -----------------------------------------------------------------------------------------------------------
 
 _ELEMENTWISE = names(
@@ -98,6 +117,7 @@ _ELEMENTWISE = names(
     fill zero copy nan_to_num square xlogy special_xlogy not_equal greater less greater_equal less_equal pos positive rdiv rsub
     rpow rfloordiv mod rmod multiply divide subtract"""
 )
+_LIKE = names("""zeros_like ones_like full_like""")
 _LINEAR = names(
     """to float double half bfloat16 type type_as cpu cuda detach clone contiguous alias neg pos positive requires_grad_ squeeze
     unsqueeze view reshape flatten sum mean stack cat concat transpose permute expand select getitem unbind split chunk"""
@@ -122,12 +142,29 @@ def elementwise(call: Call) -> Fact:
         if lost is not None:
             return unknown(lost.why)
         if Kind.WHOLE in kinds or call.numbers:
+            if again := recomputed(call.name):
+                return again
             _take_whole(call)
     if Kind.SUM in kinds:
         return _linear(call)
     if Kind.ROWS in kinds:
-        return _aligned(call)
+        fact = _aligned(call)
+        return _filled(call, fact) if call.name in _LIKE and fact.kind is Kind.ROWS else fact
     return _follows_from_wholes(call)
+
+
+def _filled(call: Call, fact: Fact) -> Fact:
+    """ones_like, zeros_like, full_like: of rows that can be counted ahead, whatever they hold."""
+    if fact.dim is None or fact.axis is None:
+        return fact
+    sizes = [number(size, axis=fact.axis) if dim == fact.dim else size for dim, size in enumerate(call.result.shape)]
+    if call.name == "full_like":
+        if not isinstance(call.argument(1, "fill_value"), int | float) or call.numbers:
+            return fact
+        value = call.argument(1, "fill_value")
+    else:
+        value = float(call.name == "ones_like")
+    return fact._replace(recipe=Recipe(None, torch.full, (sizes, value), {"dtype": call.result.dtype, "device": call.result.device}))
 
 
 def _take_whole(call: Call) -> None:
@@ -171,10 +208,17 @@ def _linear(call: Call) -> Fact:
     others = [fact.kind for fact, is_sum in zip(call.facts, sums, strict=True) if not is_sum]
     if Kind.ROWS in others:
         return unknown(f"{name} mixes a sum over the samples of the microbatch with values of single samples")
+    if name in _LIKE:
+        return CONST
     if name in ("add", "sub", "radd", "rsub"):
         if not others and not any(isinstance(value, int | float) and value != 0 for value in call.args[:2]):
             return SUM
-        return unknown(f"{name} adds something to the loss that is the same in every microbatch, so it would count once for each of them")
+        if any(fact.kind not in (Kind.SUM, Kind.WHOLE) and fact is not CONST for fact in call.facts):
+            return unknown(f"{name} adds a parameter to the loss, of which every microbatch would add the whole")
+        if again := recomputed(name):
+            return again
+        _share(call, sums)
+        return SUM
     if name in ("mul", "div", "true_divide", "truediv"):
         is_first = sums[0] and isinstance(call.args[0], torch.Tensor)
         if sum(sums) == 1 and (name == "mul" or is_first):
@@ -182,6 +226,24 @@ def _linear(call: Call) -> Fact:
     elif name in _LINEAR and all(sums):
         return SUM
     return unknown(f"{name} of a sum over samples is not the sum over microbatches of {name}")
+
+
+def _share(call: Call, sums: Sequence[bool]) -> None:
+    """What is added to a sum over samples and is the same for every batch is shared by all samples of the whole batch."""
+    known = [tensor for tensor, is_sum in zip(call.tensors, sums, strict=True) if is_sum]
+    part = (call.watch.samples / call.watch.rows(Axis())).to(known[0].device, known[0].dtype)
+
+    def shared(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if any(value is one for one in known) else value * part
+        return value * part if isinstance(value, int | float) else value
+
+    first, *rest = call.args
+    if call.in_place and isinstance(first, torch.Tensor):
+        call.args = (first if sums[0] else first.mul_(part), *map(shared, rest))
+    else:
+        call.args = (shared(first), *map(shared, rest))
+    call.kwargs = {key: value if key == "alpha" else shared(value) for key, value in call.kwargs.items()}
 
 
 def _aligned(call: Call) -> Fact:
@@ -248,6 +310,8 @@ def reduction(call: Call) -> Fact:
         return fact.without_origin() if fact.dim is None else _left_over(fact, dims, keepdim)
     if fact.recipe is not None and call.name in ("sum", "count_nonzero", "mean"):
         return _summed_ahead(call, fact, dims, keepdim)
+    if fact.recipe is not None and call.name in ("any", "all") and not keepdim:
+        return _truth_ahead(call, fact.recipe, dims)
     if call.name in ("sum", "nansum", "count_nonzero"):
         if call.name != "count_nonzero" and call.first.dtype in (torch.float16, torch.bfloat16) and call.kwargs.get("dtype") is None:
             call.kwargs = {**call.kwargs, "dtype": torch.float32}
@@ -259,6 +323,8 @@ def reduction(call: Call) -> Fact:
             "mean() averages over elements whose number in other microbatches is unknown: they were selected by something that "
             "does not follow from the batch's entries alone"
         )
+    if again := recomputed("mean"):
+        return again
     dtype = call.kwargs.get("dtype") or (torch.float32 if call.first.dtype in (torch.float16, torch.bfloat16) else call.first.dtype)
     axis = fact.axis.times(math.prod(call.first.shape[dim] for dim in dims if dim != fact.dim))
     total = call.first.sum(dims, keepdim=keepdim, dtype=dtype) if call.first.dim() else call.first.to(dtype)
@@ -279,6 +345,18 @@ def _summed_ahead(call: Call, fact: Fact, dims: Sequence[int], keepdim: bool) ->
         return unknown("mean() over a number of elements that is not known in other microbatches")
     axis = fact.axis.times(math.prod(call.first.shape[dim] for dim in dims if dim != fact.dim))
     return Fact(Kind.WHOLE, whole=cache(lambda: watch.total(recipe.make, local) / watch.rows(axis).to(local.dtype)))
+
+
+def _truth_ahead(call: Call, recipe: Recipe, dims: Sequence[int]) -> Fact:
+    """any and all, of the whole batch: how many elements are set, or not set."""
+    watch, local, is_any = call.watch, call.result.long(), call.name == "any"
+    counted = Recipe(None, torch.count_nonzero, (recipe if is_any else Recipe(None, torch.logical_not, (recipe,)), list(dims)))
+
+    def whole() -> torch.Tensor:
+        count = watch.total(counted.make, local)
+        return count > 0 if is_any else count == 0
+
+    return Fact(Kind.WHOLE, whole=cache(whole))
 
 
 def extremum(call: Call) -> Fact:
@@ -334,6 +412,8 @@ def matmul(call: Call) -> Fact:
         return blame
     kinds = {fact.kind for fact in call.facts}
     if Kind.ROWS not in kinds:
+        if sum(fact.kind is Kind.SUM for fact in call.facts) == 1 and call.facts.count(CONST) == len(call.facts) - 1:
+            return SUM
         return elementwise(call) if kinds <= {Kind.CONST, Kind.WHOLE} else unknown(f"{call.name} of sums over samples")
     (left, right), (one, other) = call.tensors[:2], call.facts[:2]
     if call.name == "linear":
@@ -413,6 +493,43 @@ def per_row(call: Call) -> Fact:
     return rows[0].without_origin()
 
 
+def ctc(call: Call) -> Fact:
+    """ctc_loss: log_probs [T, N, C], targets [N, S] or all in one row, lengths [N]; the mean is one over targets, then over samples."""
+    if blame := first_unknown(call.facts):
+        return blame
+    lengths = call.argument(3, "target_lengths")
+    rows = call.facts[0]
+    aligned = [fact.kind is Kind.ROWS and fact.dim == 0 and fact.order == () for fact in call.facts[1:]]
+    if rows.kind is not Kind.ROWS or rows.dim != 1 or rows.order != () or len(aligned) != 3 or not all(aligned):
+        return unknown(f"{call.name} with lengths that are no tensors, one number for each sample")
+    reduction = call.argument(5, "reduction", default="mean")
+    fact = Fact(Kind.ROWS, 0, rows.axis)
+    if reduction != "mean":
+        return fact if reduction == "none" else SUM
+    if again := recomputed(call.name):
+        return again
+    if rows.axis is None:
+        return unknown(f"{call.name} of a number of samples that is not known in other microbatches")
+    each = call.func(*call.args[:5], **{**call.kwargs, "reduction": "none"}, **_named_from(call.args, 6, "zero_infinity"))
+    total = (each / lengths.clamp(min=1)).sum()
+    call.result = total / call.watch.rows(rows.axis).to(total)
+    return SUM
+
+
+def _named_from(args: tuple[Any, ...], place: int, name: str) -> dict[str, Any]:
+    return {name: args[place]} if len(args) > place else {}
+
+
+def bincount(call: Call) -> Fact:
+    """How many samples each class has: known ahead, if every microbatch counts as many classes."""
+    fact = call.facts[0]
+    classes = call.argument(2, "minlength", default=0)
+    if fact.kind is not Kind.ROWS or fact.recipe is None or len(call.facts) > 1 or not classes:
+        return fact if fact.kind is Kind.UNKNOWN else unknown("bincount without minlength, or of what the model has computed")
+    recipe, local, watch = Recipe(None, torch.bincount, (fact.recipe,), {"minlength": classes}), call.result, call.watch
+    return Fact(Kind.WHOLE, whole=cache(lambda: watch.total(recipe.make, local)))
+
+
 def last_dims(call: Call) -> Fact:
     """layer_norm, one_hot, embedding, glu: the dims of the argument that counts rows stay in front."""
     if blame := first_unknown(call.facts):
@@ -461,5 +578,7 @@ RULES: dict[str, Rule] = {
     **named(per_sample, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d interpolate group_norm instance_norm"),
     **named(per_sample, "scaled_dot_product_attention pixel_shuffle"),
     **named(last_dims, "layer_norm rms_norm one_hot embedding glu"),
+    **named(ctc, "ctc_loss"),
+    **named(bincount, "bincount"),
     **named(distance, "cosine_similarity pairwise_distance"),
 }

@@ -9,6 +9,7 @@ import torch
 
 from .loss_facts import Axis, Count, Fact, Kind, Number, first_unknown, unknown
 from .loss_rules import HALVES, Call, Rule, elementwise, named
+from .loss_samples import sample_of
 
 
 def view(call: Call) -> Fact:
@@ -157,13 +158,16 @@ def repeat_interleave(call: Call) -> Fact:
     return fact.without_origin()._replace(axis=fact.axis.times(times) if fact.axis is not None else None)
 
 
-def pieces(call: Call) -> Fact:
+def pieces(call: Call) -> Fact | list[Fact]:
     """split, chunk, unbind, narrow, select, tensor_split along other dims than that of the samples."""
     fact = call.facts[0]
     if fact.kind is not Kind.ROWS:
         return elementwise(call)
     place = 1 if call.name in ("unbind", "narrow", "select") else 2
     dim = call.argument(place, "dim", default=0) % max(call.first.dim(), 1)
+    if call.name == "unbind" and dim == fact.dim and not call.watch.trusting:
+        size = call.first.shape[dim]
+        return [sample_of(fact, index, size) for index in range(size)]
     if fact.dim is None or dim == fact.dim or call.numbers:
         return unknown(HALVES.format(name=call.name), coupled=True)
     if call.name in ("unbind", "select"):

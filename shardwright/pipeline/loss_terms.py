@@ -33,7 +33,8 @@ from ..ops.vocab_mode import sharded_cross_entropy
 from ..utils import pytree
 from .loss_facts import ANY_RECIPE, CONST, LOOSE, SAMPLES, SUM, Axis, Fact, Kind, Recipe, first_unknown, names, number, unknown
 from .loss_index import CREATORS, INDEX_RULES, created
-from .loss_rules import RULES, TOGETHER, Call, elementwise, is_elementwise, per_row
+from .loss_rules import RULES, TOGETHER, Call, elementwise, is_elementwise, per_row, recomputed
+from .loss_samples import holds_samples, single_samples
 from .loss_shapes import SHAPE_RULES
 from .microbatch import batch_dim, items_of
 
@@ -165,6 +166,10 @@ class TermWatcher(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 self._note(leaf, self.assumed(leaf))
 
+    def hand_on(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """`other` holds the same samples as `tensor`, with more columns."""
+        self._note(other, self.fact(tensor).without_origin())
+
     def enter_criterion(self, output: Any) -> None:
         """From now on what is not understood is not trusted; outputs that nobody has seen have their samples on dim 0."""
         for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
@@ -219,7 +224,7 @@ class TermWatcher(TorchFunctionMode):
     def _run(self, func: Any, name: str, in_place: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.lengths or self.counting:
             args, kwargs = self._with_lengths(name, args, kwargs)
-        call = Call(self, func, name, args, kwargs)
+        call = Call(self, func, name, args, kwargs, in_place)
         if name in CREATORS:
             made = created(call)
             self._note(call.result, CONST if made is None else self._with_recipe(call, made, 0))
@@ -228,7 +233,10 @@ class TermWatcher(TorchFunctionMode):
             return call.result
         if not call.numbers and call.is_constant:
             return self._keep_constant(call)
-        rule = _RULES.get(name) or (elementwise if is_elementwise(name) else self._not_followed)
+        if any(holds_samples(fact.order) for fact in call.facts):
+            rule: Any = single_samples
+        else:
+            rule = _RULES.get(name) or (elementwise if is_elementwise(name) else self._not_followed)
         facts = rule(call)
         if in_place:
             self._changed(call, facts if isinstance(facts, Fact) else facts[0])
@@ -288,7 +296,7 @@ class TermWatcher(TorchFunctionMode):
 
     def _with_recipe(self, call: Call, fact: Fact, place: int) -> Fact:
         """`fact` with how to make the tensor in other microbatches, where all that went in follows from the entries."""
-        if fact.kind not in (Kind.ROWS, Kind.UNKNOWN) or fact.recipe is not None or call.name in _RANDOM:
+        if fact.kind not in (Kind.ROWS, Kind.UNKNOWN) or fact.recipe is not None or call.name in _RANDOM or holds_samples(fact.order):
             return fact
         made = bool(call.numbers)
         for known in call.facts:
@@ -382,7 +390,7 @@ class TermWatcher(TorchFunctionMode):
             return value
         if fact.kind is Kind.WHOLE or fact.recipe is not None:
             # Python strips what int() and float() return of everything but the number, and numpy does not know of facts.
-            self.unfollowed |= name not in ("item", "tolist")
+            self.unfollowed |= name != "item" and not (name == "tolist" and args[0].is_meta)
         decides = None if self.trusting else self._decide
         if fact.kind is Kind.WHOLE:
             return number(value, fact.whole, decides=decides)
@@ -415,6 +423,9 @@ class TermWatcher(TorchFunctionMode):
         call = Call(self, func, func.__name__, args, kwargs)
         if not call.numbers and call.is_constant:
             return self._keep_constant(call)
+        if any(holds_samples(known.order) for known in call.facts):
+            self._note(call.result, single_samples(call))
+            return call.result
         reduction = "none" if old_style else arguments["reduction"]
         elements = self._class_elements(call, arguments) if _has_class_targets(func, arguments) else self._elements(call, arguments)
         if call.args is not args or call.kwargs is not kwargs:  # weights that follow from the whole batch have been put in
@@ -450,6 +461,8 @@ class TermWatcher(TorchFunctionMode):
             count = rows.axis.rows if rows.axis is not None else None
         if count is None:
             return unknown("a mean over elements whose number in other microbatches is not known"), total
+        if again := recomputed(func.__name__):
+            return again, total
         divisor = self._ask(count)
         return SUM, total / divisor.to(device=total.device, dtype=total.dtype)
 

@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..ops.vocab_mode import vocab_parallel_loss, whole_logits
+from ..utils.tensors import map_tensors
 from .loss_facts import SAMPLES, Kind
+from .loss_samples import is_whole
 from .loss_terms import TermWatcher
 from .microbatch import batch_size, items_of, shared_entries
 
@@ -41,14 +44,16 @@ class Verdict:
     error    why the loss is refused
     lengths  places in its arithmetic where the plain int that len() returned stands
     followed False when it could not be followed
+    gathers  logits of which every rank holds some columns must be gathered for the criterion, which reads all of them
     """
 
     error: str | None = None
     lengths: frozenset[int] = frozenset()
     followed: bool = True
+    gathers: bool = False
 
 
-NOT_FOLLOWED = Verdict(followed=False)
+NOT_FOLLOWED = Verdict(followed=False, gathers=True)
 
 
 class LossError(ValueError):
@@ -93,7 +98,7 @@ def check_linear(watcher: TermWatcher, loss: torch.Tensor) -> None:
             f"> and may do different things in different microbatches; choose with torch.where or clamp. {HOW_TO_WEIGH}"
         )
     fact = watcher.fact(loss)
-    if fact.kind is Kind.SUM:
+    if fact.kind is Kind.SUM or (fact.kind is Kind.ROWS and is_whole(fact)):
         return
     why = {
         Kind.CONST: "it is the same number for every batch",
@@ -118,6 +123,7 @@ class GlobalLoss:
     group         ranks whose microbatches belong to the same global batch (data parallel; None: just this process)
     device        where the loss lives
     constants     ids of the model's buffers, see `TermWatcher`
+    split_logits  the model's logits are split over the vocabulary, see `ops.vocab_mode`
     """
 
     def __init__(
@@ -128,6 +134,7 @@ class GlobalLoss:
         group: dist.ProcessGroup | None,
         device: torch.device,
         constants: Callable[[], frozenset[int]] = frozenset,
+        split_logits: bool = False,
     ) -> None:
         self.batch = batch
         self.microbatches = list(microbatches)
@@ -137,6 +144,7 @@ class GlobalLoss:
         self.total: torch.Tensor | None = None  # of this rank, over the microbatches done
         self.checked: Mapping[int, Verdict] = {}  # by microbatch, what is known of the criterion before it runs
         self._constants = constants
+        self._split_logits = split_logits
         self._answers: list[torch.Tensor] = []
         self._watchers: dict[int, TermWatcher] = {}
         self._num_questions: int | None = None
@@ -173,10 +181,13 @@ class GlobalLoss:
     def contribution(self, index: int, output: Any) -> torch.Tensor:
         """This microbatch's part of the global loss, a scalar with gradient."""
         watcher = self._watchers.pop(index, None)
-        if watcher is None:
-            part = self._weighted(loss_of_output(self.criterion, output, self.microbatches[index]), index)
-        else:
-            part = self._followed(watcher, index, output)
+        if self._split_logits and self.criterion is not None and self.checked.get(index, NOT_FOLLOWED).gathers:
+            output = _gathered(output, watcher)
+        with vocab_parallel_loss(marked=True) if self._split_logits else nullcontext():
+            if watcher is None:
+                part = self._weighted(loss_of_output(self.criterion, output, self.microbatches[index]), index)
+            else:
+                part = self._followed(watcher, index, output)
         detached = part.detach()
         self.total = detached if self.total is None else self.total + detached
         return part
@@ -239,6 +250,18 @@ class GlobalLoss:
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return total
+
+
+def _gathered(output: Any, watcher: TermWatcher | None) -> Any:
+    """What the model returned, with all columns of logits of which this rank holds some."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        whole = whole_logits(tensor)
+        if watcher is not None and whole is not tensor:
+            watcher.hand_on(tensor, whole)
+        return whole
+
+    return map_tensors(gather, output)
 
 
 def given_weights(criterion: Criterion | None, microbatches: Sequence[Any], alone: bool) -> list[Any] | None:

@@ -19,7 +19,6 @@ from ..cluster.config import get_launch_config
 from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..cluster.same_batch import SameBatch
 from ..interface import OptimizerWrapper
-from ..ops.vocab_mode import vocab_parallel_loss
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
 from ..pipeline.schedules import get_placement
@@ -28,6 +27,7 @@ from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.init import LazyWeights
+from ..shardformer.model import split_heads
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
@@ -398,7 +398,7 @@ class HybridParallelPlugin(Plugin):
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self.zero_stage < 3,
             after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
-            loss_context=partial(vocab_parallel_loss, marked=True),
+            split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn as nn
 
 from shardwright.ops.vocab_mode import vocab_parallel_loss
+from shardwright.ops.vocab_shard import VocabShard
 from shardwright.shardformer.layer.embedding import LogitsParallel
 from shardwright.shardformer.layer.parallel_module import ParallelModule
 
@@ -31,6 +32,13 @@ class GeneratingModel(ShardedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         with gathered_logits(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def split_heads(model: nn.Module) -> dict[str, VocabShard]:
+    """Modules, by name, that return this rank's columns of the logits."""
+    return {
+        name: module.vocabulary for name, module in model.named_modules() if isinstance(module, LogitsParallel) and not module.gather_output
+    }
 
 
 @contextmanager

@@ -171,14 +171,40 @@ def not_a_sum_over_samples(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="a constant or a penalty on weights added to the loss",
-    gets="refused on every rank: it would count once per microbatch",
+    symptom="a penalty on parameters added to the loss",
+    gets="refused on every rank: it would count once per microbatch; a constant is shared by the samples of the batch",
     fix="use the optimizer's `weight_decay`, or give the criterion `weight(inputs)`",
 )
-def constant_part(rank: int, world: int) -> None:
+def penalty_on_parameters(rank: int, world: int) -> None:
     step, _ = job(world)
-    with refused("once for each of them", HOW):
-        step(losses.refused.constant_part)
+    with refused("adds a parameter to the loss", HOW):
+        step(losses.loops.learned_part)
+    answers(step, losses.loops.constant_part)
+
+
+@mistake(
+    symptom="a criterion that cuts at the longest sequence (`x[:, : int(lengths.max())]`), or divides by `len(labels.unique())`",
+    gets="refused on every rank: the number is another one in every microbatch",
+    fix="leave the padding in, and mask it; take a count from the whole batch with `torch.bincount(labels, minlength=n)`",
+)
+def number_of_a_microbatch(rank: int, world: int) -> None:
+    step, _ = job(world)
+    for criterion in (losses.loops.cut_at_the_longest, losses.loops.over_the_number_of_classes_seen):
+        with refused("Python number that depends on the batch", HOW):
+            step(criterion)
+    answers(step, losses.loops.balanced_by_bincount)
+
+
+@mistake(
+    symptom="a mean inside `torch.utils.checkpoint` in the criterion",
+    gets="refused on every rank: the second run in backward would divide by the count of the microbatch",
+    fix='return the sum (`reduction="sum"`) from the checkpointed function, and divide outside',
+)
+def mean_under_checkpoint(rank: int, world: int) -> None:
+    step, _ = job(world)
+    with refused("divide outside", HOW):
+        step(losses.loops.checkpointed_mean)
+    answers(step, losses.loops.checkpointed_sum)
 
 
 @mistake(

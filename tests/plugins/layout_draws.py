@@ -111,8 +111,7 @@ def _with_habits(rng: random.Random, layout: Layout) -> Layout:
         habits["frozen" if rng.random() < 0.5 else "unused"] = True
     if layout.model.endswith("causal-lm") and rng.random() < 0.35:
         habits["criterion"] = rng.choice(sorted(CRITERIA))
-        mixes = habits["criterion"] in ("indexed_mean", "with_z_loss")  # reads all columns of the logits, of which a rank may hold some
-        if plugin.get("tp_size", 1) > 1 and (mixes or layout.calls):
+        if plugin.get("tp_size", 1) > 1 and layout.calls:
             plugin["parallel_output"] = False
     if layout.family in ("llama", "qwen2") and layout.model.endswith("causal-lm") and rng.random() < 0.15:
         habits["embeds"] = True

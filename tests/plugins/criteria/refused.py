@@ -119,11 +119,6 @@ def first_sample(outputs, inputs):
 
 
 @refused
-def loop_over_samples(outputs, inputs):
-    return sum(score.square() for score in outputs["score"]) / len(outputs["score"])
-
-
-@refused
 def count_read_by_int(outputs, inputs):
     logits, labels = shifted(outputs, inputs)
     return F.cross_entropy(logits, labels, reduction="sum") / int((labels != -100).sum())
@@ -173,11 +168,6 @@ def covariance(outputs, inputs):
 def own_targets_of_the_batch(outputs, inputs):
     scores = torch.cdist(outputs["pooled"], outputs["pooled"])
     return scores.mean()
-
-
-@refused
-def constant_part(outputs, inputs):
-    return F.cross_entropy(*shifted(outputs, inputs)) + 1.0
 
 
 @refused
