@@ -157,6 +157,9 @@ def leaves_early(rank: int, world: int) -> None:
         assert me is not None
         ending.at_exit(me)  # what the interpreter does at its end
         groups.close_all()
+        deadline = time.monotonic() + 20
+        while me.failure is None and time.monotonic() < deadline:  # recover() tells others of a failure where none is known
+            time.sleep(0.05)
     else:
         with refused("rank 1 .*left: its script had ended while rank 0 still waited for it", by=JobError):
             job.step()
