@@ -51,7 +51,8 @@ def _told(job: _Job, rank: int, failing: int, *parts: str, **step: Any) -> None:
         with refused(parts[-1], by=Exception):
             job.step(**step)
     else:
-        with refused(f"rank {failing} \\(", "step 2 of execute_pipeline", *parts, by=JobError):
+        # A rank that is so late that it begins the step when the job has ended is told the same by the refusal to begin.
+        with refused(f"rank {failing} \\(", "step 2 of execute_pipeline", *parts, by=(JobError, BrokenJobError)):
             job.step()
     assert time.monotonic() - started < 10
     job.settle()

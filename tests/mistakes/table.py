@@ -83,7 +83,7 @@ def find(area: str, name: str) -> Mistake:
 
 
 @contextmanager
-def refused(*parts: str, by: type[Exception] = ValueError) -> Iterator[None]:
+def refused(*parts: str, by: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
     """The block raises `by` on this rank, in a message that has all `parts` (regular expressions) and no raw torch error."""
     try:
         yield
@@ -92,4 +92,4 @@ def refused(*parts: str, by: type[Exception] = ValueError) -> Iterator[None]:
         for part in parts:
             assert re.search(part, text), f"{part!r} is not in the message:\n{text}"
         return
-    raise AssertionError(f"nothing was refused; expected {by.__name__} with {parts}")
+    raise AssertionError(f"nothing was refused; expected {by} with {parts}")
