@@ -16,9 +16,12 @@ Schedules (`schedules/`) write F, B, I and W only; `lowering` derives the others
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .placement import Placement
 
@@ -35,6 +38,7 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
 
 
+KINDS = tuple(Kind)  # the number of a kind is its place here
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
@@ -63,6 +67,47 @@ class Action(NamedTuple):
         return Action(Kind(match[2]), int(match[1]), int(match[3] or -1))
 
 
+class ActionList(Sequence[Action]):
+    """Actions of one rank as three arrays of the same length: millions of them fit where as many objects would not.
+
+    kinds        int8, places in `KINDS`
+    stages, microbatches   int32
+    """
+
+    __slots__ = ("kinds", "microbatches", "stages")
+
+    def __init__(self, kinds: NDArray[np.int8], stages: NDArray[np.int32], microbatches: NDArray[np.int32]) -> None:
+        self.kinds, self.stages, self.microbatches = kinds, stages, microbatches
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> ActionList:
+        if isinstance(actions, ActionList):
+            return actions
+        kinds, stages, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
+        numbers = np.array([KINDS.index(kind) for kind in kinds], dtype=np.int8)
+        return cls(numbers, np.array(stages, dtype=np.int32), np.array(microbatches, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[Any]) -> ActionList: ...
+    def __getitem__(self, index: int | slice | NDArray[Any]) -> Action | ActionList:
+        kinds, stages, microbatches = self.kinds[index], self.stages[index], self.microbatches[index]
+        if isinstance(index, slice | np.ndarray):
+            return ActionList(kinds, stages, microbatches)
+        return Action(KINDS[kinds], int(stages), int(microbatches))
+
+    def __iter__(self) -> Iterator[Action]:
+        for kind, stage, microbatch in zip(self.kinds.tolist(), self.stages.tolist(), self.microbatches.tolist(), strict=True):
+            yield Action(KINDS[kind], stage, microbatch)
+
+    def __repr__(self) -> str:
+        return f"[{format_list(self)}]"
+
+
 def parse_list(text: str) -> list[Action]:
     """The actions of one rank from text separated by blanks or commas."""
     return [Action.parse(word) for word in text.replace(",", " ").split()]
@@ -76,24 +121,31 @@ def format_list(actions: Sequence[Action]) -> str:
 def table(actions: Sequence[Sequence[Action]], failing: tuple[int, int] | None = None, context: int = 8) -> str:
     """All ranks side by side, one line per step.
 
-    failing  (rank, step) of the action that raised: its cell is marked, and only `context` steps around it are shown
+    failing  (rank, step) of the action that raised: its cell is marked, and only `context` steps and ranks around it are shown. The
+             other ranks' lists are not looked at, so that they need not exist yet
     """
-    steps = max((len(rank_actions) for rank_actions in actions), default=0)
+    ranks = range(len(actions))
+    if failing is not None:
+        ranks = ranks[max(0, failing[0] - context) : failing[0] + context + 1]
+    lists = {rank: actions[rank] for rank in ranks}
+    steps = max(map(len, lists.values()), default=0)
     first, last = 0, steps
     if failing is not None:
         first, last = max(0, failing[1] - context), min(steps, failing[1] + context + 1)
     mark = " <-- ERROR HERE"
-    rows = [["step", *(f"rank {rank}" for rank in range(len(actions)))]]
+    rows = [["step", *(f"rank {rank}" for rank in ranks)]]
     for step in range(first, last):
         row = [str(step)]
-        for rank, rank_actions in enumerate(actions):
+        for rank, rank_actions in lists.items():
             cell = str(rank_actions[step]) if step < len(rank_actions) else ""
             row.append(cell + mark if failing == (rank, step) else cell)
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(ranks) < len(actions):
+        lines.insert(0, f"ranks {ranks[0]} to {ranks[-1]} of {len(actions)}")
     if first > 0:
-        lines.insert(1, f"... {first} earlier steps")
+        lines.insert(len(lines) - len(rows) + 1, f"... {first} earlier steps")
     if last < steps:
         lines.append(f"... {steps - last} later steps")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -228,7 +229,7 @@ class PipelineExecutor:
         self._cast_inputs = cast_inputs
         self._after_step = after_step
         self._same_batch = same_batch
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
         self._step: _Step | None = None
         self._generation = job.generation()
         self.comm: PipeComm | None = None
@@ -343,13 +344,10 @@ class PipelineExecutor:
             self.comm.forget_headers()
         runtime.run(self._schedule(len(step.microbatches), step.training), step.shape_keys(), overlap=self.settings.overlap_p2p)
 
-    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
-        key = (num_microbatches, training)
-        if key not in self._schedules:
-            settings, ranks = self.settings, self.cut.placement.num_ranks
-            schedule = schedules.get(settings.pp_style, ranks, num_microbatches, settings.num_model_chunks, forward_only=not training)
-            self._schedules[key] = lower(schedule, overlap=settings.overlap_p2p)
-        return self._schedules[key]
+    def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
+        settings, ranks = self.settings, self.cut.placement.num_ranks
+        schedule = schedules.get(settings.pp_style, ranks, num_microbatches, settings.num_model_chunks, forward_only=not training)
+        return lower(schedule, overlap=settings.overlap_p2p, rank=self.cut.rank)
 
     def forward(self, stage: int, received: Payload | None, index: int) -> Any:
         """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""

@@ -14,69 +14,122 @@ SEND blocks until the receiver stands at RECV, as rendezvous protocols do, or wh
 queue, as on an NCCL communicator.
 
 Results are the same either way: the order of the compute actions is.
+
+All ranks have to be simulated, but only the lists that are looked at are made: a rank's own, and in an error those beside it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
 
-from .actions import Action, Kind
+import numpy as np
+from numpy.typing import NDArray
+
+from .actions import KINDS, Action, ActionList, Kind
 from .schedules import Schedule
-from .simulate import Costs, simulate
+from .simulate import Costs, Run, simulate
+
+_SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+_RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
-def lower(schedule: Schedule, overlap: bool = True, costs: Costs | None = None) -> Schedule:
-    """Add SEND_F, RECV_F, SEND_B, RECV_B and REDUCE to the compute actions of all ranks.
+def lower(schedule: Schedule, overlap: bool = True, costs: Costs | None = None, rank: int | None = None) -> Schedule:
+    """Add SEND_F, RECV_F, SEND_B, RECV_B and REDUCE to the compute actions.
 
     overlap  place receives so that they run while the rank computes, else blocking order (see the note above)
     costs    of the stages, when they are known to be unequal: receives are placed by them
+    rank     whose list is wanted: it is made at once and the times of all ranks are let go of. Lists of others, which an error shows,
+             can still be had; they take another simulation
     """
-    placement, compute = schedule
     costs = Costs() if costs is None else costs
-    if min(min(values) for values in costs.of_kind(placement.num_stages).values()) <= 0:
+    if min(min(values) for values in costs.of_kind(schedule.placement.num_stages).values()) <= 0:
         raise ValueError("lowering orders transfers by time and needs costs above 0")
-    spans = simulate(schedule, costs).spans
-    starts = [[span.start for span in rank_spans] for rank_spans in spans]
-    last = placement.num_stages - 1
+    lists = _Lowered(schedule, overlap, costs)
+    if rank is not None:
+        lists.make(rank)
+    return Schedule(schedule.placement, lists)
 
-    # (time, sending stage, send, receive, position after the producing action, sender, receiver)
-    transfers: list[tuple[float, int, int, Action, Action, int, int]] = []
-    for sender, rank_spans in enumerate(spans):
-        for index, ((kind, stage, microbatch), _, end) in enumerate(rank_spans):
-            if kind is Kind.W:
-                continue
-            target = stage + 1 if kind is Kind.F else stage - 1
-            if not 0 <= target <= last:
-                continue
-            receiver = placement.rank_of(target)
-            if receiver == sender:  # the turn of a V: handed over without a message
-                continue
-            send, receive = (Kind.SEND_F, Kind.RECV_F) if kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
-            transfers.append(
-                (end, stage, index + 1, Action(send, stage, microbatch), Action(receive, target, microbatch), sender, receiver)
-            )
-    transfers.sort(key=itemgetter(0, 1, 2))
 
-    # gaps[rank][i]: what stands before compute action i, filled in the global order of transfers
-    gaps: list[list[list[Action]]] = [[[] for _ in range(len(rank_spans) + 1)] for rank_spans in spans]
-    for time, _, position, send_action, receive_action, sender, receiver in transfers:
-        gaps[sender][position].append(send_action)
-        before = bisect_left(starts[receiver], time)  # first action that starts at `time` or later
-        if overlap and before > 0 and time < spans[receiver][before - 1].end:
-            before -= 1
-        gaps[receiver][before].append(receive_action)
+class _Lowered(Sequence[Sequence[Action]]):
+    """Lists of all ranks, each made when it is first looked at."""
 
-    lowered: list[list[Action]] = []
-    for rank, rank_actions in enumerate(compute):
-        final = {action.stage: index for index, action in enumerate(rank_actions) if action.kind in (Kind.B, Kind.W)}
-        reduce_at = {index + 1: stage for stage, index in final.items()}
-        actions: list[Action] = []
-        for index, gap in enumerate(gaps[rank]):
-            actions += gap
-            if index in reduce_at:
-                actions.append(Action(Kind.REDUCE, reduce_at[index]))
-            if index < len(rank_actions):
-                actions.append(rank_actions[index])
-        lowered.append(actions)
-    return Schedule(placement, lowered)
+    def __init__(self, schedule: Schedule, overlap: bool, costs: Costs) -> None:
+        self._schedule, self._overlap, self._costs = schedule, overlap, costs
+        self._run: Run | None = None
+        self._lists: dict[int, list[Action]] = {}
+
+    def __len__(self) -> int:
+        return self._schedule.placement.num_ranks
+
+    def __getitem__(self, rank: int) -> list[Action]:  # type: ignore[override]  # nobody slices ranks
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        if rank not in self._lists:
+            self.make(rank, keep_times=True)
+        return self._lists[rank]
+
+    def __iter__(self) -> Iterator[list[Action]]:
+        return (self[rank] for rank in range(len(self)))
+
+    def make(self, rank: int, keep_times: bool = False) -> None:
+        run = self._run if self._run is not None else simulate(self._schedule, self._costs).run
+        self._lists[rank] = list(_lower_rank(run, rank, self._overlap))
+        self._run = run if keep_times else None
+
+
+def _lower_rank(run: Run, rank: int, overlap: bool) -> ActionList:
+    here = run.of(rank)
+    mine, start, end, source = run.actions[here], run.start[here], run.end[here], run.source[here]
+    count = len(mine)
+    kinds, stages = mine.kinds, mine.stages
+    ranks_of = np.array([run.placement.rank_of(stage) for stage in range(run.placement.num_stages)])
+
+    # Sends stand behind the action that made what they send.
+    step = _neighbor(kinds)
+    target = stages + step
+    crosses = (step != 0) & (target >= 0) & (target < run.placement.num_stages)
+    crosses[crosses] = ranks_of[target[crosses]] != rank
+    sending = np.flatnonzero(crosses)
+    # Receives stand before the first action that starts at the time of the transfer or later, with overlap before the one that then runs.
+    from_others = (source >= 0) & ((source < here.start) | (source >= here.stop))
+    receiving = np.flatnonzero(from_others)
+    made_by = source[receiving]
+    time = run.end[made_by]
+    before = np.searchsorted(start, time)
+    if overlap:
+        before -= (before > 0) & (time < end[np.maximum(before - 1, 0)])
+
+    sources = np.concatenate([here.start + sending, made_by])
+    stays = np.concatenate([sending + 1, before])
+    transfers = ActionList(
+        np.concatenate([_renamed(kinds[sending], _SENDS), _renamed(kinds[receiving], _RECEIVES)]),
+        stages[np.concatenate([sending, receiving])],
+        mine.microbatches[np.concatenate([sending, receiving])],
+    )
+    # A stage's gradients are complete behind its last B or W.
+    final = {int(stage): place for place, stage in enumerate(stages.tolist()) if KINDS[kinds[place]] in (Kind.B, Kind.W)}
+    reduce_at = np.array(sorted(final.values()), dtype=np.int64)
+
+    # In every gap: transfers in the global order (by time; of the same time by stage, then by place), the REDUCE, the action.
+    gap = np.concatenate([stays, reduce_at + 1, np.arange(count)])
+    group = np.repeat([0, 1, 2], [len(stays), len(reduce_at), count])
+    rest = np.zeros(len(reduce_at) + count)
+    moment = np.concatenate([run.end[sources], rest])
+    sender = np.concatenate([run.actions.stages[sources], rest])
+    place = np.concatenate([sources, rest])  # of one stage, so of one rank
+    order = np.lexsort((place, sender, moment, group, gap))
+    reduces = np.full(len(reduce_at), KINDS.index(Kind.REDUCE), dtype=np.int8)
+    return ActionList(
+        np.concatenate([transfers.kinds, reduces, kinds])[order],
+        np.concatenate([transfers.stages, stages[reduce_at], stages])[order],
+        np.concatenate([transfers.microbatches, np.full(len(reduce_at), -1, dtype=np.int32), mine.microbatches])[order],
+    )
+
+
+def _neighbor(kinds: NDArray[np.int8]) -> NDArray[np.int64]:
+    """How many stages on a result is needed: 1 for F, -1 for B and I, 0 for W."""
+    return np.array([{Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(kind, 0) for kind in KINDS])[kinds]
+
+
+def _renamed(kinds: NDArray[np.int8], names: dict[Kind, Kind]) -> NDArray[np.int8]:
+    return np.array([KINDS.index(names.get(kind, kind)) for kind in KINDS], dtype=np.int8)[kinds]

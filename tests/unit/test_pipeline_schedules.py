@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -151,14 +150,6 @@ def test_a_schedule_that_waits_for_ever_is_found() -> None:
 def test_bad_settings_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedules.get(*arguments)
-
-
-@pytest.mark.parametrize(("style", "ranks", "chunks"), [("1f1b", 512, 1), ("interleaved", 256, 2), ("zb", 512, 1), ("zbv", 256, 2)])
-def test_generation_of_512_stages_and_4096_microbatches_takes_seconds(style: str, ranks: int, chunks: int) -> None:
-    start = time.process_time()
-    schedule = schedules.get(style, ranks, 4096, chunks)
-    assert time.process_time() - start < 10
-    assert sum(map(len, schedule.actions)) == 512 * 4096 * (2 if style in ("1f1b", "interleaved") else 3)
 
 
 # torch's own generators ----------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...utils.errors import one_of
@@ -14,16 +12,17 @@ from .forward_only import forward_only as _forward_only
 from .gpipe import gpipe
 from .interleaved import interleaved
 from .one_f_one_b import one_f_one_b
+from .phases import Letters, number
 from .zero_bubble import zero_bubble
 from .zero_bubble_v import zero_bubble_v
 
-Builder = Callable[[Placement, int, int], list[Action]]
+Builder = Callable[[Placement, int, int], list[Letters]]
 
 
 class Style(NamedTuple):
     """How a schedule is built and where its stages live."""
 
-    build: Builder  # (placement, rank, num_microbatches) -> actions of that rank
+    build: Builder  # (placement, rank, num_microbatches) -> phases of that rank
     placement: str
     min_chunks: int
     max_chunks: int | None  # None: any number
@@ -42,7 +41,7 @@ class Schedule(NamedTuple):
     """Compute-only actions of every rank; `lowering.lower` adds what has to be sent."""
 
     placement: Placement
-    actions: list[list[Action]]
+    actions: Sequence[Sequence[Action]]
 
 
 def get_placement(pp_style: str, num_ranks: int, num_model_chunks: int = 1) -> Placement:
@@ -70,17 +69,5 @@ def get(pp_style: str, num_ranks: int, num_microbatches: int, num_model_chunks: 
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: a step needs at least 1 microbatch")
     build = _forward_only if forward_only else STYLES[pp_style].build
-    with _paused_gc():
-        return Schedule(placement, [build(placement, rank, num_microbatches) for rank in range(num_ranks)])
-
-
-@contextmanager
-def _paused_gc() -> Iterator[None]:
-    """No garbage collection meanwhile: it would look at all of millions of new actions again and again (3x the time)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    ranks = range(num_ranks)
+    return Schedule(placement, [number(build(placement, rank, num_microbatches), placement, rank, num_microbatches) for rank in ranks])

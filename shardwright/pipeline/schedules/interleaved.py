@@ -8,8 +8,11 @@ larger ones first: any number works, and a multiple of p gives the classical rou
 
 from __future__ import annotations
 
-from ..actions import Action, Kind
+import numpy as np
+from numpy.typing import NDArray
+
 from ..placement import Placement
+from .phases import B, F, Letters, in_turn, of_chunks
 
 
 def round_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
@@ -19,34 +22,24 @@ def round_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
     return [size + 1] * larger + [size] * (num_rounds - larger)
 
 
-def round_order(placement: Placement, num_microbatches: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in the order in which a rank runs forward: round by round, in it chunk by chunk."""
-    order: list[tuple[int, int]] = []
-    start = 0
-    for size in round_sizes(placement.num_ranks, num_microbatches):
-        order += [(chunk, start + i) for chunk in range(placement.num_chunks) for i in range(size)]
-        start += size
-    return order
+def round_order(placement: Placement, num_microbatches: int) -> NDArray[np.int64]:
+    """Chunks in the order in which a rank runs forward: round by round, in it chunk by chunk."""
+    sizes = round_sizes(placement.num_ranks, num_microbatches)
+    chunks = np.tile(np.arange(placement.num_chunks), len(sizes))
+    return np.repeat(chunks, np.repeat(sizes, placement.num_chunks))
 
 
-def interleaved(placement: Placement, rank: int, num_microbatches: int) -> list[Action]:
+def interleaved(placement: Placement, rank: int, num_microbatches: int) -> list[Letters]:
     """Bubble (p - 1) / (v m + p - 1) for p ranks, v chunks and m microbatches, a multiple of p."""
     p, v = placement.num_ranks, placement.num_chunks
-    stages = placement.stages_of(rank)
     order = round_order(placement, num_microbatches)
-    forward = [Action(Kind.F, stages[chunk], microbatch) for chunk, microbatch in order]
-    backward = [Action(Kind.B, stages[v - 1 - chunk], microbatch) for chunk, microbatch in order]
-
-    # Phase 1, warm-up: (v - 1) * r + 2 * (p - 1 - rank) times F, r = size of the first round: all but the last chunk of
-    # the first round, and two more for every rank between here and the last
+    forward, backward = of_chunks(F(), order), of_chunks(B(), v - 1 - order)
+    # (v - 1) * r + 2 * (p - 1 - rank) times F, r = size of the first round: all but the last chunk of the first round, and two
+    # more for every rank between here and the last
     num_warmup = min(v * num_microbatches, (v - 1) * round_sizes(p, num_microbatches)[0] + 2 * (p - 1 - rank))
     num_steady = v * num_microbatches - num_warmup
-    actions = forward[:num_warmup]
-
-    # Phase 2, steady: v * m - warm-up times F B
-    for step in range(num_steady):
-        actions += (forward[num_warmup + step], backward[step])
-
-    # Phase 3, cool-down: as many B as there were F in the warm-up
-    actions += backward[num_steady:]
-    return actions
+    return [
+        forward[:num_warmup],  # warm-up
+        in_turn(forward[num_warmup:], backward[:num_steady]),  # steady: F B
+        backward[num_steady:],  # cool-down
+    ]

@@ -8,33 +8,19 @@ that are put off, so no rank ever holds more than the p that the first rank of 1
 
 from __future__ import annotations
 
-from ..actions import Action, Kind
 from ..placement import Placement
+from .phases import F, I, Letters, W, times
 
 
-def zero_bubble(placement: Placement, rank: int, num_microbatches: int) -> list[Action]:
+def zero_bubble(placement: Placement, rank: int, num_microbatches: int) -> list[Letters]:
     """Bubble of (p - 1) slots out of 3 m + p - 1 for F = I = W and m >= p: a third of 1F1B's 3 (p - 1)."""
-    stage = placement.stage_of(rank, 0)
     num_warmup = min(num_microbatches, placement.num_ranks - 1 - rank)
     num_steady = num_microbatches - num_warmup
-    actions: list[Action] = []
-    num_weights = 0
-
-    # Phase 1, warm-up: min(m, p - 1 - rank) times F
-    actions += [Action(Kind.F, stage, microbatch) for microbatch in range(num_warmup)]
-
-    # Phase 2, steady: m - warm-up times F I, and W from the time on that `rank` of them wait
-    for step in range(num_steady):
-        actions += (Action(Kind.F, stage, num_warmup + step), Action(Kind.I, stage, step))
-        if step >= rank:
-            actions.append(Action(Kind.W, stage, num_weights))
-            num_weights += 1
-
-    # Phase 3, cool-down: as many I W as there were F in the warm-up
-    for microbatch in range(num_steady, num_microbatches):
-        actions += (Action(Kind.I, stage, microbatch), Action(Kind.W, stage, num_weights))
-        num_weights += 1
-
-    # Phase 4, the rest: min(m, rank) times W
-    actions += [Action(Kind.W, stage, microbatch) for microbatch in range(num_weights, num_microbatches)]
-    return actions
+    num_late = min(num_steady, rank)
+    return [
+        times(num_warmup, F()),  # warm-up
+        times(num_late, F(), I()),  # steady, until `rank` weight gradients wait
+        times(num_steady - num_late, F(), I(), W()),  # steady
+        times(num_warmup, I(), W()),  # cool-down
+        times(num_late, W()),  # the rest
+    ]

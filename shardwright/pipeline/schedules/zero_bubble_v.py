@@ -6,71 +6,25 @@ the first gradient comes back to every rank as soon as the last forward has pass
 
 from __future__ import annotations
 
-from ..actions import Action, Kind
 from ..placement import Placement
+from .phases import F, I, Letters, W, times
 
 
-def zero_bubble_v(placement: Placement, rank: int, num_microbatches: int) -> list[Action]:
+def zero_bubble_v(placement: Placement, rank: int, num_microbatches: int) -> list[Letters]:
     """Bubble of (p - 1) slots out of 6 m + p - 1 for F = I = W and m >= 2 p - 1; at most 2 p live half-size activations.
 
     The phases need 2 p - 1 microbatches to mesh. Fewer are planned as if there were as many, and those that do not exist
     are left out.
     """
-    p = placement.num_ranks
-    num_planned = max(num_microbatches, 2 * p - 1)
-    stages = placement.stages_of(rank)
-    actions: list[Action] = []
-    counts = {(kind, chunk): 0 for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1)}
-
-    def add(kind: Kind, chunk: int) -> None:
-        """The next microbatch of this kind and chunk; every kind takes the microbatches in order."""
-        microbatch = counts[kind, chunk]
-        counts[kind, chunk] = microbatch + 1
-        if microbatch < num_microbatches:
-            actions.append(Action(kind, stages[chunk], microbatch))
-
-    # Phase 1, down: 2 (p - rank) - 1 times F0, until the first microbatch is back from the turn
-    for _ in range(2 * (p - rank) - 1):
-        add(Kind.F, 0)
-
-    # Phase 2, down and up: rank times F1 F0
-    for _ in range(rank):
-        add(Kind.F, 1)
-        add(Kind.F, 0)
-
-    # Phase 3, first gradients: p - rank times F1 I1 W1
-    for _ in range(p - rank):
-        add(Kind.F, 1)
-        add(Kind.I, 1)
-        add(Kind.W, 1)
-
-    # Phase 4, steady: m - 2 p + 1 + rank times F0 I0 W0 F1 I1 W1 ...
-    for _ in range(num_planned - counts[Kind.F, 0]):
-        for chunk in (0, 1):
-            add(Kind.F, chunk)
-            add(Kind.I, chunk)
-            add(Kind.W, chunk)
-    # ... and, the forwards of chunk 0 having ended, as often as chunk 1 is behind: I0 W0 F1 I1 W1
-    for _ in range(num_planned - counts[Kind.F, 1]):
-        add(Kind.I, 0)
-        add(Kind.W, 0)
-        add(Kind.F, 1)
-        add(Kind.I, 1)
-        add(Kind.W, 1)
-
-    # Phase 5, gradients up: rank times I0 I1, their W put off
-    for _ in range(rank):
-        add(Kind.I, 0)
-        add(Kind.I, 1)
-
-    # Phase 6, gradients down: p - rank times I0 W0
-    for _ in range(p - rank):
-        add(Kind.I, 0)
-        add(Kind.W, 0)
-
-    # Phase 7, the rest: rank times W1, rank times W0
-    for chunk in (1, 0):
-        for _ in range(num_planned - counts[Kind.W, chunk]):
-            add(Kind.W, chunk)
-    assert all(count == num_planned for count in counts.values()), (placement, rank, num_microbatches, counts)
-    return actions
+    p, m = placement.num_ranks, max(num_microbatches, 2 * placement.num_ranks - 1)
+    return [
+        times(2 * (p - rank) - 1, F(0)),  # down, until the first microbatch is back from the turn
+        times(rank, F(1), F(0)),  # down and up
+        times(p - rank, F(1), I(1), W(1)),  # first gradients
+        times(m - 2 * p + 1 + rank, F(0), I(0), W(0), F(1), I(1), W(1)),  # steady
+        times(p - 1 - rank, I(0), W(0), F(1), I(1), W(1)),  # the forwards of chunk 0 have ended
+        times(rank, I(0), I(1)),  # gradients up, their weight gradients put off
+        times(p - rank, I(0), W(0)),  # gradients down
+        times(rank, W(1)),  # the rest
+        times(rank, W(0)),
+    ]
