@@ -27,7 +27,7 @@ from ..pipeline.executor import CutPlan, plan_cut
 from ..pipeline.microbatch import microbatch_sizes
 from ..pipeline.partition import unit_costs
 from ..pipeline.schedules import Schedule
-from ..pipeline.simulate import peak_live, simulate
+from ..pipeline.simulate import simulate
 from ..precision.policy import PrecisionPolicy
 from ..shardformer.init import LazyWeights
 from ..shardformer.plan import Decision
@@ -385,13 +385,12 @@ class _Resolver:
         if options.num_microbatches is not None and self.batch.samples is not None and self.batch.samples < options.num_microbatches:
             notes.append(f"batch_size={self.batch.samples} has fewer samples than num_microbatches={options.num_microbatches}")
         if options.pp_style == "interleaved" and microbatches is not None and microbatches > ranks > 1 and microbatches % ranks:
-            nearby = {-(-microbatches // ranks) * ranks: 0, microbatches: 0}
-            nearby = {number: max(map(peak_live, self._actions(number).actions)) for number in nearby}
-            (fitting, fewer), (_, held) = nearby.items()
-            if held > fewer:
+            fitting = -(-microbatches // ranks) * ranks
+            bubbles = [simulate(self._actions(number)).bubble for number in (microbatches, fitting)]
+            if bubbles[0] > bubbles[1] + 0.02:
                 notes.append(
-                    f"{microbatches} microbatches are no multiple of {ranks} pipeline ranks: rounds get longer and a rank holds up to "
-                    f"{held} chunks of microbatches; with num_microbatches={fitting} it would hold {fewer}"
+                    f"{microbatches} microbatches are no multiple of {ranks} pipeline ranks: short rounds are waited for, so that the "
+                    f"bubble is {bubbles[0]:.1%} where num_microbatches={fitting} has {bubbles[1]:.1%}"
                 )
         return notes
 

@@ -236,19 +236,18 @@ def test_ranks_with_several_stages_are_weighed_together(world_of: Any) -> None:
     assert layout.rank_imbalance < layout.imbalance
 
 
-def test_microbatches_that_make_interleaving_hold_more_are_named(world_of: Any) -> None:
-    world_of(4)
+def test_microbatches_that_make_interleaving_wait_are_named(world_of: Any) -> None:
+    world_of(2)
     with LazyInitContext():
         model = zoo.build("llama-causal-lm", num_hidden_layers=8)
     said = {}
-    for number in (7, 8):
-        plugin = HybridParallelPlugin(pp_size=4, num_microbatches=number, pp_style="interleaved", num_model_chunks=2)
+    for number in (5, 6):
+        plugin = HybridParallelPlugin(pp_size=2, num_microbatches=number, pp_style="interleaved", num_model_chunks=4)
         layout = plugin.preflight(model, adamw(model))
-        said[number] = layout.peak_live, [note for note in layout.notes if "multiple of 4" in note]
-    assert said[8][1] == []
-    [note] = said[7][1]
-    assert f"up to {said[7][0]} chunks" in note
-    assert f"num_microbatches=8 it would hold {said[8][0]}" in note
+        said[number] = f"{layout.bubble:.1%}", [note for note in layout.notes if "multiple of 2" in note]
+    assert said[6][1] == []
+    [note] = said[5][1]
+    assert f"the bubble is {said[5][0]} where num_microbatches=6 has {said[6][0]}" in note
 
 
 def test_what_settings_of_layers_change_is_shown(world_of: Any) -> None:

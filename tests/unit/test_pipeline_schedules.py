@@ -13,7 +13,7 @@ from shardwright.pipeline import schedules
 from shardwright.pipeline.actions import Action, Kind, validate
 from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.schedules import STYLES, Schedule
-from shardwright.pipeline.schedules.interleaved import round_sizes
+from shardwright.pipeline.schedules.interleaved import limit
 from shardwright.pipeline.simulate import Costs, simulate
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb", 1), ("zbv", 2)]
@@ -102,9 +102,29 @@ def test_live_activations_are_as_promised(p: int) -> None:
         if m >= 2 * p - 1:
             assert v_shape == [2 * p] * p
         for v in (2, 3):
-            sizes = round_sizes(p, m)
-            bound = [min(v * m, (v - 1) * sizes[0] + 2 * (p - 1 - rank) + 1) for rank in range(p)]
-            assert simulate(schedules.get("interleaved", p, m, v)).peak_live == bound
+            if m % p == 0:
+                bound = [min(v * m, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
+                assert simulate(schedules.get("interleaved", p, m, v)).peak_live == bound
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 3), (2, 8), (3, 4), (4, 2), (4, 4), (5, 3), (8, 4), (8, 8)])
+def test_interleaving_any_number_of_microbatches_costs_little_memory_and_time(p: int, v: int) -> None:
+    """At most an eighth (or one) more chunks than with a multiple of p, and mostly as short as can be."""
+    best = 0
+    numbers = range(p, 4 * p)
+    for m in numbers:
+        result = simulate(schedules.get("interleaved", p, m, v))
+        assert max(result.peak_live) <= max(limit(p, v) * 9 // 8, limit(p, v) + 1), m
+        assert result.makespan <= slots("interleaved", p, -(-m // p) * p, v), m
+        assert result.makespan <= 1.2 * slots("interleaved", p, m, v), m
+        best += result.makespan == slots("interleaved", p, m, v)
+    assert best >= 0.5 * len(numbers)
+
+
+def test_fifteen_microbatches_hold_hardly_more_than_sixteen() -> None:
+    held = {m: max(simulate(schedules.get("interleaved", 8, m, 4)).peak_live) for m in (8, 12, 15, 16, 23)}
+    assert held == {8: 32, 12: 33, 15: 38, 16: 39, 23: 38}
+    assert simulate(schedules.get("interleaved", 8, 15, 4)).makespan == 3 * (4 * 15 + 7), "as short as can be"
 
 
 def test_gradients_add_up_in_the_same_order_in_every_schedule() -> None:
@@ -219,8 +239,10 @@ def test_same_work_as_torch_and_never_longer(style: str, name: str, v: int) -> N
             ours = schedules.get(style, p, m, v)
             assert [halves(actions) for actions in ours.actions] == [halves(actions) for actions in theirs]
             for costs in (Costs(), Costs(forward=2, input_grad=2, weight_grad=1), Costs(forward=1, input_grad=2, weight_grad=1)):
-                limit = simulate(Schedule(ours.placement, theirs), costs).makespan
-                assert simulate(ours, costs).makespan <= limit, (p, m, costs)
+                other, own = simulate(Schedule(ours.placement, theirs), costs), simulate(ours, costs)
+                # Interleaving an odd number of microbatches, torch holds far more of them: that may buy it a little time.
+                allowed = 1.04 if max(other.peak_live) > 1.1 * max(own.peak_live) else 1.0
+                assert own.makespan <= allowed * other.makespan, (p, m, costs)
             compared += 1
     assert compared >= 12
 
