@@ -21,7 +21,7 @@ HELP = "check a layout against a model and show stages, bytes, schedule and coll
 _WHOLE = ("tp_size", "pp_size", "sp_size", "zero_stage", "zero_group_size", "num_microbatches", "microbatch_size", "num_model_chunks")
 _TEXT = ("precision", "pp_style")
 _FLAGS = ("cpu_offload", "enable_all_optimization", "enable_flash_attention", "enable_fused_normalization", "enable_sequence_parallelism")
-_OTHER = ("sequence_parallelism_mode", "make_vocab_size_divisible_by", "num_layers_per_stage", "zero_bucket_size_in_m")
+_OTHER = ("sequence_parallelism_mode", "make_vocab_size_divisible_by", "num_layers_per_stage", "layer_costs", "zero_bucket_size_in_m")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(layout, "make_vocab_size_divisible_by", int)
     _add(layout, "zero_bucket_size_in_m", float)
     _add(layout, "num_layers_per_stage", _numbers)
+    _add(layout, "layer_costs", _costs)
     layout.add_argument("--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)")
     layout.add_argument(
         "--recompute", type=float, metavar="SHARE", help="share of every stage's layers under activation checkpointing, 0 to 1"
@@ -67,7 +68,14 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 4,4,4,4") from None
 
 
-_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "NAME", _numbers: "N,N,..."}
+def _costs(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,1,1.5") from None
+
+
+_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "NAME", _numbers: "N,N,...", _costs: "X,X,..."}
 
 
 def run(args: argparse.Namespace) -> int:

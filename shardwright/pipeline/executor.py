@@ -24,16 +24,18 @@ from ..ops.vocab_mode import as_scripts_see, detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors, to_device
 from . import schedules
+from .balance import ChainCosts
 from .checkpointing import PipelineGradientCheckpointConfig
 from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
 from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
-from .partition import given_units, partition_units, unit_costs
+from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
 from .runtime import PipelineRuntime
 from .schedules import Schedule
+from .simulate import Costs
 from .stage import Payload, StagedModel
 from .survey import Survey, survey_model
 from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
@@ -47,6 +49,7 @@ class PipelineSettings:
     num_microbatches             microbatches of a batch (fewer for a batch with fewer samples)
     microbatch_size              or samples per microbatch; with neither a batch is one microbatch
     num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
+    layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
     overlap_p2p                  receive while computing; the numbers are the same without
     enable_metadata_cache        send the description of a message only once per shape
@@ -57,6 +60,7 @@ class PipelineSettings:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     num_layers_per_stage: Sequence[int] | None = None
+    layer_costs: Sequence[float] | None = None
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
     overlap_p2p: bool = True
     enable_metadata_cache: bool = True
@@ -71,6 +75,7 @@ class CutModel:
     tied_groups  parameters that several ranks hold: the same list on every rank
     rank         this rank's position in the pipeline
     loss_check   see `CutPlan`
+    costs        see `CutPlan`
     """
 
     staged: StagedModel
@@ -78,6 +83,7 @@ class CutModel:
     tied_groups: tuple[TiedGroup, ...]
     rank: int
     loss_check: LossCheck | None = None
+    costs: ChainCosts | None = None
 
     @property
     def holds_last_stage(self) -> bool:
@@ -94,6 +100,7 @@ class CutPlan:
     checkpointed   per pipeline rank: recomputed layers of each of its stages
     tied_groups    parameters that several ranks hold
     loss_check     finds out what losses do before they run; None where one microbatch on one rank is everything
+    costs          of the units, by which the model was cut; None with one stage
     """
 
     units: tuple[Unit, ...]
@@ -103,12 +110,13 @@ class CutPlan:
     checkpointed: tuple[Mapping[int, int], ...]
     tied_groups: tuple[TiedGroup, ...]
     loss_check: LossCheck | None = None
+    costs: ChainCosts | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
         staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
-        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check)
+        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs)
 
 
 def plan_cut(
@@ -132,15 +140,17 @@ def plan_cut(
         return _plan_one_stage(model, settings, config, layer_lists)
     placement = schedules.get_placement(settings.pp_style, num_ranks, settings.num_model_chunks)
     survey = survey_model(model, layer_lists, example_inputs)
+    length = sequence_length(example_inputs)
+    costs = chain_costs(model, survey, placement, measured=settings.layer_costs, config=config, length=length)
     if settings.num_layers_per_stage is not None:
         stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
     else:
-        stages = partition_units(survey, unit_costs(model, survey), placement.num_stages)
+        stages = partition_units(survey, costs, placement)
     checkpointed = tuple(
         config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck.of(model, survey.units))
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck.of(model, survey.units), costs)
 
 
 def _plan_one_stage(
@@ -263,6 +273,12 @@ class PipelineExecutor:
         with job.step():
             return self._execute(data_iter, criterion, optimizer, return_loss, return_outputs)
 
+    def layer_costs(self, measured: Costs) -> list[float]:
+        """What the plugin's `layer_costs` takes, from the costs of the stages as a timeline has measured them."""
+        if self.cut.costs is None:
+            raise ValueError("layer_costs needs a pipeline: with one stage there is nothing to cut")
+        return self.cut.costs.measured(self.cut.staged.stages, measured)
+
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""
         if self._same_batch is not None:
@@ -347,7 +363,8 @@ class PipelineExecutor:
     def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks
         schedule = schedules.get(settings.pp_style, ranks, num_microbatches, settings.num_model_chunks, forward_only=not training)
-        return lower(schedule, overlap=settings.overlap_p2p, rank=self.cut.rank)
+        costs = self.cut.costs.actions(self.cut.staged.stages) if self.cut.costs is not None else None
+        return lower(schedule, overlap=settings.overlap_p2p, costs=costs, rank=self.cut.rank)
 
     def forward(self, stage: int, received: Payload | None, index: int) -> Any:
         """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""

@@ -1,29 +1,93 @@
 """Which units each stage gets.
 
-Cost of a stage, in parameters that a token meets (a forward takes 2 floating point operations for each, a backward 4):
+Cost of a forward, in parameters that a token meets (2 floating point operations for each; a backward takes 4, and the forward again
+where layers are recomputed):
 
     cost(unit)   = parameters of the layer, experts by the share that one token visits (top_k / num_experts)
+                 + attention, where the length of the sequences is known: 2 * keys * heads * head_dim for the two products with
+                   the keys that a token sees, half the sequence on average under a causal mask, at most its window
     cost(first)  = those before the first layer;  cost(last) = those behind the last layer (norm, head)
     embedding tables that are only looked up count EMBEDDING_SHARE of their size: no matrix product, but gradient and update
     a tied head counts in full where it multiplies
 
-The partition minimises the cost of the dearest stage, then the sum of squares, over all cuts that the survey allows.
+or what the user has measured. `balance` cuts by these costs so that the dearest rank is as cheap as possible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
+import torch
 from torch import nn
 
+from .balance import ChainCosts, balance
+from .checkpointing import PipelineGradientCheckpointConfig
+from .placement import Placement
 from .survey import Survey
 
 EMBEDDING_SHARE = 0.05
 
 
+def chain_costs(
+    model: nn.Module,
+    survey: Survey,
+    placement: Placement,
+    *,
+    measured: Sequence[float] | None = None,
+    config: PipelineGradientCheckpointConfig | None = None,
+    length: int | None = None,
+) -> ChainCosts:
+    """Costs of the units for `balance`.
+
+    measured  time of every layer, forward and backward together, recomputation included, what lies before and behind the layers
+              in the first and the last; None: estimated
+    config    which layers are recomputed
+    length    of the sequences, for attention; None: not counted
+    """
+    if measured is not None:
+        _check_measured(measured, survey)
+        return ChainCosts([cost / 3 for cost in measured])
+    layers, head, tail = _estimated(model, survey)
+    attention = attention_costs(model, survey.num_units, length)
+    forward = [layer + extra for layer, extra in zip(layers, attention, strict=True)]
+    forward[0] += head
+    forward[-1] += tail
+    return ChainCosts(forward, head, tail, _recomputed(config, placement))
+
+
+def _recomputed(config: PipelineGradientCheckpointConfig | None, placement: Placement) -> float | list[int]:
+    if config is None:
+        return 0.0
+    numbers = config.num_ckpt_layers_per_stage
+    if numbers is None:
+        return float(config.gradient_checkpointing_ratio or 0.0)
+    if len(numbers) == placement.num_ranks:  # over a rank's chunks in order: the first ones, unless it is short
+        return [numbers[placement.rank_of(stage)] * (placement.chunk_of(stage) == 0) for stage in range(placement.num_stages)]
+    return list(numbers) if len(numbers) == placement.num_stages else 0.0
+
+
+def _check_measured(measured: Sequence[float], survey: Survey) -> None:
+    units = survey.num_units
+    wrong = len(measured) != units or any(not 0 < cost < float("inf") for cost in measured)
+    if wrong:
+        raise ValueError(
+            f"layer_costs={list(measured)} must hold a positive number for each of the model's {units} layers ({survey.units[0].layer} to "
+            f"{survey.units[-1].layer}): its time forward and backward, in any unit; {[1.0] * min(units, 3)}... stands for equal ones"
+        )
+
+
 def unit_costs(model: nn.Module, survey: Survey) -> list[float]:
-    """Cost of each unit, that of the embeddings added to the first and that of the head to the last."""
+    """Estimated cost of each unit without attention, that of the embeddings added to the first and that of the head to the last."""
+    costs, head, tail = _estimated(model, survey)
+    costs[0] += head
+    costs[-1] += tail
+    return costs
+
+
+def _estimated(model: nn.Module, survey: Survey) -> tuple[list[float], float, float]:
+    """Of every unit by itself, of what lies before the first, and of what lies behind the last."""
     tables = lookup_tables(model)
     sizes = {name: float(parameter.numel()) for name, parameter in model.named_parameters(remove_duplicate=False)}
     visited = visited_share(model)
@@ -37,8 +101,45 @@ def unit_costs(model: nn.Module, survey: Survey) -> list[float]:
         return sizes[name] * share * (visited if expert else 1.0)
 
     costs = [sum(cost(name, False) for name in survey.parts[unit].parameters) for unit in range(survey.num_units)]
-    costs[-1] += sum(cost(name, True) for name in survey.parts[-1].parameters)
-    return costs
+    first = survey.units[0].layer
+    head = sum(cost(name, False) for name in survey.parts[0].parameters if not name.startswith(f"{first}."))
+    costs[0] -= head
+    return costs, head, sum(cost(name, True) for name in survey.parts[-1].parameters)
+
+
+def attention_costs(model: nn.Module, num_units: int, length: int | None) -> list[float]:
+    """Of every unit's products with keys and values, in the unit of the parameters; zeros where the config says too little."""
+    config = _text_config(model)
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if length is None or not isinstance(heads, int) or not isinstance(hidden, int):
+        return [0.0] * num_units
+    size = getattr(config, "head_dim", None) or hidden // heads
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds if isinstance(kinds, list) and len(kinds) == num_units else ["full_attention"] * num_units
+    window = getattr(config, "sliding_window", None)
+    everywhere = window if "sliding_attention" not in kinds and getattr(config, "use_sliding_window", True) else None
+
+    def keys(kind: str) -> float:
+        """That a token meets on average."""
+        if "linear" in kind:
+            return 0.0
+        limit = window if kind == "sliding_attention" else everywhere
+        width = min(limit, length) if isinstance(limit, int) else length
+        return width * (1 - width / (2 * length))
+
+    return [2 * keys(kind) * heads * size for kind in kinds]
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Tokens of a sample of a batch: dim 1 of its token ids, else of the first tensor of whole numbers."""
+    if isinstance(batch, torch.Tensor):
+        tensors = [batch]
+    elif isinstance(batch, dict):
+        named = [batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch]
+        tensors = [value for value in [*named, *batch.values()] if isinstance(value, torch.Tensor)]
+    else:
+        tensors = [value for value in batch or () if isinstance(value, torch.Tensor)]
+    return next((tensor.shape[1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()), None)
 
 
 def lookup_tables(model: nn.Module) -> set[str]:
@@ -53,36 +154,22 @@ def lookup_tables(model: nn.Module) -> set[str]:
 
 def visited_share(model: nn.Module) -> float:
     """Share of the experts that one token visits; 1 for models without experts."""
-    config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    config = get_text_config() if callable(get_text_config) else config
+    config = _text_config(model)
     experts = next((n for key in ("num_local_experts", "n_routed_experts", "num_experts") if (n := getattr(config, key, None))), None)
     chosen = next((n for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk") if (n := getattr(config, key, None))), None)
     return min(1.0, chosen / experts) if isinstance(experts, int) and isinstance(chosen, int) else 1.0
 
 
-def partition_units(survey: Survey, costs: Sequence[float], num_stages: int) -> list[range]:
-    """Consecutive units of each of `num_stages` stages, at least one each, by dynamic programming over the cuts."""
-    units = len(costs)
-    _check_count(survey, num_stages)
-    total = [0.0, *accumulate(costs)]
-    allowed = [position for position in range(1, units) if survey.can_cut(position)]
-    # best[position] = (dearest stage, sum of squares, start of the last stage) for the units before `position` in so many stages
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(num_stages):
-        ends = [units] if stage == num_stages - 1 else allowed
-        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in ends:
-            options = []
-            for start, (dearest, squares, starts) in best.items():
-                if start < end:
-                    cost = total[end] - total[start]
-                    options.append((max(dearest, cost), squares + cost * cost, (*starts, start)))
-            if options:
-                following[end] = min(options)
-        best = following
-    starts = (*best[units][2], units)
-    return [range(low, high) for low, high in pairwise(starts)]
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if callable(get_text_config) else config
+
+
+def partition_units(survey: Survey, costs: ChainCosts, placement: Placement) -> list[range]:
+    """Consecutive units of each stage, at least one each, cut where the survey allows."""
+    _check_count(survey, placement.num_stages)
+    return balance(costs, [position for position in range(1, survey.num_units) if survey.can_cut(position)], placement)
 
 
 def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages: int) -> list[range]:

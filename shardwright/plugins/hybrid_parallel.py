@@ -109,6 +109,7 @@ class HybridParallelPlugin(Plugin):
         fp8_communication: bool = False,
         use_fp8: bool = False,
         example_inputs: Any = None,
+        layer_costs: list[float] | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)

@@ -16,16 +16,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
 from ..pipeline import schedules
+from ..pipeline.balance import by_rank
 from ..pipeline.executor import CutPlan, plan_cut
 from ..pipeline.microbatch import microbatch_sizes
-from ..pipeline.partition import unit_costs
+from ..pipeline.partition import chain_costs
 from ..pipeline.schedules import Schedule
 from ..pipeline.simulate import simulate
 from ..precision.policy import PrecisionPolicy
@@ -170,7 +173,7 @@ class _Resolver:
             peak_live=peak,
             deferred=self._deferred,
             imbalance=_over_mean(costs),
-            rank_imbalance=_over_mean(self._by_rank(costs)),
+            rank_imbalance=_over_mean(by_rank(costs, self.plan.placement)),
             kernels=self.kernels,
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
@@ -219,16 +222,16 @@ class _Resolver:
             for stage, units in enumerate(self.plan.stages)
         )
 
-    def _stage_costs(self) -> list[float]:
-        """Parameters that a token meets, by stage; one stage where nothing was surveyed."""
-        if self.plan.survey is None:
-            return [1.0]
-        units = unit_costs(self.model, self.plan.survey)
-        return [sum(units[unit] for unit in stage) for stage in self.plan.stages]
-
-    def _by_rank(self, costs: Sequence[float]) -> list[float]:
-        placement = self.plan.placement
-        return [sum(costs[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    def _stage_costs(self) -> NDArray[np.float64]:
+        """Time of a microbatch by stage, as the cut counts it; attention by the length of this batch where it is known."""
+        plan, pipeline = self.plan, self.settings.pipeline
+        if plan.survey is None or plan.costs is None:
+            return np.ones(1)
+        costs = plan.costs
+        if self.batch.length is not None and pipeline.layer_costs is None:
+            config = pipeline.gradient_checkpoint_config
+            costs = chain_costs(self.model, plan.survey, plan.placement, config=config, length=self.batch.length)
+        return costs.stages(np.array([*(units.start for units in plan.stages), plan.stages[-1].stop]))
 
     # Bytes.
 
@@ -431,8 +434,8 @@ class _Resolver:
         ]
 
 
-def _over_mean(costs: Sequence[float]) -> float | None:
-    return None if len(costs) < 2 else max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
+def _over_mean(costs: NDArray[np.float64]) -> float | None:
+    return None if len(costs) < 2 else float(costs.max() / costs.mean()) if costs.any() else 1.0
 
 
 def _times(factor: int | None, amount: int) -> int | None:

@@ -154,6 +154,7 @@ class PipelineOptions:
     overlap_p2p: bool
     enable_metadata_cache: bool
     example_inputs: Any
+    layer_costs: list[float] | None
 
     def check(self, pp_size: int) -> None:
         """Refuse what does not fit a pipeline of `pp_size` ranks."""

@@ -60,7 +60,7 @@ _FSDP_OVERLAP = "ZeRO-3 always reduces gradients while backward runs"
 HYBRID: Sequence[Rule] = (
     Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
     Rule(
-        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs"),
+        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs", "layer_costs"),
         lambda facts: facts.pp == 1,
         "pp_size=1 has no pipeline",
     ),

@@ -87,6 +87,12 @@ def _whole_numbers(value: Any) -> str | None:
     return "a list of whole numbers, such as [4, 4]"
 
 
+def _numbers(value: Any) -> str | None:
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(_number(number) is None for number in value):
+        return None
+    return "a list of numbers, such as [1.0, 1.5]"
+
+
 def _number_in(value: Any) -> float | None:
     """The number that `value` was meant to be, if it says one."""
     try:
@@ -102,4 +108,5 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "float": _number,
     "str": _text,
     "list[int]": _whole_numbers,
+    "list[float]": _numbers,
 }

@@ -156,6 +156,11 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused("a batch", "next(iter(dataloader))", PIPE),
         Idle(_batch()),
     ],
+    "layer_costs": [
+        Changes(see.report, [1.0] * 7 + [9.0], PIPE),
+        Refused("1,3", "list of numbers"),
+        Idle([1.0, 2.0]),
+    ],
 }
 
 ZERO_OPTIONS: dict[str, list[Any]] = {

@@ -182,6 +182,8 @@ MODELS: dict[str, Case] = {
     ),
     "too few stages": Case({**PIPE, "num_layers_per_stage": [4]}, ["num_layers_per_stage=[4]", "2 stages", "[2, 2]"], boost()),
     "a stage without layers": Case({**PIPE, "num_layers_per_stage": [0, 4]}, ["num_layers_per_stage=[0, 4]", "at least 1"], boost()),
+    "costs of other layers": Case({**PIPE, "layer_costs": [1.0, 2.0]}, ["layer_costs=[1.0, 2.0]", "4 layers", "positive"], boost()),
+    "costs of nothing": Case({**PIPE, "layer_costs": [1, 1, 1, 0]}, ["layer_costs=[1, 1, 1, 0]", "positive"], boost()),
     "layers of one stage": Case({"num_layers_per_stage": [3]}, ["num_layers_per_stage=[3]", "4 layers", "[4]"], boost()),
     "checkpointing more than there is": Case(
         {**PIPE, "gradient_checkpoint_config": ckpt(9, 0)}, ["num_ckpt_layers_per_stage=[9, 0]", "2 layers", "[2, 2]"], boost()

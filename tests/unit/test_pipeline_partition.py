@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwright.pipeline import balance as balancing
+from shardwright.pipeline.balance import ChainCosts, balance, by_rank
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
 from shardwright.pipeline.layer_chain import Unit, find_units
-from shardwright.pipeline.partition import given_units, partition_units, unit_costs
+from shardwright.pipeline.partition import attention_costs, chain_costs, given_units, partition_units, sequence_length, unit_costs
 from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.simulate import Costs
 from shardwright.pipeline.survey import Part, Survey, Template, survey_model
 from shardwright.pipeline.tied import find_tied_groups
 from shardwright.testing import zoo
@@ -31,25 +36,98 @@ def survey_of(units: int, joined: tuple[tuple[int, int], ...] = ()) -> Survey:
     )
 
 
-def test_partition_is_the_best_of_all() -> None:
+def random_chain(rng: random.Random, units: int, placement: Placement) -> ChainCosts:
+    """Layers of equal or random cost with embeddings, a head, and some of them recomputed."""
+    forward = [1.0] * units if rng.random() < 0.4 else [rng.choice([1.0, 2.0, 5.0, 0.5, rng.random() + 0.1]) for _ in range(units)]
+    head, tail = rng.choice([0.0, 0.3]), rng.choice([0.0, 0.5, 3.0, 7.0])
+    forward[0] += head
+    forward[-1] += tail
+    numbers = [rng.randint(0, 2) for _ in range(placement.num_stages)]
+    return ChainCosts(forward, head, tail, rng.choice([0.0, 0.5, 1.0, numbers]))
+
+
+def dearest_rank(costs: ChainCosts, bounds: Any, placement: Placement) -> Any:
+    return by_rank(costs.stages(np.array(bounds)), placement).max(-1)
+
+
+@pytest.mark.parametrize("all_tried", [True, False])
+def test_the_dearest_rank_is_as_cheap_as_can_be(all_tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every cut; with several stages per rank also the search that large models need, which may miss it now and then."""
+    if not all_tried:
+        monkeypatch.setattr(balancing, "_MAX_TRIED", 0)
     rng = random.Random(0)
-    for _ in range(60):
-        units, stages = rng.randint(2, 8), rng.randint(1, 4)
-        stages = min(stages, units)
-        costs = [rng.choice([1.0, 2.0, 5.0, 0.5]) for _ in range(units)]
-        found = partition_units(survey_of(units), costs, stages)
+    gaps: dict[str, list[float]] = {"linear": [], "v": [], "round_robin": []}
+    for _ in range(150):
+        style = rng.choice(list(gaps))
+        ranks, chunks = rng.randint(2, 3), {"linear": 1, "v": 2}.get(style, rng.randint(2, 3))
+        placement = Placement(ranks, chunks, style)
+        units = rng.randint(ranks * chunks, 11)
+        costs = random_chain(rng, units, placement)
+        cuts = sorted(rng.sample(range(1, units), rng.randint(ranks * chunks - 1, units - 1)))
+        found = balance(costs, cuts, placement)
         assert [unit for part in found for unit in part] == list(range(units))
-        every = [(0, *cuts, units) for cuts in itertools.combinations(range(1, units), stages - 1)]
-        best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cuts)) for cuts in every)
-        assert max(sum(costs[unit] for unit in part) for part in found) == best
+        assert {part.start for part in found[1:]} <= set(cuts)
+        every = [(0, *chosen, units) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
+        best = dearest_rank(costs, every, placement).min()
+        gaps[style].append(dearest_rank(costs, [*(part.start for part in found), units], placement) / best - 1)
+    assert max(gaps["linear"]) < 1e-9
+    several = gaps["v"] + gaps["round_robin"]
+    assert sum(gap > 1e-9 for gap in several) <= (0 if all_tried else 0.05 * len(several))
+
+
+def test_a_stage_costs_what_it_computes() -> None:
+    """Forward once, backward twice, and the forward again for its first layers, but never for embeddings and head."""
+    costs = ChainCosts([3.0, 1.0, 1.0, 6.0], head=2.0, tail=5.0, recomputed=0.5)
+    assert costs.stages(np.array([0, 2, 4])).tolist() == [3 * 4 + 1, 3 * 7 + 1]
+    assert costs.stages(np.array([0, 4])).tolist() == [3 * 11 + 2]
+    given = ChainCosts([3.0, 1.0, 1.0, 6.0], 2.0, 5.0, [9, 0])
+    assert given.stages(np.array([0, 2, 4])).tolist() == [3 * 4 + 2, 3 * 7]
+    actions = costs.actions([range(2), range(2, 4)])
+    assert (actions.forward, actions.weight_grad) == ([4 / 5.5, 7 / 5.5],) * 2
+    assert actions.input_grad == pytest.approx([5 / 5.5, 8 / 5.5])
+
+
+def test_large_models_are_balanced_by_rank() -> None:
+    """32 layers of 1 with a head of 2.4 on 8 ranks in a V: cut by stages one rank had 1.28 of the mean."""
+    costs = ChainCosts([1.12, *[1.0] * 30, 3.41], 0.12, 2.41)
+    placement = Placement(8, 2, "v")
+    ranks = by_rank(costs.stages(np.array([0, *(part.stop for part in balance(costs, range(1, 32), placement))])), placement)
+    assert ranks.max() / ranks.mean() < 1.17  # 5 layers where 4.32 would be even
+
+
+def test_measured_costs_go_back_into_the_cut() -> None:
+    costs = ChainCosts([1.0, 1.0, 2.0, 2.0])
+    stages = [range(2), range(2, 4)]
+    measured = costs.measured(stages, Costs([0.1, 0.1], [0.1, 0.2], [0.1, 0.2]))
+    assert measured == pytest.approx([0.15, 0.15, 0.25, 0.25])
+    survey = survey_of(4)
+    model = torch.nn.Identity()
+    chain = chain_costs(model, survey, Placement(2), measured=[1.0, 1.0, 1.0, 3.0])
+    assert partition_units(survey, chain, Placement(2)) == [range(3), range(3, 4)]
+    for wrong in ([1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, float("nan")]):
+        with pytest.raises(ValueError, match=r"layer_costs=.*each of the model's 4 layers"):
+            chain_costs(model, survey, Placement(2), measured=wrong)
+
+
+def test_attention_counts_by_what_a_token_sees() -> None:
+    model = zoo.build("llama-causal-lm")
+    width = model.config.num_attention_heads * model.config.head_dim
+    assert attention_costs(model, 4, None) == [0.0] * 4
+    assert attention_costs(model, 4, 100) == [2 * 50 * width] * 4
+    model.config.layer_types = ["full_attention", "sliding_attention", "linear_attention", "full_attention"]
+    model.config.sliding_window = 20
+    assert attention_costs(model, 4, 100) == [100 * width, 2 * 18 * width, 0.0, 100 * width]
+    assert sequence_length({"attention_mask": torch.ones(2, 1, 9, 9), "input_ids": torch.ones(2, 9, dtype=torch.int64)}) == 9
+    assert sequence_length((torch.ones(2, 3), torch.ones(2, 7, dtype=torch.int64))) == 7
+    assert sequence_length(None) is None
 
 
 def test_forbidden_cuts_are_avoided() -> None:
     survey = survey_of(6, joined=((1, 3),))
     assert [survey.can_cut(position) for position in range(1, 6)] == [True, False, False, True, True]
-    assert partition_units(survey, [1.0] * 6, 2) == [range(4), range(4, 6)]
+    assert partition_units(survey, ChainCosts([1.0] * 6), Placement(2)) == [range(4), range(4, 6)]
     with pytest.raises(ValueError, match="at most 4 stages"):
-        partition_units(survey, [1.0] * 6, 5)
+        partition_units(survey, ChainCosts([1.0] * 6), Placement(5))
     with pytest.raises(ValueError, match="inner"):
         given_units(survey, [3, 3], 2)
 
@@ -64,7 +142,7 @@ def test_numbers_given() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         given_units(survey, [6, 0], 2)
     with pytest.raises(ValueError, match="at most 6 stages"):
-        partition_units(survey, [1.0] * 6, 7)
+        partition_units(survey, ChainCosts([1.0] * 6), Placement(7))
 
 
 def test_costs_count_the_head_and_hardly_the_table() -> None:
@@ -75,7 +153,7 @@ def test_costs_count_the_head_and_hardly_the_table() -> None:
     assert costs[1] == costs[2] == layer
     assert costs[0] == pytest.approx(layer + 0.05 * 4000 * 48)
     assert costs[3] == pytest.approx(layer + 4000 * 48 + 48)
-    assert [len(part) for part in partition_units(survey, costs, 2)] == [3, 1]
+    assert [len(part) for part in partition_units(survey, chain_costs(model, survey, Placement(2)), Placement(2))] == [3, 1]
 
 
 def test_tied_groups_are_the_same_everywhere() -> None:
