@@ -32,15 +32,23 @@ Bounds = NDArray[np.int64]  # [..., stages + 1] units at which stages start and 
 class ChainCosts:
     """What a stage of consecutive units costs, in any unit of time.
 
-    forward     of every unit; a backward takes twice as long
-    head, tail  parts of the first and the last unit that belong to no layer (embeddings, head): these are never recomputed
+    forward     of every unit, and last of the tail, what lies behind the units; a backward takes twice as long
+    head        part of the first unit that is no layer (embeddings): like the tail it is never recomputed
     recomputed  share of a stage's layers that are run once more in the backward pass, its first ones; or their number by stage
+
+    The tail counts as one more unit here: the last stage ends behind it, and may consist of it alone.
     """
 
     forward: Sequence[float]
     head: float = 0.0
-    tail: float = 0.0
     recomputed: float | Sequence[int] = 0.0
+
+    def of(self, stages: Sequence[range]) -> NDArray[np.float64]:
+        """Time of the stages with these units."""
+        return self.stages(self._bounds(stages))
+
+    def _bounds(self, stages: Sequence[range]) -> Bounds:
+        return np.array([*(units.start for units in stages), len(self.forward)])
 
     def stages(self, bounds: Bounds) -> NDArray[np.float64]:
         """Time of all stages, [..., stages], for a microbatch forward and backward."""
@@ -50,32 +58,29 @@ class ChainCosts:
     def parts(self, bounds: Bounds) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Time of all stages' forwards, and of the forwards that their backwards repeat."""
         total = np.cumsum([0.0, *self.forward])
-        layers = np.array(self.forward, dtype=float)
-        layers[0] -= self.head
-        layers[-1] -= self.tail
-        alone = np.cumsum([0.0, *layers])
+        alone = np.cumsum([0.0, self.forward[0] - self.head, *self.forward[1:-1]])
         low, high = bounds[..., :-1], bounds[..., 1:]
-        length = high - low
+        layers = np.minimum(bounds, len(self.forward) - 1)
+        first, length = layers[..., :-1], np.diff(layers)
         if isinstance(self.recomputed, float | int):
             again = np.floor(self.recomputed * length).astype(np.int64)
         else:
             again = np.minimum(np.array(self.recomputed), length)
-        return total[high] - total[low], alone[low + again] - alone[low]
+        return total[high] - total[low], alone[first + again] - alone[first]
 
     def actions(self, stages: Sequence[range]) -> Costs:
         """What the actions of every stage cost, a forward 1 on average. A stage without any work costs a little all the same."""
-        bounds = np.array([*(units.start for units in stages), stages[-1].stop])
-        forward, again = self.parts(bounds)
+        forward, again = self.parts(self._bounds(stages))
         mean = forward.mean() or 1.0
         forward = np.maximum(forward / mean, 1e-3)
         return Costs(forward.tolist(), (forward + again / mean).tolist(), forward.tolist())
 
     def measured(self, stages: Sequence[range], costs: Costs) -> list[float]:
-        """Time of every unit, of its stage's measured time the part that this estimate gives it: what `layer_costs` takes."""
+        """Time of every unit and of the tail: of its stage's measured time the part that this estimate gives it."""
         table = costs.of_kind(len(stages))
         found = []
-        for stage, units in enumerate(stages):
-            estimated = self.stages(np.array([[unit, unit + 1] for unit in units]))[:, 0]
+        for stage, (low, high) in enumerate(pairwise(self._bounds(stages).tolist())):
+            estimated = self.stages(np.array([[unit, unit + 1] for unit in range(low, high)]))[:, 0]
             time = table[Kind.F][stage] + table[Kind.B][stage]
             found += (time * estimated / estimated.sum()).tolist()
         return found
@@ -88,7 +93,27 @@ def by_rank(stages: NDArray[np.float64], placement: Placement) -> NDArray[np.flo
 
 
 def balance(costs: ChainCosts, cuts: Sequence[int], placement: Placement) -> list[range]:
-    """Units of every stage, at least one each. `cuts` are the units before which a stage may start."""
+    """Units of every stage, at least one each. `cuts` are the units before which a stage may start.
+
+    The tail is a stage of its own where this is allowed (a cut behind the last unit) and makes the dearest rank cheaper by 1 % or more:
+    a stage without layers is a surprise that must be worth it.
+    """
+    units = len(costs.forward) - 1
+    inner = [cut for cut in cuts if cut < units]
+    found = _cut(costs, inner, placement) if len(inner) >= placement.num_stages - 1 else None
+    if len(inner) < len(cuts) and placement.num_stages > 1:
+        other = _cut(costs, cuts, placement)
+        if found is None or _dearest(costs, other, placement) < 0.99 * _dearest(costs, found, placement):
+            found = other
+    assert found is not None, (cuts, placement)
+    return [range(int(low), min(int(high), units)) for low, high in pairwise(found)]
+
+
+def _dearest(costs: ChainCosts, bounds: Bounds, placement: Placement) -> float:
+    return float(by_rank(costs.stages(bounds), placement).max())
+
+
+def _cut(costs: ChainCosts, cuts: Sequence[int], placement: Placement) -> Bounds:
     units = len(costs.forward)
     places = np.array([0, *cuts, units])
     assert len(places) > placement.num_stages, (places, placement)
@@ -101,7 +126,7 @@ def balance(costs: ChainCosts, cuts: Sequence[int], placement: Placement) -> lis
         starts = [_by_stage(costs, places, placement.num_stages), even]
         found = np.array([places[_improved(costs, places, start, placement)] for start in starts])
         best = found[_best(costs, found, placement)]
-    return [range(int(low), int(high)) for low, high in pairwise(best)]
+    return best
 
 
 def _by_stage(costs: ChainCosts, places: NDArray[np.int64], num_stages: int) -> NDArray[np.int64]:

@@ -49,10 +49,10 @@ class PipelineSettings:
     num_microbatches             microbatches of a batch (fewer for a batch with fewer samples)
     microbatch_size              or samples per microbatch; with neither a batch is one microbatch
     num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
-    layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
     overlap_p2p                  receive while computing; the numbers are the same without
     enable_metadata_cache        send the description of a message only once per shape
+    layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     """
 
     pp_style: str = "1f1b"
@@ -60,10 +60,10 @@ class PipelineSettings:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     num_layers_per_stage: Sequence[int] | None = None
-    layer_costs: Sequence[float] | None = None
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
     overlap_p2p: bool = True
     enable_metadata_cache: bool = True
+    layer_costs: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)

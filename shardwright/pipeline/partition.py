@@ -41,20 +41,19 @@ def chain_costs(
 ) -> ChainCosts:
     """Costs of the units for `balance`.
 
-    measured  time of every layer, forward and backward together, recomputation included, what lies before and behind the layers
-              in the first and the last; None: estimated
+    measured  time of every layer, forward and backward together, recomputation included, what lies before the layers in the first,
+              and last of what lies behind them, or that in the last layer; None: estimated
     config    which layers are recomputed
     length    of the sequences, for attention; None: not counted
     """
     if measured is not None:
         _check_measured(measured, survey)
-        return ChainCosts([cost / 3 for cost in measured])
+        return ChainCosts([cost / 3 for cost in measured] + [0.0] * (survey.num_units + 1 - len(measured)))
     layers, head, tail = _estimated(model, survey)
     attention = attention_costs(model, survey.num_units, length)
     forward = [layer + extra for layer, extra in zip(layers, attention, strict=True)]
     forward[0] += head
-    forward[-1] += tail
-    return ChainCosts(forward, head, tail, _recomputed(config, placement))
+    return ChainCosts([*forward, tail], head, _recomputed(config, placement))
 
 
 def _recomputed(config: PipelineGradientCheckpointConfig | None, placement: Placement) -> float | list[int]:
@@ -70,11 +69,12 @@ def _recomputed(config: PipelineGradientCheckpointConfig | None, placement: Plac
 
 def _check_measured(measured: Sequence[float], survey: Survey) -> None:
     units = survey.num_units
-    wrong = len(measured) != units or any(not 0 < cost < float("inf") for cost in measured)
+    wrong = len(measured) not in (units, units + 1) or any(not 0 < cost < float("inf") for cost in measured)
     if wrong:
         raise ValueError(
             f"layer_costs={list(measured)} must hold a positive number for each of the model's {units} layers ({survey.units[0].layer} to "
-            f"{survey.units[-1].layer}): its time forward and backward, in any unit; {[1.0] * min(units, 3)}... stands for equal ones"
+            f"{survey.units[-1].layer}): its time forward and backward, in any unit, and may hold one more for what lies behind them; "
+            f"{[1.0] * units} stands for equal ones"
         )
 
 
@@ -169,7 +169,8 @@ def _text_config(model: nn.Module) -> Any:
 def partition_units(survey: Survey, costs: ChainCosts, placement: Placement) -> list[range]:
     """Consecutive units of each stage, at least one each, cut where the survey allows."""
     _check_count(survey, placement.num_stages)
-    return balance(costs, [position for position in range(1, survey.num_units) if survey.can_cut(position)], placement)
+    last = survey.num_units + (costs.forward[-1] > 0)  # the tail can be parted from the layers where its cost is known
+    return balance(costs, [position for position in range(1, last) if survey.can_cut(position)], placement)
 
 
 def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages: int) -> list[range]:
@@ -182,18 +183,21 @@ def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages:
             f"num_layers_per_stage={numbers} has {len(numbers)} entries, but there are {num_stages} stages (pp_size x num_model_chunks, "
             f"in the order in which a microbatch passes them); {_nearest(units, num_stages)} would work"
         )
-    if any(not isinstance(number, int) or isinstance(number, bool) or number < 1 for number in numbers) or sum(numbers) != units:
+    least = [1] * (num_stages - 1) + [0 if num_stages > 1 else 1]
+    wrong = any(not isinstance(number, int) or isinstance(number, bool) or number < low for number, low in zip(numbers, least, strict=True))
+    if wrong or sum(numbers) != units:
         raise ValueError(
-            f"num_layers_per_stage={numbers} must hold whole numbers of at least 1 that sum to the model's {units} layers; "
-            f"{_nearest(units, num_stages)} would work"
+            f"num_layers_per_stage={numbers} must hold whole numbers of at least 1 that sum to the model's {units} layers (the last may be "
+            f"0, for a stage of what lies behind the layers); {_nearest(units, num_stages)} would work"
         )
     bounds = [0, *accumulate(numbers)]
     for position in bounds[1:-1]:
         if not survey.can_cut(position):
             allowed = [cut for cut in range(1, units) if survey.can_cut(cut)]
+            what = f"layer {position} ({survey.units[position].layer})" if position < units else "what lies behind the layers"
             raise ValueError(
-                f"num_layers_per_stage={numbers} cuts before layer {position} ({survey.units[position].layer}), but that layer uses inner "
-                f"values of layers before it; cuts that work: before {allowed or 'none, use pp_size=1'}"
+                f"num_layers_per_stage={numbers} cuts before {what}, but that uses inner values of layers before it; cuts that work: "
+                f"before {allowed or 'none, use pp_size=1'}"
             )
     return [range(low, high) for low, high in pairwise(bounds)]
 

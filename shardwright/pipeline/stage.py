@@ -193,7 +193,7 @@ class StagedModel:
 
     def _release(self, survey: Survey) -> None:
         """Drop the parameters that no stage of this rank reads, and the buffers of layers that it does not run."""
-        held = {name for stage in self.held for name in survey.parameters(self.stages[stage].start, self.stages[stage].stop)}
+        held = {name for stage in self.held for name in survey.parameters(self.stages, stage)}
         kept = {alias for name in held for alias in survey.names[name]}
         own = {unit for stage in self.held for unit in self.stages[stage]}
         foreign = tuple(f"{unit.layer}." for index, unit in enumerate(self.units) if index not in own)
@@ -241,12 +241,10 @@ class StagedModel:
             run = self.current
             if run is None:
                 return call(*args, **kwargs)
-            if index < run.low:
-                return run.output_before(index)
-            output = call_layer(call, args, kwargs)
-            if index in run.wanted:
+            output = run.output_before(index) if index < run.low else call_layer(call, args, kwargs)
+            if index in run.wanted and index >= run.low:
                 run.outputs[index] = output
-            if index == run.high - 1:
+            if index == run.high - 1:  # in a stage without layers, of the tail alone, the layer before it
                 if not run.is_last:
                     raise StageExit
                 if run.enter_tail is not None:
@@ -259,7 +257,7 @@ class StagedModel:
     def _install_stubs(self, survey: Survey) -> None:
         """Replace the modules outside the layers that some stage of this rank must not, or need not, run."""
         for stage in self.held:
-            read = survey.modules(self.stages[stage].start, self.stages[stage].stop)
+            read = survey.modules(self.stages, stage)
             # A module that contains one that is read runs itself.
             self._live[stage] = frozenset(name for name in survey.outside if any(m == name or m.startswith(f"{name}.") for m in read))
         unread = {alias for name in survey.unread for alias in survey.names[name]}

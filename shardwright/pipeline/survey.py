@@ -110,7 +110,7 @@ class Survey:
     outside     modules with parameters outside the layers that can become stubs, outer ones first
     ran         those of them that ran in the dry run
     unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
-    joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other
+    joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other; j may be the tail
     """
 
     units: tuple[Unit, ...]
@@ -127,7 +127,7 @@ class Survey:
         return len(self.units)
 
     def can_cut(self, position: int) -> bool:
-        """Whether a stage may end before unit `position`."""
+        """Whether a stage may end before unit `position`; behind the last one, whether the tail may be a stage of its own."""
         return not any(low < position <= high for low, high in self.joined)
 
     def boundary(self, position: int) -> tuple[int, ...]:
@@ -135,18 +135,19 @@ class Survey:
         behind = self.parts[position:]
         return tuple(unit for unit in range(position) if any(unit in part.reads for part in behind))
 
-    def parameters(self, low: int, high: int) -> set[str]:
-        """First names of the parameters of a stage with units [low, high)."""
-        held = {name for part in self._parts(low, high) for name in part.parameters}
-        held |= {name for name, first in self.unread.items() if (low == 0 if first else high == self.num_units)}
+    def parameters(self, stages: Sequence[range], stage: int) -> set[str]:
+        """First names of the parameters of one of `stages`, which are ranges of units."""
+        held = {name for part in self._parts(stages, stage) for name in part.parameters}
+        held |= {name for name, first in self.unread.items() if stage == (0 if first else len(stages) - 1)}
         return held
 
-    def modules(self, low: int, high: int) -> set[str]:
-        """Modules outside the layers whose output a stage with units [low, high) reads."""
-        return {name for part in self._parts(low, high) for name in part.modules}
+    def modules(self, stages: Sequence[range], stage: int) -> set[str]:
+        """Modules outside the layers whose output a stage reads."""
+        return {name for part in self._parts(stages, stage) for name in part.modules}
 
-    def _parts(self, low: int, high: int) -> tuple[Part, ...]:
-        return self.parts[low:high] + (self.parts[-1:] if high == self.num_units else ())
+    def _parts(self, stages: Sequence[range], stage: int) -> tuple[Part, ...]:
+        units = stages[stage]
+        return self.parts[units.start : units.stop] + (self.parts[-1:] if stage == len(stages) - 1 else ())
 
 
 def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_inputs: Any = None) -> Survey:
@@ -294,7 +295,7 @@ class _Surveyor:
             mine = own[index] if index < len(self.units) else outer
             for other, others in enumerate(own):
                 if other != index and (parameters & others) - mine:
-                    joined.add((min(other, index), min(max(other, index), len(self.units) - 1)))
+                    joined.add((min(other, index), max(other, index)))
             if index < len(self.units):
                 parameters |= own[index]
             parts.append(Part(frozenset(reads), frozenset(parameters | always), frozenset(modules | self.untracked)))

@@ -35,7 +35,7 @@ class TiedGroup:
 def find_tied_groups(survey: Survey, stages: Sequence[range], placement: Placement) -> list[TiedGroup]:
     """The parameters that are held by more than one rank, in the order of the model's parameters: the same list on every rank."""
     groups = []
-    held = [survey.parameters(units.start, units.stop) for units in stages]
+    held = [survey.parameters(stages, stage) for stage in range(len(stages))]
     for name, aliases in survey.names.items():
         holders = tuple(stage for stage, names in enumerate(held) if name in names)
         ranks = tuple(sorted({placement.rank_of(stage) for stage in holders}))

@@ -52,10 +52,10 @@ def weight_work(model: nn.Module, plan: CutPlan, decisions: Sequence[Decision], 
     params = dict(model.named_parameters(remove_duplicate=False))
     tables, visited = lookup_tables(model), visited_share(model)
     found = []
-    for units in plan.stages:
-        is_last = units.stop == plan.survey.num_units
+    for stage in range(len(plan.stages)):
+        is_last = stage == len(plan.stages) - 1
         together = postponed = 0.0
-        for name in plan.survey.parameters(units.start, units.stop):
+        for name in plan.survey.parameters(plan.stages, stage):
             param, aliases = params[name], plan.survey.names[name]
             looked_up = name in tables and not (is_last and any(alias not in tables for alias in aliases))
             if param.ndim < 2 or looked_up or not param.requires_grad:

@@ -49,7 +49,7 @@ def adapter_homes(model: nn.Module, plan: CutPlan) -> dict[str, Home]:
         if any(mark in name for mark in _MARKS):
             rank = 0
             if plan.survey is not None:
-                stages = (stage for stage, units in enumerate(plan.stages) if name in plan.survey.parameters(units.start, units.stop))
+                stages = (stage for stage in range(len(plan.stages)) if name in plan.survey.parameters(plan.stages, stage))
                 rank = plan.placement.rank_of(next(stages))
             homes[name] = Home(rank, tuple(param.shape))
     return homes

@@ -207,8 +207,7 @@ class _Resolver:
     def _of_stage(self, stage: int, params: Mapping[str, nn.Parameter]) -> set[str]:
         if self.plan.survey is None:
             return set(params)
-        units = self.plan.stages[stage]
-        return self.plan.survey.parameters(units.start, units.stop)
+        return self.plan.survey.parameters(self.plan.stages, stage)
 
     def _stages(self, params: Mapping[str, nn.Parameter]) -> tuple[StageShape, ...]:
         return tuple(
@@ -231,7 +230,7 @@ class _Resolver:
         if self.batch.length is not None and pipeline.layer_costs is None:
             config = pipeline.gradient_checkpoint_config
             costs = chain_costs(self.model, plan.survey, plan.placement, config=config, length=self.batch.length)
-        return costs.stages(np.array([*(units.start for units in plan.stages), plan.stages[-1].stop]))
+        return costs.of(plan.stages)
 
     # Bytes.
 

@@ -25,7 +25,7 @@ class StageShape:
     @property
     def span(self) -> str:
         if not self.layers:
-            return "the whole model"
+            return "what is behind the layers" if self.stage else "the whole model"
         return self.layers[0] if len(self.layers) == 1 else f"{self.layers[0]} to {self.layers[-1]}"
 
 

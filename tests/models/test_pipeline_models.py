@@ -45,6 +45,21 @@ def test_four_stages_with_any_layout(case: Case) -> None:
     run([case], ranks=4)
 
 
+def test_a_head_by_itself_is_a_stage() -> None:
+    """The last stage may have no layers: it gets what the last layer returned, also beside the first stage on one rank."""
+    one, two = {"layers": (4, 0)}, {"style": "zbv", "chunks": 2, "layers": (1, 2, 1, 0), "checkpointing": 1.0}
+    t5 = {"layers": (8, 0)}
+    run(
+        [
+            Case("llama-causal-lm", **one),  # type: ignore[arg-type]
+            Case("llama-tied-causal-lm", **two),  # type: ignore[arg-type]
+            Case("bert-masked-lm", **one),  # type: ignore[arg-type]
+            Case("gpt2-sequence-classification", **one),  # type: ignore[arg-type]
+            Case("t5-conditional-generation", **t5),  # type: ignore[arg-type]
+        ]
+    )
+
+
 def test_two_replicas_of_two_stages() -> None:
     """The loss is that of all replicas' samples, and gradients summed over replicas are those of one process."""
     run(

@@ -138,7 +138,7 @@ def _overrides(rng: random.Random, family: str, stages: int, plugin: dict[str, A
         overrides["num_decoder_layers"] = max(stages - layers, rng.choice([2, 3]))
         layers += overrides["num_decoder_layers"]
     if stages > 1 and rng.random() < 0.3:
-        cuts = sorted(rng.sample(range(1, layers), stages - 1))
+        cuts = sorted(rng.sample(range(1, layers + 1), stages - 1))  # the last stage may have no layer
         plugin["num_layers_per_stage"] = [end - start for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
     heads = rng.choice([2, 3, 4, 6, 12])
     if family in ("llama", "qwen2"):

@@ -41,9 +41,8 @@ def random_chain(rng: random.Random, units: int, placement: Placement) -> ChainC
     forward = [1.0] * units if rng.random() < 0.4 else [rng.choice([1.0, 2.0, 5.0, 0.5, rng.random() + 0.1]) for _ in range(units)]
     head, tail = rng.choice([0.0, 0.3]), rng.choice([0.0, 0.5, 3.0, 7.0])
     forward[0] += head
-    forward[-1] += tail
     numbers = [rng.randint(0, 2) for _ in range(placement.num_stages)]
-    return ChainCosts(forward, head, tail, rng.choice([0.0, 0.5, 1.0, numbers]))
+    return ChainCosts([*forward, tail], head, rng.choice([0.0, 0.5, 1.0, numbers]))
 
 
 def dearest_rank(costs: ChainCosts, bounds: Any, placement: Placement) -> Any:
@@ -63,13 +62,15 @@ def test_the_dearest_rank_is_as_cheap_as_can_be(all_tried: bool, monkeypatch: py
         placement = Placement(ranks, chunks, style)
         units = rng.randint(ranks * chunks, 11)
         costs = random_chain(rng, units, placement)
-        cuts = sorted(rng.sample(range(1, units), rng.randint(ranks * chunks - 1, units - 1)))
+        cuts = sorted(rng.sample(range(1, units + 1), rng.randint(ranks * chunks - 1, units)))
         found = balance(costs, cuts, placement)
         assert [unit for part in found for unit in part] == list(range(units))
         assert {part.start for part in found[1:]} <= set(cuts)
-        every = [(0, *chosen, units) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
+        every = [(0, *chosen, units + 1) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
         best = dearest_rank(costs, every, placement).min()
-        gaps[style].append(dearest_rank(costs, [*(part.start for part in found), units], placement) / best - 1)
+        gap = by_rank(costs.of(found), placement).max() / best - 1
+        declined = bool(found[-1]) and units in cuts  # a stage of the tail alone has to be worth 1 %
+        gaps[style].append(gap if gap > 0.011 or not declined else 0.0)
     assert max(gaps["linear"]) < 1e-9
     several = gaps["v"] + gaps["round_robin"]
     assert sum(gap > 1e-9 for gap in several) <= (0 if all_tried else 0.05 * len(several))
@@ -77,11 +78,12 @@ def test_the_dearest_rank_is_as_cheap_as_can_be(all_tried: bool, monkeypatch: py
 
 def test_a_stage_costs_what_it_computes() -> None:
     """Forward once, backward twice, and the forward again for its first layers, but never for embeddings and head."""
-    costs = ChainCosts([3.0, 1.0, 1.0, 6.0], head=2.0, tail=5.0, recomputed=0.5)
-    assert costs.stages(np.array([0, 2, 4])).tolist() == [3 * 4 + 1, 3 * 7 + 1]
-    assert costs.stages(np.array([0, 4])).tolist() == [3 * 11 + 2]
-    given = ChainCosts([3.0, 1.0, 1.0, 6.0], 2.0, 5.0, [9, 0])
-    assert given.stages(np.array([0, 2, 4])).tolist() == [3 * 4 + 2, 3 * 7]
+    costs = ChainCosts([3.0, 1.0, 1.0, 1.0, 5.0], head=2.0, recomputed=0.5)
+    assert costs.of([range(2), range(2, 4)]).tolist() == [3 * 4 + 1, 3 * 7 + 1]
+    assert costs.of([range(4)]).tolist() == [3 * 11 + 2]
+    assert costs.of([range(4), range(4, 4)]).tolist() == [3 * 6 + 2, 3 * 5]
+    given = ChainCosts([3.0, 1.0, 1.0, 1.0, 5.0], 2.0, [9, 0])
+    assert given.of([range(2), range(2, 4)]).tolist() == [3 * 4 + 2, 3 * 7]
     actions = costs.actions([range(2), range(2, 4)])
     assert (actions.forward, actions.weight_grad) == ([4 / 5.5, 7 / 5.5],) * 2
     assert actions.input_grad == pytest.approx([5 / 5.5, 8 / 5.5])
@@ -89,21 +91,39 @@ def test_a_stage_costs_what_it_computes() -> None:
 
 def test_large_models_are_balanced_by_rank() -> None:
     """32 layers of 1 with a head of 2.4 on 8 ranks in a V: cut by stages one rank had 1.28 of the mean."""
-    costs = ChainCosts([1.12, *[1.0] * 30, 3.41], 0.12, 2.41)
+    costs = ChainCosts([1.12, *[1.0] * 31, 2.41], 0.12)
     placement = Placement(8, 2, "v")
-    ranks = by_rank(costs.stages(np.array([0, *(part.stop for part in balance(costs, range(1, 32), placement))])), placement)
+    ranks = by_rank(costs.of(balance(costs, range(1, 32), placement)), placement)
     assert ranks.max() / ranks.mean() < 1.17  # 5 layers where 4.32 would be even
 
 
+def test_a_dear_head_is_a_stage_of_its_own() -> None:
+    """26 layers with a head of 7.6, as Gemma-2 2B has: beside a layer the head made the dearest rank."""
+    costs = ChainCosts([1.0] * 26 + [7.6])
+    found = balance(costs, range(1, 27), Placement(8))
+    assert found[-1] == range(26, 26)
+    assert costs.of(found).max() == pytest.approx(3 * 7.6)
+    folded = balance(costs, range(1, 27), Placement(4, 2, "v"))  # with the first stage on rank 0
+    ranks = by_rank(costs.of(folded), Placement(4, 2, "v"))
+    assert folded[-1] == range(26, 26)
+    assert ranks.max() / ranks.mean() < 1.08
+    even = ChainCosts([1.0] * 8 + [0.5])
+    assert all(balance(even, range(1, 9), Placement(2))), "a stage without layers is not made for nothing"
+    survey = survey_of(6)
+    assert given_units(survey, [3, 3, 0], 3) == [range(3), range(3, 6), range(6, 6)]
+
+
 def test_measured_costs_go_back_into_the_cut() -> None:
-    costs = ChainCosts([1.0, 1.0, 2.0, 2.0])
+    costs = ChainCosts([1.0, 1.0, 2.0, 2.0, 1.0])
     stages = [range(2), range(2, 4)]
     measured = costs.measured(stages, Costs([0.1, 0.1], [0.1, 0.2], [0.1, 0.2]))
-    assert measured == pytest.approx([0.15, 0.15, 0.25, 0.25])
+    assert measured == pytest.approx([0.15, 0.15, 0.2, 0.2, 0.1])
     survey = survey_of(4)
     model = torch.nn.Identity()
     chain = chain_costs(model, survey, Placement(2), measured=[1.0, 1.0, 1.0, 3.0])
     assert partition_units(survey, chain, Placement(2)) == [range(3), range(3, 4)]
+    chain = chain_costs(model, survey, Placement(2), measured=[1.0, 1.0, 1.0, 1.0, 4.0])
+    assert partition_units(survey, chain, Placement(2)) == [range(4), range(4, 4)]
     for wrong in ([1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, float("nan")]):
         with pytest.raises(ValueError, match=r"layer_costs=.*each of the model's 4 layers"):
             chain_costs(model, survey, Placement(2), measured=wrong)
@@ -125,9 +145,9 @@ def test_attention_counts_by_what_a_token_sees() -> None:
 def test_forbidden_cuts_are_avoided() -> None:
     survey = survey_of(6, joined=((1, 3),))
     assert [survey.can_cut(position) for position in range(1, 6)] == [True, False, False, True, True]
-    assert partition_units(survey, ChainCosts([1.0] * 6), Placement(2)) == [range(4), range(4, 6)]
+    assert partition_units(survey, ChainCosts([1.0] * 6 + [0.0]), Placement(2)) == [range(4), range(4, 6)]
     with pytest.raises(ValueError, match="at most 4 stages"):
-        partition_units(survey, ChainCosts([1.0] * 6), Placement(5))
+        partition_units(survey, ChainCosts([1.0] * 6 + [0.0]), Placement(5))
     with pytest.raises(ValueError, match="inner"):
         given_units(survey, [3, 3], 2)
 
@@ -140,9 +160,9 @@ def test_numbers_given() -> None:
     with pytest.raises(ValueError, match=r"6 layers.*\[3, 3\] would work"):
         given_units(survey, [3, 4], 2)
     with pytest.raises(ValueError, match="at least 1"):
-        given_units(survey, [6, 0], 2)
+        given_units(survey, [0, 6], 2)
     with pytest.raises(ValueError, match="at most 6 stages"):
-        partition_units(survey, ChainCosts([1.0] * 6), Placement(7))
+        partition_units(survey, ChainCosts([1.0] * 6 + [0.0]), Placement(7))
 
 
 def test_costs_count_the_head_and_hardly_the_table() -> None:
@@ -153,7 +173,7 @@ def test_costs_count_the_head_and_hardly_the_table() -> None:
     assert costs[1] == costs[2] == layer
     assert costs[0] == pytest.approx(layer + 0.05 * 4000 * 48)
     assert costs[3] == pytest.approx(layer + 4000 * 48 + 48)
-    assert [len(part) for part in partition_units(survey, chain_costs(model, survey, Placement(2)), Placement(2))] == [3, 1]
+    assert [len(part) for part in partition_units(survey, chain_costs(model, survey, Placement(2)), Placement(2))] == [4, 0]
 
 
 def test_tied_groups_are_the_same_everywhere() -> None:
