@@ -19,7 +19,7 @@ from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.schedules import Schedule
 from shardwright.pipeline.simulate import Costs, simulate
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2)]
+CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2)]
 
 
 @pytest.mark.parametrize(("style", "ranks", "chunks"), [("1f1b", 512, 1), ("interleaved", 256, 2), ("zbv", 256, 2)])

@@ -16,7 +16,7 @@ from shardwright.pipeline.schedules import STYLES, Schedule
 from shardwright.pipeline.schedules.interleaved import limit
 from shardwright.pipeline.simulate import Costs, simulate
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb", 1), ("zbv", 2)]
+CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb", 1), ("zbv", 2)]
 
 
 def slots(style: str, p: int, m: int, v: int) -> int:
@@ -26,7 +26,7 @@ def slots(style: str, p: int, m: int, v: int) -> int:
     need to mesh, the path of the last microbatch dominates instead.
     """
     match style:
-        case "gpipe" | "1f1b" | "interleaved":
+        case "gpipe" | "1f1b" | "eager_1f1b" | "interleaved":
             return 3 * (v * m + p - 1)
         case "zb":
             return max(3 * m + p - 1, 2 * m + 2 * p - 1)
@@ -93,6 +93,8 @@ def test_live_activations_are_as_promised(p: int) -> None:
         one_f_one_b = simulate(schedules.get("1f1b", p, m)).peak_live
         assert one_f_one_b == [min(m, p - rank) for rank in range(p)]
         assert simulate(schedules.get("gpipe", p, m)).peak_live == [m] * p
+        eager = simulate(schedules.get("eager_1f1b", p, m)).peak_live
+        assert eager == [min(m, 2 * (p - rank) - 1) for rank in range(p)]
         # Zero bubble: no rank holds more than the first rank of 1F1B does
         zero_bubble = simulate(schedules.get("zb", p, m)).peak_live
         assert max(zero_bubble) == max(one_f_one_b)
@@ -145,6 +147,15 @@ def test_unequal_costs_and_transfers() -> None:
     assert hidden.spans[1][0].start == 1.5
     with pytest.raises(ValueError, match=r"Costs\.forward has 3 entries for 2 stages"):
         simulate(schedule, Costs(forward=[1, 2, 3]))
+
+
+def test_an_eager_warm_up_hides_transfers() -> None:
+    """1F1B waits for two messages per microbatch; with twice the warm-up a step takes hardly longer than without messages."""
+    p, m, transfer = 8, 64, 0.2
+    plain, eager = (simulate(schedules.get(style, p, m), Costs(transfer=transfer)).makespan for style in ("1f1b", "eager_1f1b"))
+    free = simulate(schedules.get("1f1b", p, m)).makespan
+    assert plain > free + 1.8 * transfer * m
+    assert eager <= free + 4 * transfer * p
 
 
 def test_a_schedule_that_waits_for_ever_is_found() -> None:

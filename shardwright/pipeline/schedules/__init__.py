@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ...utils.errors import one_of
 from ..actions import Action
 from ..placement import Placement
+from .eager import eager_1f1b
 from .forward_only import forward_only as _forward_only
 from .gpipe import gpipe
 from .interleaved import interleaved
@@ -31,6 +32,7 @@ class Style(NamedTuple):
 STYLES: dict[str, Style] = {
     "gpipe": Style(gpipe, "linear", 1, 1),
     "1f1b": Style(one_f_one_b, "linear", 1, 1),
+    "eager_1f1b": Style(eager_1f1b, "linear", 1, 1),
     "interleaved": Style(interleaved, "round_robin", 2, None),
     "zb": Style(zero_bubble, "linear", 1, 1),
     "zbv": Style(zero_bubble_v, "v", 2, 2),
