@@ -21,7 +21,14 @@ HELP = "check a layout against a model and show stages, bytes, schedule and coll
 _WHOLE = ("tp_size", "pp_size", "sp_size", "zero_stage", "zero_group_size", "num_microbatches", "microbatch_size", "num_model_chunks")
 _TEXT = ("precision", "pp_style")
 _FLAGS = ("cpu_offload", "enable_all_optimization", "enable_flash_attention", "enable_fused_normalization", "enable_sequence_parallelism")
-_OTHER = ("sequence_parallelism_mode", "make_vocab_size_divisible_by", "num_layers_per_stage", "layer_costs", "zero_bucket_size_in_m")
+_OTHER = (
+    "sequence_parallelism_mode",
+    "make_vocab_size_divisible_by",
+    "num_layers_per_stage",
+    "layer_costs",
+    "auto_memory",
+    "zero_bucket_size_in_m",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(layout, "zero_bucket_size_in_m", float)
     _add(layout, "num_layers_per_stage", _numbers)
     _add(layout, "layer_costs", _costs)
+    _add(layout, "auto_memory", float)
     layout.add_argument("--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)")
     layout.add_argument(
         "--recompute", type=float, metavar="SHARE", help="share of every stage's layers under activation checkpointing, 0 to 1"

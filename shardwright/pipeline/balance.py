@@ -61,16 +61,25 @@ class ChainCosts:
         alone = np.cumsum([0.0, self.forward[0] - self.head, *self.forward[1:-1]])
         low, high = bounds[..., :-1], bounds[..., 1:]
         layers = np.minimum(bounds, len(self.forward) - 1)
-        first, length = layers[..., :-1], np.diff(layers)
-        if isinstance(self.recomputed, float | int):
-            again = np.floor(self.recomputed * length).astype(np.int64)
-        else:
-            again = np.minimum(np.array(self.recomputed), length)
+        first, again = layers[..., :-1], self._again(np.diff(layers))
         return total[high] - total[low], alone[first + again] - alone[first]
+
+    def _again(self, length: NDArray[np.int64]) -> NDArray[np.int64]:
+        if isinstance(self.recomputed, float | int):
+            return np.floor(self.recomputed * length).astype(np.int64)
+        return np.minimum(np.array(self.recomputed), length)
+
+    def layers_recomputed(self, stages: Sequence[range]) -> NDArray[np.int64]:
+        """Number by stage."""
+        return self._again(np.array([len(units) for units in stages]))
+
+    def of_actions(self, stages: Sequence[range]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """`parts` of the stages with these units."""
+        return self.parts(self._bounds(stages))
 
     def actions(self, stages: Sequence[range]) -> Costs:
         """What the actions of every stage cost, a forward 1 on average. A stage without any work costs a little all the same."""
-        forward, again = self.parts(self._bounds(stages))
+        forward, again = self.of_actions(stages)
         mean = forward.mean() or 1.0
         forward = np.maximum(forward / mean, 1e-3)
         return Costs(forward.tolist(), (forward + again / mean).tolist(), forward.tolist())

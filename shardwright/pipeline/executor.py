@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from .partition import chain_costs, given_units, partition_units, sequence_lengt
 from .placement import Placement
 from .runtime import PipelineRuntime
 from .schedules import Schedule
+from .search import Found, message_cost, search
 from .simulate import Costs
 from .stage import Payload, StagedModel
 from .survey import Survey, survey_model
@@ -45,13 +46,14 @@ from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
 class PipelineSettings:
     """How a model is cut and a batch is run.
 
-    pp_style, num_model_chunks   schedule and stages per rank
+    pp_style, num_model_chunks   schedule and stages per rank; "auto" searches for both (`search`)
     num_microbatches             microbatches of a batch (fewer for a batch with fewer samples)
     microbatch_size              or samples per microbatch; with neither a batch is one microbatch
     num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
     gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
     overlap_p2p                  receive while computing; the numbers are the same without
     enable_metadata_cache        send the description of a message only once per shape
+    auto_memory                  activations that "auto" may hold, over those that 1f1b holds
     layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     """
 
@@ -64,6 +66,7 @@ class PipelineSettings:
     overlap_p2p: bool = True
     enable_metadata_cache: bool = True
     layer_costs: Sequence[float] | None = None
+    auto_memory: float = 1.5
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class CutModel:
     placement    where all stages live
     tied_groups  parameters that several ranks hold: the same list on every rank
     rank         this rank's position in the pipeline
-    loss_check   see `CutPlan`
-    costs        see `CutPlan`
+    loss_check, costs, pp_style   see `CutPlan`
     """
 
     staged: StagedModel
@@ -84,6 +86,7 @@ class CutModel:
     rank: int
     loss_check: LossCheck | None = None
     costs: ChainCosts | None = None
+    pp_style: str = "1f1b"
 
     @property
     def holds_last_stage(self) -> bool:
@@ -101,6 +104,8 @@ class CutPlan:
     tied_groups    parameters that several ranks hold
     loss_check     finds out what losses do before they run; None where one microbatch on one rank is everything
     costs          of the units, by which the model was cut; None with one stage
+    pp_style       the schedule, by name
+    found          what the search found, where that was asked for
     """
 
     units: tuple[Unit, ...]
@@ -111,12 +116,14 @@ class CutPlan:
     tied_groups: tuple[TiedGroup, ...]
     loss_check: LossCheck | None = None
     costs: ChainCosts | None = None
+    pp_style: str = "1f1b"
+    found: Found | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
         staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
-        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs)
+        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style)
 
 
 def plan_cut(
@@ -126,11 +133,15 @@ def plan_cut(
     *,
     layer_lists: Sequence[str] | None = None,
     example_inputs: Any = None,
+    deferred: float = 0.0,
+    message_copies: int = 1,
 ) -> CutPlan:
     """Plan the stages of `model`, whole and not sharded yet. Communicates nothing; the same input errors are raised on every rank.
 
     layer_lists     names of the ModuleLists to cut along, where they cannot be found (a policy's word)
     example_inputs  a batch for models whose inputs cannot be guessed
+    deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto"
+    message_copies  ranks that share a layer's arithmetic but send all of its output each, for pp_style="auto"
     """
     _refuse_router_loss(getattr(getattr(model, "config", None), "output_router_logits", False))
     config = settings.gradient_checkpoint_config
@@ -138,19 +149,40 @@ def plan_cut(
         config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     if num_ranks == 1:
         return _plan_one_stage(model, settings, config, layer_lists)
-    placement = schedules.get_placement(settings.pp_style, num_ranks, settings.num_model_chunks)
     survey = survey_model(model, layer_lists, example_inputs)
     length = sequence_length(example_inputs)
-    costs = chain_costs(model, survey, placement, measured=settings.layer_costs, config=config, length=length)
-    if settings.num_layers_per_stage is not None:
-        stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
+
+    def costs_of(placement: Placement) -> ChainCosts:
+        return chain_costs(model, survey, placement, measured=settings.layer_costs, config=config, length=length)
+
+    found = None
+    if settings.pp_style == "auto":
+        assert settings.num_microbatches is not None
+        message = message_cost(model, costs_of(Placement(num_ranks)), survey, message_copies, settings.layer_costs is not None)
+        found = search(
+            num_ranks,
+            survey.num_units,
+            settings.num_microbatches,
+            costs_of,
+            partial(partition_units, survey),
+            transfer=message,
+            deferred=deferred,
+            allowed=settings.auto_memory,
+        )
+        style, placement, stages = found.best.pp_style, found.best.placement, found.best.stages
     else:
-        stages = partition_units(survey, costs, placement)
+        style, placement = settings.pp_style, schedules.get_placement(settings.pp_style, num_ranks, settings.num_model_chunks)
+        if settings.num_layers_per_stage is not None:
+            stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
+        else:
+            stages = partition_units(survey, costs_of(placement), placement)
+    costs = costs_of(placement)
     checkpointed = tuple(
         config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, LossCheck.of(model, survey.units), costs)
+    check = LossCheck.of(model, survey.units)
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found)
 
 
 def _plan_one_stage(
@@ -362,7 +394,8 @@ class PipelineExecutor:
 
     def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks
-        schedule = schedules.get(settings.pp_style, ranks, num_microbatches, settings.num_model_chunks, forward_only=not training)
+        chunks = self.cut.placement.num_chunks
+        schedule = schedules.get(self.cut.pp_style, ranks, num_microbatches, chunks, forward_only=not training)
         costs = self.cut.costs.actions(self.cut.staged.stages) if self.cut.costs is not None else None
         return lower(schedule, overlap=settings.overlap_p2p, costs=costs, rank=self.cut.rank)
 

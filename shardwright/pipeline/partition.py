@@ -109,7 +109,7 @@ def _estimated(model: nn.Module, survey: Survey) -> tuple[list[float], float, fl
 
 def attention_costs(model: nn.Module, num_units: int, length: int | None) -> list[float]:
     """Of every unit's products with keys and values, in the unit of the parameters; zeros where the config says too little."""
-    config = _text_config(model)
+    config = text_config(model)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if length is None or not isinstance(heads, int) or not isinstance(hidden, int):
         return [0.0] * num_units
@@ -154,16 +154,16 @@ def lookup_tables(model: nn.Module) -> set[str]:
 
 def visited_share(model: nn.Module) -> float:
     """Share of the experts that one token visits; 1 for models without experts."""
-    config = _text_config(model)
+    config = text_config(model)
     experts = next((n for key in ("num_local_experts", "n_routed_experts", "num_experts") if (n := getattr(config, key, None))), None)
     chosen = next((n for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk") if (n := getattr(config, key, None))), None)
     return min(1.0, chosen / experts) if isinstance(experts, int) and isinstance(chosen, int) else 1.0
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config() if callable(get_text_config) else config
+    gettext_config = getattr(config, "gettext_config", None)
+    return gettext_config() if callable(gettext_config) else config
 
 
 def partition_units(survey: Survey, costs: ChainCosts, placement: Placement) -> list[range]:

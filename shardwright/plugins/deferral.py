@@ -74,6 +74,11 @@ def costs_with(work: Sequence[WeightWork]) -> Costs:
     return Costs(input_grad=[2.0 - stage.share for stage in work], weight_grad=[stage.share for stage in work])
 
 
+def expected_share(tp_size: int, zero_stage: int) -> float:
+    """Share of the weight-gradient work that can be postponed, before it is known where the model is cut."""
+    return 1.0 if tp_size > 1 and zero_stage < 3 else 0.0
+
+
 def deferral_warning(pp_style: str, share: float, zero_stage: int, bubble: float | None, possible: float | None) -> str | None:
     """What to know about a zero-bubble schedule that cannot postpone most of what it should; None where it can."""
     if share >= 0.9:

@@ -110,6 +110,7 @@ class HybridParallelPlugin(Plugin):
         use_fp8: bool = False,
         example_inputs: Any = None,
         layer_costs: list[float] | None = None,
+        auto_memory: float = 1.5,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)
@@ -119,10 +120,10 @@ class HybridParallelPlugin(Plugin):
         self.mesh = ParallelMesh(pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size)
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
-        self.stage_manager = StageManager(
-            get_placement(pp_style if pp_size > 1 else "1f1b", pp_size, num_model_chunks if pp_size > 1 else 1), self.mesh.coordinate("pp")
-        )
-        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, self.mesh.size("zero"))
+        known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
+        placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
+        self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
+        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, self.mesh.size("zero"), pp_style)
         self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
         tell(self.without_effect)
 
@@ -262,6 +263,7 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         sharder = self._sharder(model)
         plan, self.layout = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
+        self.stage_manager = StageManager(plan.placement, self.mesh.coordinate("pp"))
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         if self.mesh.rank == 0:
             for warning in self.layout.warnings:

@@ -41,7 +41,7 @@ from ..zero.buffers import master_dtype
 from ..zero.entries import collect_entries
 from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets
 from .base import require_own_parameters, require_parameters
-from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
+from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, expected_share, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic, size
 from .settings import HybridSettings
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
@@ -82,7 +82,15 @@ def preflight(
     entries = _check_job(model, optimizer, precision)
     lists = sharder.layer_lists(pipeline=mesh.size("pp") > 1) if sharder is not None else None
     examples = _as_call(settings.pipeline.example_inputs)
-    plan = plan_cut(model, settings.pipeline.settings, mesh.size("pp"), layer_lists=lists, example_inputs=examples)
+    plan = plan_cut(
+        model,
+        settings.pipeline.settings,
+        mesh.size("pp"),
+        layer_lists=lists,
+        example_inputs=examples,
+        deferred=expected_share(mesh.size("tp"), settings.reduction.zero_stage),
+        message_copies=mesh.size("tp"),
+    )
     decisions = sharder.prepare() if sharder is not None else []
     specs = {id(decision.site.module.get_parameter(name)): spec for decision in decisions for name, spec in decision.specs.items()}
     if optimizer is not None and not is_elementwise(optimizer):
@@ -167,7 +175,7 @@ class _Resolver:
             precision=self.settings.precision.precision,
             zero_stage=self.settings.reduction.zero_stage,
             shared=self._sharing,
-            pp_style=self.settings.pipeline.pp_style,
+            pp_style=self.plan.pp_style,
             num_microbatches=microbatches,
             bubble=bubble,
             peak_live=peak,
@@ -305,13 +313,12 @@ class _Resolver:
         return run.bubble, max(run.peak_live)
 
     def _actions(self, microbatches: int) -> Schedule:
-        options = self.settings.pipeline
-        return schedules.get(options.pp_style, self.mesh.size("pp"), microbatches, options.num_model_chunks)
+        return schedules.get(self.plan.pp_style, self.mesh.size("pp"), microbatches, self.plan.placement.num_chunks)
 
     @cached_property
     def _weight_work(self) -> list[WeightWork] | None:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
-        if self.settings.pipeline.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
+        if self.plan.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
             return None
         postponing = self.decisions if self.settings.reduction.zero_stage < 3 else ()
         return weight_work(self.model, self.plan, postponing, self.specs)
@@ -374,7 +381,7 @@ class _Resolver:
 
     def _notes(self, microbatches: int | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
-        notes = []
+        notes = [] if self.plan.found is None else [str(self.plan.found)]
         if self.optimizer is None:
             notes.append("no optimizer was given: bytes are those of the weights alone")
         reduction = self.settings.reduction
@@ -386,7 +393,7 @@ class _Resolver:
             )
         if options.num_microbatches is not None and self.batch.samples is not None and self.batch.samples < options.num_microbatches:
             notes.append(f"batch_size={self.batch.samples} has fewer samples than num_microbatches={options.num_microbatches}")
-        if options.pp_style == "interleaved" and microbatches is not None and microbatches > ranks > 1 and microbatches % ranks:
+        if self.plan.pp_style == "interleaved" and microbatches is not None and microbatches > ranks > 1 and microbatches % ranks:
             fitting = -(-microbatches // ranks) * ranks
             bubbles = [simulate(self._actions(number)).bubble for number in (microbatches, fitting)]
             if bubbles[0] > bubbles[1] + 0.02:
@@ -401,7 +408,7 @@ class _Resolver:
         found = []
         if self._deferred is not None:
             possible = None if microbatches is None else simulate(self._actions(microbatches)).bubble
-            found.append(deferral_warning(pipeline.pp_style, self._deferred, self.settings.reduction.zero_stage, bubble, possible))
+            found.append(deferral_warning(self.plan.pp_style, self._deferred, self.settings.reduction.zero_stage, bubble, possible))
         config = pipeline.gradient_checkpoint_config
         ratio = config.gradient_checkpointing_ratio if config is not None else None
         if ratio and not self._recomputes():

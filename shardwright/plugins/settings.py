@@ -155,6 +155,7 @@ class PipelineOptions:
     enable_metadata_cache: bool
     example_inputs: Any
     layer_costs: list[float] | None
+    auto_memory: float
 
     def check(self, pp_size: int) -> None:
         """Refuse what does not fit a pipeline of `pp_size` ranks."""
@@ -170,7 +171,10 @@ class PipelineOptions:
                 f"example_inputs={self.example_inputs!r} must be a batch as the model takes it: a dict of keyword arguments, a list or "
                 "tuple of positional ones, or one tensor; next(iter(dataloader)) is one"
             )
-        get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
+        if self.pp_style == "auto":
+            self._check_search(pp_size)
+        else:
+            get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
         if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
                 f"pp_size={pp_size} needs num_microbatches or microbatch_size: a pipeline works on parts of a batch; "
@@ -181,6 +185,27 @@ class PipelineOptions:
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a batch is split; "
                 "give one of them"
             )
+
+    def _check_search(self, pp_size: int) -> None:
+        """Refuse what leaves nothing to search for, or nothing to search with."""
+        if self.num_microbatches is None and pp_size > 1:
+            raise ValueError(
+                "pp_style='auto' needs num_microbatches, because how good a schedule is depends on them; "
+                f"num_microbatches={4 * pp_size} is a good start"
+            )
+        for name, none in (("num_model_chunks", 1), ("num_layers_per_stage", None)):
+            value = getattr(self, name)
+            if value != none:
+                raise ValueError(f"{name}={value} with pp_style='auto', which chooses it; leave {name} out, or name a schedule")
+        config = self.gradient_checkpoint_config
+        numbers = config.num_ckpt_layers_per_stage if config is not None else None
+        if numbers is not None and len(numbers) != pp_size:
+            raise ValueError(
+                f"num_ckpt_layers_per_stage={list(numbers)} with pp_style='auto', which chooses the number of stages: give {pp_size} "
+                "numbers, one per pipeline rank, or gradient_checkpointing_ratio"
+            )
+        if not self.auto_memory >= 1:
+            raise ValueError(f"auto_memory={self.auto_memory} must be at least 1: it is the memory of activations over that of 1f1b")
 
     @property
     def settings(self) -> PipelineSettings:

@@ -43,6 +43,7 @@ class Facts(NamedTuple):
     pp: int = 1
     tp: int = 1
     sharing: int = 1
+    pp_style: str = "1f1b"
 
 
 class Rule(NamedTuple):
@@ -64,6 +65,7 @@ HYBRID: Sequence[Rule] = (
         lambda facts: facts.pp == 1,
         "pp_size=1 has no pipeline",
     ),
+    Rule(("auto_memory",), lambda facts: facts.pp == 1 or facts.pp_style != "auto", "only pp_style='auto' searches"),
     Rule(("dp_outside",), lambda facts: facts.pp == 1 or facts.dp == 1, "only pipeline and data-parallel ranks can change places"),
     Rule(("make_vocab_size_divisible_by",), lambda facts: facts.tp == 1, "tp_size=1 keeps the vocabulary whole"),
     Rule(("parallel_output",), lambda facts: facts.tp == 1, "logits are whole with tp_size=1"),

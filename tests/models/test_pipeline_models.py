@@ -60,6 +60,10 @@ def test_a_head_by_itself_is_a_stage() -> None:
     )
 
 
+def test_searched_and_eager_schedules() -> None:
+    run([Case("llama-tied-causal-lm", "auto", checkpointing=0.5), Case("gpt2-sequence-classification", "eager_1f1b", num_microbatches=5)])
+
+
 def test_two_replicas_of_two_stages() -> None:
     """The loss is that of all replicas' samples, and gradients summed over replicas are those of one process."""
     run(

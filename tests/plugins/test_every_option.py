@@ -140,7 +140,18 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     ],
     "zero_group_size": [Changes(see.traffic, 2, {**F32, "zero_stage": 1}, world=4), Refused(2, "zero_group_size=2 with zero_stage=0")],
     "custom_policy": [Changes(see.modules, Marking()), Idle(LlamaPolicy())],
-    "pp_style": [Changes(see.report, "gpipe", PIPE), Idle("gpipe")],
+    "pp_style": [
+        Changes(see.report, "gpipe", PIPE),
+        Changes(see.report, "auto", PIPE),
+        Refused("auto", "needs num_microbatches", {"pp_size": 2, "microbatch_size": 1}),
+        Idle("gpipe"),
+        Idle("auto"),
+    ],
+    "auto_memory": [
+        Changes(see.report, 9.0, {**PIPE, "pp_style": "auto"}),
+        Refused(0.5, "auto_memory=0.5 must be at least 1", {**PIPE, "pp_style": "auto"}),
+        Idle(2.0, PIPE),
+    ],
     "num_model_chunks": [Changes(see.report, 4, CHUNKS), Idle(2, {"pp_style": "interleaved"})],
     "num_layers_per_stage": [Changes(see.report, [3, 5], PIPE), Refused("1,3", "list of whole numbers")],
     "overlap_p2p": [Idle(False)],  # see test_messages_between_stages

@@ -50,7 +50,7 @@ def get_placement(pp_style: str, num_ranks: int, num_model_chunks: int = 1) -> P
     """Where the stages of this style live; ValueError where style, ranks and chunks do not fit."""
     style = STYLES.get(pp_style)
     if style is None:
-        raise one_of("pp_style", pp_style, list(STYLES))
+        raise one_of("pp_style", pp_style, [*STYLES, "auto"])
     if num_ranks < 1:
         raise ValueError(f"pp_size={num_ranks}: a pipeline needs at least 1 rank")
     too_many = style.max_chunks is not None and num_model_chunks > style.max_chunks

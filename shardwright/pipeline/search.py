@@ -1,0 +1,127 @@
+"""`pp_style="auto"`: the schedule, number of chunks, depth of the warm-up and cut under which a step is shortest, as the simulator has it.
+
+Every style with every number of chunks that the model has layers for is cut by `balance`, simulated with the costs of its stages, and
+taken if its ranks hold no more than allowed. What is compared is not the bubble but the length of the step, which also has in it how
+evenly the model divides. Candidates are few and take milliseconds, so all are tried: the choice is never worse than a style named by
+hand with the cut that it would get. Assumptions are the simulator's:
+
+    backward   twice a forward, and the forward again where layers are recomputed; of zero bubble's W as much as can be deferred
+    transfer   of one hidden state per token, MESSAGE_COST parameters' worth of arithmetic for each of its features: about 2 bytes
+               at 50 GB/s beside 2 operations per parameter at 400 TFLOP/s. Under tensor parallelism every rank sends all of it
+    memory     a layer's activations count 1, or RECOMPUTED of it where it is recomputed; inputs and output gradients of a layer's linears,
+               which deferred weight gradients wait with, are about as much as all that it keeps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+
+from . import schedules
+from .balance import ChainCosts
+from .memory import memory_curves
+from .partition import text_config, unit_costs
+from .placement import Placement
+from .simulate import Costs, simulate
+from .survey import Survey
+
+MESSAGE_COST = 8000.0
+RECOMPUTED = 1 / 16
+MAX_CHUNKS = 8
+
+
+class Candidate(NamedTuple):
+    """One way to run the model.
+
+    makespan  of a step, in the unit of the chain's costs
+    memory    activations and what deferred weight gradients wait with, on the fullest rank
+    """
+
+    pp_style: str
+    placement: Placement
+    stages: list[range]
+    makespan: float
+    memory: float
+    bubble: float
+
+    @property
+    def name(self) -> str:
+        chunks = f" with {self.placement.num_chunks} chunks" if self.pp_style == "interleaved" else ""
+        return f"{self.pp_style}{chunks}"
+
+
+class Found(NamedTuple):
+    """The best candidate, and all in the order of their makespan; `limit` is the memory that was allowed."""
+
+    best: Candidate
+    candidates: list[Candidate]
+    limit: float
+
+    def __str__(self) -> str:
+        best = self.best
+        fastest = {other.pp_style: other for other in reversed(self.candidates) if other.pp_style != best.pp_style}
+        others = [
+            f"{other.name} {other.makespan / best.makespan:.2f}" + (" (too much memory)" if other.memory > self.limit else "")
+            for other in sorted(fastest.values(), key=lambda other: other.makespan)
+        ]
+        return (
+            f"pp_style='auto' chose {best.name}: simulated bubble {best.bubble:.1%} with the costs of these stages and their messages; "
+            f"length of a step over its: {', '.join(others)}"
+        )
+
+
+def message_cost(model: nn.Module, costs: ChainCosts, survey: Survey, copies: int, measured: bool) -> float:
+    """Time of a message in the unit of `costs`; `copies` ranks share the arithmetic, and each sends all."""
+    hidden = getattr(text_config(model), "hidden_size", 0)
+    unit = sum(costs.forward) / sum(unit_costs(model, survey)) if measured else 1.0
+    return MESSAGE_COST * hidden * copies * unit if isinstance(hidden, int) else 0.0
+
+
+def search(
+    num_ranks: int,
+    num_layers: int,
+    num_microbatches: int,
+    costs_of: Callable[[Placement], ChainCosts],
+    cut: Callable[[ChainCosts, Placement], list[range]],
+    *,
+    transfer: float = 0.0,
+    deferred: float = 0.0,
+    allowed: float = 1.5,
+) -> Found:
+    """Try everything.
+
+    transfer  time of a message, in the unit of the costs
+    deferred  share of the weight gradients that a zero-bubble schedule can put off
+    allowed   memory, over that of 1F1B
+    """
+    candidates = []
+    for name, style in schedules.STYLES.items():
+        most = min(style.max_chunks or MAX_CHUNKS, num_layers // num_ranks)
+        for chunks in range(style.min_chunks, most + 1):
+            placement = schedules.get_placement(name, num_ranks, chunks)
+            costs = costs_of(placement)
+            candidates.append(_try(name, placement, costs, cut(costs, placement), num_microbatches, transfer, deferred))
+    limit = allowed * next(candidate.memory for candidate in candidates if candidate.pp_style == "1f1b") * (1 + 1e-9)
+    candidates.sort(key=lambda candidate: (candidate.makespan, candidate.memory))
+    fitting = [candidate for candidate in candidates if candidate.memory <= limit]
+    # Of steps of the same length, to a thousandth, the one that holds least.
+    best = min((c for c in fitting if c.makespan <= fitting[0].makespan * 1.001), key=lambda c: (c.memory, c.placement.num_chunks))
+    return Found(best, candidates, limit)
+
+
+def _try(
+    name: str, placement: Placement, costs: ChainCosts, stages: Sequence[range], microbatches: int, transfer: float, deferred: float
+) -> Candidate:
+    forward, again = costs.of_actions(stages)
+    layers = np.array([len(units) for units in stages])
+    recomputed = costs.layers_recomputed(stages)
+    splits = name in ("zb", "zbv")
+    late = deferred if splits else 1.0  # without a W of its own it does not matter what B is made of
+    times = Costs((forward).tolist(), (forward * (2 - late) + again).tolist(), (forward * late).tolist(), transfer)
+    run = simulate(schedules.get(name, placement.num_ranks, microbatches, placement.num_chunks), times)
+    kept = layers - recomputed * (1 - RECOMPUTED)
+    memory = max(curve.peak for curve in memory_curves(run.run, kept.tolist(), (layers * deferred).tolist() if splits else None))
+    return Candidate(name, placement, list(stages), run.makespan, memory, run.bubble)

@@ -1,0 +1,103 @@
+"""The search for a schedule, and what schedules hold over time."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+
+from shardwright.pipeline import schedules
+from shardwright.pipeline.balance import ChainCosts, balance
+from shardwright.pipeline.memory import memory_curves
+from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.search import Found, search
+from shardwright.pipeline.simulate import Costs, Span, simulate
+
+
+def searched(chain: ChainCosts, p: int, m: int, transfer: float = 0.0, deferred: float = 0.0, allowed: float = 1.5) -> Found:
+    layers = len(chain.forward) - 1
+    return search(
+        p,
+        layers,
+        m,
+        lambda placement: chain,
+        lambda costs, placement: balance(costs, range(1, layers + 1), placement),
+        transfer=transfer,
+        deferred=deferred,
+        allowed=allowed,
+    )
+
+
+def length_of_a_step(style: str, p: int, m: int, v: int, chain: ChainCosts, transfer: float, deferred: float) -> float:
+    """Of a schedule named by hand, with the cut that it gets."""
+    schedule = schedules.get(style, p, m, v)
+    stages = balance(chain, range(1, len(chain.forward)), schedule.placement)
+    forward, again = chain.of_actions(stages)
+    late = deferred if style in ("zb", "zbv") else 1.0
+    costs = Costs(list(forward), list(forward * (2 - late) + again), list(forward * late), transfer)
+    return simulate(schedule, costs).makespan
+
+
+def test_the_choice_is_never_worse_than_a_named_schedule() -> None:
+    rng = random.Random(5)
+    chosen = set()
+    for _ in range(30):
+        p, m = rng.randint(2, 4), rng.randint(2, 16)
+        layers = rng.randint(p, 4 * p)
+        chain = ChainCosts([1.0] * layers + [rng.choice([0.0, 1.0, 6.0])], 0.0, rng.choice([0.0, 1.0]))
+        transfer, deferred, allowed = rng.choice([0.0, 0.2, 1.0]), rng.choice([0.0, 0.5, 1.0]), rng.choice([1.0, 1.5, 9.0])
+        found = searched(chain, p, m, transfer, deferred, allowed)
+        assert found.best.memory <= found.limit
+        tried = {(candidate.pp_style, candidate.placement.num_chunks): candidate for candidate in found.candidates}
+        named = {
+            (name, v): length_of_a_step(name, p, m, v, chain, transfer, deferred)
+            for name, style in schedules.STYLES.items()
+            for v in range(style.min_chunks, min(style.max_chunks or 8, layers // p) + 1)
+        }
+        assert {key: candidate.makespan for key, candidate in tried.items()} == pytest.approx(named)
+        assert found.best.makespan <= 1.001 * min(named[key] for key, candidate in tried.items() if candidate.memory <= found.limit)
+        chosen.add(found.best.pp_style)
+    assert len(chosen) >= 4, "no schedule is the best for all"
+
+
+def test_what_decides_the_choice() -> None:
+    even = partial(searched, ChainCosts([1.0] * 16 + [0.0]), 4, 16)
+    assert even(deferred=1.0).best.pp_style == "zbv"
+    assert even(deferred=0.0, allowed=1.0).best.memory < even(deferred=0.0, allowed=9.0).best.memory
+    recomputed = searched(ChainCosts([1.0] * 16 + [0.0], recomputed=1.0), 4, 16, deferred=1.0)
+    assert recomputed.best.pp_style not in ("zb", "zbv"), "what deferral waits with is not recomputed"
+    assert "(too much memory)" in str(recomputed)
+    assert str(recomputed).startswith(f"pp_style='auto' chose {recomputed.best.name}: simulated bubble {recomputed.best.bubble:.1%}")
+    few = searched(ChainCosts([1.0] * 4 + [0.0]), 4, 8)
+    assert {candidate.placement for candidate in few.candidates} == {Placement(4)}, "too few layers for chunks"
+
+
+def test_activations_follow_the_microbatches_under_way() -> None:
+    for style, v in (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2)):
+        result = simulate(schedules.get(style, 4, 9, v), Costs([1.0 + s / 10 for s in range(4 * v)]))
+        curves = memory_curves(result.run, [3.0] * (4 * v), [3.0] * (4 * v))
+        # with as much waiting between I and W as was kept before, this is the count of live microbatches
+        assert [curve.peak for curve in curves] == [3.0 * live for live in result.peak_live]
+        uneven = [float(1 + s) for s in range(4 * v)]
+        for curve, spans, other in zip(curves, result.spans, memory_curves(result.run, uneven), strict=True):
+            assert (np.diff(curve.times) >= 0).all()
+            assert curve.kept[-1] == curve.deferred[-1] == 0.0
+            assert other.peak == most_held(spans, uneven), style
+
+
+def most_held(spans: list[Span], kept: list[float]) -> float:
+    held = most = 0.0
+    for (kind, stage, _), _, _ in spans:
+        held += kept[stage] * ((kind == "F") - (kind in ("B", "I")))
+        most = max(most, held)
+    return most
+
+
+def test_deferral_keeps_what_recomputation_saves() -> None:
+    """Four recomputed layers keep 4 hidden states per microbatch, and their linears defer 20 each: rank r waits with r + 1 microbatches."""
+    zero_bubble = memory_curves(simulate(schedules.get("zb", 4, 16)).run, [4.0] * 4, [80.0] * 4)
+    assert [curve.deferred.max() for curve in zero_bubble] == [80.0, 160.0, 240.0, 320.0]
+    one_f_one_b = memory_curves(simulate(schedules.get("1f1b", 4, 16)).run, [4.0] * 4)
+    assert max(curve.peak for curve in one_f_one_b) == 16.0
