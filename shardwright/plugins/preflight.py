@@ -30,7 +30,7 @@ from ..pipeline.executor import CutPlan, plan_cut
 from ..pipeline.microbatch import microbatch_sizes
 from ..pipeline.partition import chain_costs
 from ..pipeline.schedules import Schedule
-from ..pipeline.simulate import simulate
+from ..pipeline.simulate import Costs, simulate
 from ..precision.policy import PrecisionPolicy
 from ..shardformer.init import LazyWeights
 from ..shardformer.plan import Decision
@@ -44,6 +44,7 @@ from .base import require_own_parameters, require_parameters
 from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, expected_share, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic, size
 from .settings import HybridSettings
+from .step_memory import held_note
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
 
 
@@ -309,8 +310,21 @@ class _Resolver:
         """Bubble and most activations held."""
         if microbatches is None or self.plan.placement.num_ranks == 1:
             return (None, None) if microbatches is None else (0.0, 1)
-        run = simulate(self._actions(microbatches), None if self._weight_work is None else costs_with(self._weight_work))
+        run = simulate(self._actions(microbatches), self._costs)
         return run.bubble, max(run.peak_live)
+
+    @property
+    def _costs(self) -> Costs | None:
+        return None if self._weight_work is None else costs_with(self._weight_work)
+
+    def _held_note(self, microbatches: int | None) -> str | None:
+        """Activations at the peak of a step, where the batch is known and no layer is shared by several ranks."""
+        batch = self.batch
+        if microbatches is None or not batch.samples or not batch.length or self.mesh.size("pp") == 1 or self.mesh.size("tp") > 1:
+            return None
+        shape = (-(-batch.samples // microbatches), batch.length)
+        dtype = self.precision.dtype if self.precision.is_half else None
+        return held_note(self.model, self.plan, self._actions(microbatches), shape, dtype, self._costs, self._deferred or 0.0)
 
     def _actions(self, microbatches: int) -> Schedule:
         return schedules.get(self.plan.pp_style, self.mesh.size("pp"), microbatches, self.plan.placement.num_chunks)
@@ -381,7 +395,7 @@ class _Resolver:
 
     def _notes(self, microbatches: int | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
-        notes = [] if self.plan.found is None else [str(self.plan.found)]
+        notes = [str(note) for note in (self.plan.found, self._held_note(microbatches)) if note is not None]
         if self.optimizer is None:
             notes.append("no optimizer was given: bytes are those of the weights alone")
         reduction = self.settings.reduction

@@ -236,6 +236,25 @@ def test_ranks_with_several_stages_are_weighed_together(world_of: Any) -> None:
     assert layout.rank_imbalance < layout.imbalance
 
 
+def test_activations_of_a_step_are_stated(world_of: Any) -> None:
+    world_of(4)
+    with LazyInitContext():
+        model = zoo.build("llama-causal-lm", num_hidden_layers=8)
+
+    def peaks(**settings: Any) -> list[float]:
+        plugin = HybridParallelPlugin(pp_size=4, num_microbatches=8, precision="fp32", num_layers_per_stage=[2, 2, 2, 2], **settings)
+        [note] = [note for note in plugin.preflight(model, adamw(model), 16, 32).notes if note.startswith("activations at the peak")]
+        amounts = note.split("rank: ")[1].split("; ")[0].split(", up to")[0].split(", ")
+        return [float(amount.removesuffix(" MiB")) if "MiB" in amount else float(amount.removesuffix(" KiB")) / 1024 for amount in amounts]
+
+    plain, gpipe = peaks(), peaks(pp_style="gpipe")
+    assert plain[1:3] == pytest.approx([gpipe[1] * 3 / 8, gpipe[2] * 2 / 8], rel=0.02), "3 and 2 of 8 microbatches"
+    half = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
+    assert 0.5 * plain[1] < peaks(gradient_checkpoint_config=half)[1] < 0.6 * plain[1]
+    layout = HybridParallelPlugin(pp_size=4, num_microbatches=8, precision="fp32").preflight(model, adamw(model))
+    assert not any("activations" in note for note in layout.notes), "the batch is not known"
+
+
 def test_microbatches_that_make_interleaving_wait_are_named(world_of: Any) -> None:
     world_of(2)
     with LazyInitContext():

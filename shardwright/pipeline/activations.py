@@ -1,0 +1,134 @@
+"""How many bytes of activations a microbatch leaves in every layer, counted in a forward on the meta device.
+
+What autograd saves is counted by storage, once, for the layer that saves it first; parameters and buffers are not counted. Attention that a
+fused kernel computes saves its inputs, its output and a number per token and head, as on any device with such a kernel (on the meta device
+torch would compute it step by step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from ..utils.pytree import tree_leaves
+from .dry_run import meta_copy, run_dry
+from .layer_chain import Unit
+
+
+class Activations(NamedTuple):
+    """Bytes of one microbatch, by unit, and last those of the tail; what lies before the first unit counts with it.
+
+    kept        from forward to backward
+    recomputed  the same where the unit is recomputed: its inputs
+    deferred    what weight gradients that are put off wait with: inputs and output gradients of all linears
+    """
+
+    kept: list[int]
+    recomputed: list[int]
+    deferred: list[int]
+
+    def by_stage(self, stages: Sequence[range], again: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Kept and deferred bytes of the stages with these units, the first `again` of which are recomputed."""
+        kept, deferred = [], []
+        for stage, (units, number) in enumerate(zip(stages, again, strict=True)):
+            places = [*units, *([len(self.kept) - 1] if stage == len(stages) - 1 else [])]
+            first = units.start + number
+            kept.append(float(sum(self.recomputed[unit] if unit < first else self.kept[unit] for unit in places)))
+            deferred.append(float(sum(self.deferred[unit] for unit in places)))
+        return kept, deferred
+
+
+def count_activations(model: nn.Module, units: Sequence[Unit], batch: Any, dtype: torch.dtype | None = None) -> Activations:
+    """Run a copy of `model` on meta tensors like those of `batch`, in `dtype` where it is given."""
+    copied = meta_copy(model)
+    if dtype is not None:
+        copied.to(dtype)
+    counter = _Counter(copied, len(units))
+    for index, unit in enumerate(units):
+        copied.get_submodule(unit.layer).register_forward_pre_hook(counter.enter(index), with_kwargs=True)
+        copied.get_submodule(unit.gate).register_forward_hook(counter.leave)
+    for module in copied.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+            module.register_forward_hook(counter.linear)
+    with counter, saved_tensors_hooks(counter.save, lambda tensor: tensor):
+        run_dry(copied, batch)
+    return Activations(counter.kept, counter.recomputed, counter.deferred)
+
+
+class _Counter(TorchFunctionMode):
+    """Adds up bytes for the unit that runs."""
+
+    def __init__(self, model: nn.Module, num_units: int) -> None:
+        super().__init__()
+        self.kept, self.recomputed, self.deferred = ([0] * (num_units + 1) for _ in range(3))
+        self._unit = 0
+        self._fixed = _Seen()  # what is not an activation
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._fixed.is_new(tensor)
+        self._saved, self._inputs, self._waiting = _Seen(), _Seen(), _Seen()
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self._fixed and self._saved.is_new(tensor):
+            self.kept[self._unit] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def enter(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf not in self._fixed and self._inputs.is_new(leaf):
+                    self.recomputed[index] += leaf.untyped_storage().nbytes()
+
+        return hook
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._unit += 1
+
+    def linear(self, module: nn.Module, args: Any, output: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            if self._waiting.is_new(args[0]):
+                self.deferred[self._unit] += args[0].untyped_storage().nbytes()
+            self.deferred[self._unit] += output.numel() * output.element_size()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, key, value = (args[place] if place < len(args) else kwargs[name] for place, name in enumerate(("query", "key", "value")))
+            return _Fused.apply(query, key, value)
+        return func(*args, **kwargs)
+
+
+class _Fused(torch.autograd.Function):
+    """What a fused attention kernel saves; it computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise AssertionError("nothing is differentiated here")
+
+
+class _Seen:
+    """Storages, which stay alive so that their identity does."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        if tensor in self:
+            return False
+        storage = tensor.untyped_storage()
+        self._storages[id(storage)] = storage
+        return True
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._storages
