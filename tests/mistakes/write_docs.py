@@ -18,6 +18,7 @@ TITLES = {
     "loss": "Losses and criteria",
     "model": "The boosted model",
     "options": "Settings",
+    "pipelines": "Pipelines",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"
 

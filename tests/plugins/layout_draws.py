@@ -79,7 +79,20 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin.pop("microbatch_size", None)
         plugin["num_microbatches"] = 256
         layout = replace(layout, batch=256, accumulate=1, steps=1)
+    _other_schedule(random.Random(-1 - seed), plugin)
     return _with_habits(rng, layout)
+
+
+def _other_schedule(rng: random.Random, plugin: dict[str, Any]) -> None:
+    """Some of the layouts with 1F1B get a relative of it, or search for their schedule."""
+    if plugin.get("pp_style") != "1f1b" or rng.random() < 0.6:
+        return
+    plugin["pp_style"] = rng.choice(["eager_1f1b", "auto"])
+    if plugin["pp_style"] == "auto":
+        plugin["auto_memory"] = rng.choice([1.0, 1.5, 9.0])
+        plugin.pop("num_layers_per_stage", None)
+        if plugin.pop("microbatch_size", None) is not None:
+            plugin["num_microbatches"] = rng.randint(1, 4)
 
 
 def _as_zero_plugin(rng: random.Random, layout: Layout) -> Layout:
