@@ -1,8 +1,8 @@
 """How long it takes to plan a step, and how much memory: schedule, simulation and the lowered list of one rank; and how models are cut.
 
-    python benchmarks/schedules.py                       512 stages, 4096 microbatches, every style
-    python benchmarks/schedules.py --stages 64 --microbatches 512
-    python benchmarks/schedules.py cuts                  dearest rank of Llama-8B and Gemma-2 2B, and what "auto" chooses
+    python benchmarks/plans.py                       512 stages, 4096 microbatches, every style
+    python benchmarks/plans.py --stages 64 --microbatches 512
+    python benchmarks/plans.py cuts                  dearest rank of Llama-8B and Gemma-2 2B, and what "auto" chooses
 
 Every style runs in a process of its own, so that the peak is its own; what importing the package takes is subtracted.
 """
