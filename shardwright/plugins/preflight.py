@@ -311,8 +311,7 @@ class _Resolver:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
         if self.settings.pipeline.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
             return None
-        postponing = self.decisions if self.settings.reduction.zero_stage < 3 else ()
-        return weight_work(self.model, self.plan, postponing, self.specs)
+        return weight_work(self.model, self.plan, self.specs, self.settings.reduction.zero_stage < 3)
 
     @property
     def _deferred(self) -> float | None:
