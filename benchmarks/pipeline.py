@@ -225,14 +225,14 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        def weight_grad() -> Tensor:
+        def weight_grad(into: Tensor | None) -> Tensor:
             time.sleep(ctx.unit)
             return torch.zeros_like(ctx.weight)
 
         time.sleep(ctx.unit)
         store = active_store()
         if store is None:
-            return dy, weight_grad(), None
+            return dy, weight_grad(None), None
         store.put(ctx.weight, weight_grad)
         return dy, None, None
 

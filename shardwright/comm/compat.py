@@ -79,6 +79,10 @@ def default_store() -> dist.Store:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+# What `torch.nn.functional.grouped_mm` calls, and so what a function mode sees of it. Checked on torch 2.11 and 2.13.
+grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, `__torch_function__` of tensor subclasses is not asked. Checked on torch 2.13: `torch._C.DisableTorchFunctionSubclass`."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -43,7 +43,7 @@ from torch.nn import Parameter
 from shardwright.comm.compat import outputs_are_recorded
 
 from .collective import reduce_from_group, reduce_scatter_to_group
-from .weight_grad import active_store, deferral_possible
+from .weight_grad import active_store, add_product, deferral_possible
 
 _SHARED = "_shardwright_shared_input"
 
@@ -145,8 +145,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, trans
     return _Linear.apply(x, weight, bias, (param, bias), transposed, link)
 
 
+def _factors(x: Tensor, dy: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """What dW is the product of."""
+    return (x.t(), dy) if transposed else (dy.t(), x)
+
+
 def _weight_grad(x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
-    return x.t().mm(dy) if transposed else dy.t().mm(x)
+    return torch.mm(*_factors(x, dy, transposed))
 
 
 class _Linear(torch.autograd.Function):
@@ -171,7 +176,7 @@ class _Linear(torch.autograd.Function):
         if need_weight:
             flat_x = x.reshape(-1, x.shape[-1])
             if store is not None and isinstance(param, Parameter):
-                store.put(param, lambda: _weight_grad(flat_x, flat_dy, transposed))
+                store.put(param, lambda into: add_product(*_factors(flat_x, flat_dy, transposed), into), (flat_x, flat_dy))
             elif ctx.link is not None:
                 ctx.link.operands = (flat_x, flat_dy)
                 # Stands in for dW, which _Open computes.
@@ -180,7 +185,7 @@ class _Linear(torch.autograd.Function):
                 dw = _weight_grad(flat_x, flat_dy, transposed)
         if need_bias:
             if store is not None and isinstance(bias, Parameter):
-                store.put(bias, lambda: flat_dy.sum(0))
+                store.put(bias, lambda into: flat_dy.sum(0), (flat_dy,))
             else:
                 db = flat_dy.sum(0)
         return dx, dw, db, None, None, None
@@ -208,6 +213,8 @@ class _Open(torch.autograd.Function):
         if dw is not None and link.operands is not None:
             x, dy = link.operands
             dw = _weight_grad(x, dy, ctx.transposed)
+        elif reduction is not None and (store := active_store()) is not None:
+            store.run_one_of_others()  # where dW is postponed, one of a microbatch before hides the collective
         link.operands = None
         if reduction is not None:
             reduction.wait()

@@ -1,7 +1,7 @@
-"""Weight gradients that wait: the backward of a linear returns dx at once and leaves dW for later.
+"""Weight gradients that wait: the backward of a product returns dx at once and leaves dW for later.
 
 Zero-bubble schedules split the backward of a stage into I (input gradients, which the previous stage waits for) and W (weight
-gradients, which nobody waits for). The functions of `ops.linear` ask `active_store()` in their backward:
+gradients, which nobody waits for). The functions of `ops.linear` and `ops.postponed` ask `active_store()` in their backward:
 
     none active     dW is computed and returned to autograd as usual
     a store active  (parameter, x, dy) goes to the store and autograd sees no gradient for the parameter
@@ -13,18 +13,26 @@ gradients, which nobody waits for). The functions of `ops.linear` ask `active_st
     store.run((chunk, microbatch))                  # W: parameter.grad is complete
 
 `run` accumulates into `parameter.grad` as autograd would: in place where there is a gradient (a view of a flat buffer stays one), in
-`parameter.grad_dtype` where that is set. The result is bitwise that of the immediate backward, as long as a parameter is used once per
-backward. Hooks for after the accumulation fire, so that whoever counts gradients sees these too; hooks on the gradient itself do not,
-because autograd never sees it.
+`parameter.grad_dtype` where that is set. A product adds itself to a gradient of its own dtype as it multiplies, which spares writing and
+reading dW and rounds as the kernel does; else the result is bitwise that of the immediate backward, as long as a parameter is used once.
+
+Hooks for after the accumulation fire once per parameter and queue, when the queue is done (and once before, when autograd passes the
+parameter without a gradient); hooks on the gradient itself do not, because autograd never sees it.
+
+[Note: memory of what waits]
+A postponed gradient holds x and dy until it is computed, so a store has a limit in bytes. What exceeds it is computed at once, the
+oldest first: the same gradients in the same order, only earlier than the schedule's W asks, which then finds less to do.
 
 Activation checkpointing: tensors that autograd unpacks are detached aliases, so the queue holds the `Parameter` object itself.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,17 +40,48 @@ from torch.nn import Parameter
 
 from shardwright.comm.compat import post_accumulate_hooks
 
-WeightGrad = Callable[[], Tensor]
+
+class Part(Protocol):
+    """Which elements of a parameter a product multiplies with."""
+
+    def view(self, whole: Tensor) -> Tensor | None:
+        """The same elements of the parameter's gradient, to be changed in place; None where they are no view."""
+
+    def add(self, whole: Tensor, grad: Tensor) -> None:
+        """Add the gradient of the part to that of the whole parameter."""
+
+
+class Compute(Protocol):
+    """dW, or, added to `into` (of the shape of dW) where that can be done in one, None."""
+
+    def __call__(self, into: Tensor | None, /) -> Tensor | None: ...
+
+
+class _Waiting(NamedTuple):
+    param: Parameter
+    part: Part | None
+    compute: Compute
+    held: tuple[tuple[int, int], ...]  # (address, bytes) of the memory that waits with it
+
 
 _active: list[WeightGradStore | None] = []  # innermost last; process-wide, because on CUDA backward runs on a thread of the engine
 _any_store = False
 
 
 class WeightGradStore:
-    """Queues of postponed weight gradients, one per key; a key is whatever the schedule runs as one W action."""
+    """Queues of postponed weight gradients, one per key; a key is whatever the schedule runs as one W action.
 
-    def __init__(self) -> None:
-        self._queues: dict[Hashable, list[tuple[Parameter, WeightGrad]]] = defaultdict(list)
+    limit   bytes that may wait; see the note above
+    bytes   that wait now; memory that several gradients need counts once
+    peak    most bytes that ever waited at once
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
+        self.bytes = self.peak = 0
+        self._queues: dict[Hashable, deque[_Waiting]] = {}
+        self._met: dict[Hashable, dict[int, Parameter]] = {}  # whose hooks are to fire when the queue is done
+        self._users: Counter[int] = Counter()  # of memory, by address
         self._key: Hashable = None
         global _any_store
         _any_store = True
@@ -58,27 +97,47 @@ class WeightGradStore:
             assert _active.pop() is self, "deferring() contexts must be left in the reverse order of entering"
             self._key = outer
 
-    def put(self, param: Parameter, compute: WeightGrad) -> None:
-        """Postpone `compute() -> gradient of param`, to be accumulated into `param.grad`."""
-        self._queues[self._key].append((param, compute))
+    def put(self, param: Parameter, compute: Compute, held: Sequence[Tensor] = (), part: Part | None = None) -> None:
+        """Postpone the gradient of `param`, or of a part of it, to be accumulated into `param.grad`.
 
-    @torch.no_grad()  # the computation too: x and dy may belong to graphs
+        held    the tensors that have to wait for it
+        """
+        memory = tuple((storage.data_ptr(), storage.nbytes()) for tensor in held for storage in (tensor.untyped_storage(),))
+        for address, size in memory:
+            if not self._users[address]:
+                self.bytes += size
+            self._users[address] += 1
+        self._queues.setdefault(self._key, deque()).append(_Waiting(param, part, compute, memory))
+        self._met.setdefault(self._key, {})[id(param)] = param
+        while self.bytes > self.limit and self._run_first(lambda key: True):
+            pass
+        self.peak = max(self.peak, self.bytes)
+
     def run(self, key: Hashable = None) -> None:
         """Compute and accumulate the gradients of queue `key`, in the order in which backward met them."""
-        queue = self._queues.pop(key, [])
-        queue.reverse()
-        while queue:  # popping frees each x and dy before the next gradient is computed
-            param, compute = queue.pop()
-            accumulate_grad(param, compute())
+        queue = self._queues.get(key, ())
+        while queue:
+            self._take(queue)
+        self._queues.pop(key, None)
+        for param in self._met.pop(key, {}).values():
+            for hook in post_accumulate_hooks(param):
+                hook(param)
 
     def run_all(self) -> None:
         """Every queue, in the order in which the queues were opened."""
         for key in list(self._queues):
             self.run(key)
 
+    def run_one_of_others(self) -> bool:
+        """Compute the oldest gradient of another queue than the one being filled, if there is one: work for while a message travels."""
+        return self._run_first(lambda key: key != self._key)
+
     def discard(self) -> None:
         """Forget everything postponed (a step that failed)."""
         self._queues.clear()
+        self._met.clear()
+        self._users.clear()
+        self.bytes = 0
 
     def pending(self, key: Hashable = None) -> int:
         """Number of gradients that queue `key` holds."""
@@ -86,6 +145,23 @@ class WeightGradStore:
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
+
+    def _run_first(self, wanted: Callable[[Hashable], bool]) -> bool:
+        for key, queue in self._queues.items():
+            if queue and wanted(key):
+                self._take(queue)
+                return True
+        return False
+
+    @torch.no_grad()  # the computation too: x and dy may belong to graphs
+    def _take(self, queue: deque[_Waiting]) -> None:
+        param, part, compute, held = queue.popleft()  # which frees x and dy before the next gradient is computed
+        for address, size in held:
+            self._users[address] -= 1
+            if not self._users[address]:
+                del self._users[address]
+                self.bytes -= size
+        _accumulate(param, part, compute)
 
 
 @contextmanager
@@ -112,12 +188,28 @@ def deferral_possible() -> bool:
     return _any_store
 
 
-@torch.no_grad()
-def accumulate_grad(param: Parameter, grad: Tensor) -> None:
-    """`param.grad += grad` the way autograd does it."""
-    if param.grad is not None:
-        param.grad.add_(grad)
+def _accumulate(param: Parameter, part: Part | None, compute: Compute) -> None:
+    """`param.grad += dW` the way autograd does it, without its hooks."""
+    whole = param.grad
+    if part is not None and whole is None:
+        whole = param.grad = torch.zeros(param.shape, dtype=getattr(param, "grad_dtype", None) or param.dtype, device=param.device)
+    grad = compute(whole if part is None or whole is None else part.view(whole))
+    if grad is None:
+        return
+    if part is not None and whole is not None:
+        part.add(whole, grad)
+    elif whole is not None:
+        whole.add_(grad)
     else:
         param.grad = grad.to(getattr(param, "grad_dtype", None) or param.dtype)
-    for hook in post_accumulate_hooks(param):
-        hook(param)
+
+
+def add_product(a: Tensor, b: Tensor, into: Tensor | None) -> Tensor | None:
+    """a b, or added to `into` where that has the same dtype: a [M, K], b [K, N], or stacks of them."""
+    if into is None or into.dtype != a.dtype:
+        return a.matmul(b)
+    if a.dim() == 2:
+        into.addmm_(a, b)
+    else:
+        into.baddbmm_(a, b)
+    return None

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
+from .saved_bytes import note_checkpointed
+
 
 @dataclass(frozen=True)
 class PipelineGradientCheckpointConfig:
@@ -77,4 +79,5 @@ class PipelineGradientCheckpointConfig:
 
 def run_checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`, keeping its inputs only; the backward pass runs it once more."""
+    note_checkpointed((args, kwargs))
     return checkpoint(function, *args, use_reentrant=False, **kwargs)

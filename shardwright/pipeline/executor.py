@@ -53,6 +53,8 @@ class PipelineSettings:
     gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
     overlap_p2p                  receive while computing; the numbers are the same without
     enable_metadata_cache        send the description of a message only once per shape
+    deferred_bytes               what weight gradients that a zero-bubble schedule postpones may hold on a rank; None: what fits into
+                                 the memory that 1F1B needs
     auto_memory                  activations that "auto" may hold, over those that 1f1b holds
     layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     """
@@ -65,6 +67,7 @@ class PipelineSettings:
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
     overlap_p2p: bool = True
     enable_metadata_cache: bool = True
+    deferred_bytes: int | None = None
     layer_costs: Sequence[float] | None = None
     auto_memory: float = 1.5
 
@@ -288,6 +291,8 @@ class PipelineExecutor:
                 backward_by_grad=self._backward_by_grad,
                 reduce_grad=reduce_grad,
                 postpone_weights=postpone_weights,
+                deferred_bytes=settings.deferred_bytes,
+                parameters=cut.staged.model.parameters,
             )
 
     def execute(

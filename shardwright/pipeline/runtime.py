@@ -16,7 +16,8 @@ learn of it when the connections close with the process of the rank, on NCCL onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +31,7 @@ from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..ops.weight_grad import WeightGradStore
 from .actions import Action, Kind, table
 from .placement import Placement
+from .saved_bytes import measure
 from .schedules import Schedule
 from .timeline import Recorder
 
@@ -99,6 +101,8 @@ class PipelineRuntime:
     reduce_grad       called with the chunk when all its weight gradients of the step are complete
     postpone_weights  whether W actions compute weight gradients. False computes them in I, for parameters that only autograd's own
                       hooks can follow (FSDP2 frees and reduces what it gathered when backward has passed it)
+    deferred_bytes    what postponed weight gradients may hold; None: what they can hold without more memory than 1F1B needs
+    parameters        of the stages, which are no activations
     """
 
     def __init__(
@@ -111,6 +115,8 @@ class PipelineRuntime:
         backward_by_grad: BackwardByGrad | None = None,
         reduce_grad: Callable[[int], None] | None = None,
         postpone_weights: bool = True,
+        deferred_bytes: int | None = None,
+        parameters: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         if comm.size != placement.num_ranks:
             raise ValueError(f"the placement has {placement.num_ranks} ranks, the pipeline group {comm.size}")
@@ -126,7 +132,10 @@ class PipelineRuntime:
         self._backward_by_grad = backward_by_grad if backward_by_grad is not None else torch.autograd.backward
         self._reduce_grad = reduce_grad
         self._postpone_weights = postpone_weights
-        self._weight_grads: WeightGradStore | None = None
+        self._deferred_bytes = deferred_bytes
+        self._parameters = parameters
+        self.weight_grads: WeightGradStore | None = None
+        self._graph_bytes: dict[Hashable, int] = {}  # of one microbatch on one stage, by shape
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._run_forward,
             Kind.B: self._run_backward,
@@ -156,8 +165,9 @@ class PipelineRuntime:
         if len(shape_keys) != count:
             raise ValueError(f"{len(shape_keys)} shape keys for a schedule of {count} microbatches; give one per microbatch")
         training = Kind.B in kinds or Kind.I in kinds
-        if Kind.I in kinds and self._postpone_weights and self._weight_grads is None:
-            self._weight_grads = WeightGradStore()  # linears postpone only what runs forward while a store exists
+        if Kind.I in kinds and self._postpone_weights and self.weight_grads is None:
+            # Linears postpone only what runs forward while a store exists.
+            self.weight_grads = WeightGradStore(math.inf if self._deferred_bytes is None else self._deferred_bytes)
         self._start_step(shape_keys, training, overlap)
         step = 0
         handlers, recorder = self._handlers, self.recorder
@@ -188,6 +198,7 @@ class PipelineRuntime:
         self._overlap = overlap
         self._losses: list[Tensor] = []
         self._num_live = self._peak_live = 0
+        self._live_bytes = self._largest = 0  # of all graphs held; most that a microbatch leaves on this rank's stages
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
         self._sent: dict[tuple[int, int], Sent] = {}
@@ -213,7 +224,7 @@ class PipelineRuntime:
             del tensors
         if self.recorder is not None:
             self.recorder.inputs_arrived()
-        result = self._programs[stage].forward(received, microbatch)
+        result = self._forward_of(stage, received, microbatch)
         del received
         if stage == self._last:
             loss = self._take_loss(result, microbatch)
@@ -232,6 +243,21 @@ class PipelineRuntime:
         if self._training:
             self._num_live += 1
             self._peak_live = max(self._peak_live, self._num_live)
+            self._live_bytes += self._bytes_of(stage, microbatch)
+            self._largest = max(self._largest, sum(self._bytes_of(own, microbatch) for own in self._programs))
+
+    def _forward_of(self, stage: int, received: Any, microbatch: int) -> Any:
+        """The stage's forward; what it keeps for the backward is measured the first time that it matters and a shape occurs."""
+        forward = self._programs[stage].forward
+        key = self._key(stage, microbatch)
+        if not self._training or self.weight_grads is None or self._deferred_bytes is not None or key in self._graph_bytes:
+            return forward(received, microbatch)
+        with measure(self._parameters()) as saved:
+            result = forward(received, microbatch)
+        if len(self._graph_bytes) >= 1024:  # every length of a batch is a shape of its own
+            self._graph_bytes.clear()
+        self._graph_bytes[key] = saved.bytes
+        return result
 
     def _take_loss(self, loss: Any, microbatch: int) -> Tensor | None:
         if loss is None and not self._training:
@@ -249,15 +275,30 @@ class PipelineRuntime:
         self._num_live -= 1
 
     def _run_input_grad(self, stage: int, microbatch: int) -> None:
+        if self.weight_grads is not None and self._deferred_bytes is None:
+            self.weight_grads.limit = self._room_for_weights(stage, microbatch)
         self._backward_of(stage, microbatch, defer=True)
 
     def _run_weight_grad(self, stage: int, microbatch: int) -> None:
-        if self._weight_grads is not None:
-            self._weight_grads.run((stage, microbatch))
+        if self.weight_grads is not None:
+            self.weight_grads.run((stage, microbatch))
         self._num_live -= 1
+
+    def _room_for_weights(self, stage: int, microbatch: int) -> int:
+        """Bytes that 1F1B would hold at its peak, on its first rank, less those of the graphs that are held here and now.
+
+        1F1B's first rank holds min(m, p) microbatches of as many layers as this rank has. The one whose input gradients are about
+        to be computed gives its memory to what it postpones.
+        """
+        others = self._live_bytes - self._bytes_of(stage, microbatch)
+        return min(len(self._shape_keys), self.comm.size) * self._largest - others
+
+    def _bytes_of(self, stage: int, microbatch: int) -> int:
+        return self._graph_bytes.get(self._key(stage, microbatch), 0)
 
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
         leaves, outputs, _, loss = self._live.pop((stage, microbatch))
+        self._live_bytes -= self._bytes_of(stage, microbatch)
         grads: list[Tensor] = []
         if stage < self._last:
             if self._rank_of[stage + 1] == self.comm.rank:
@@ -268,7 +309,7 @@ class PipelineRuntime:
                     self._sent.pop((stage, microbatch)).wait()  # it has arrived, for this is the answer: let go of the outputs
         if self.recorder is not None:
             self.recorder.inputs_arrived()
-        with self._weight_grads.deferring((stage, microbatch)) if defer and self._weight_grads is not None else nullcontext():
+        with self.weight_grads.deferring((stage, microbatch)) if defer and self.weight_grads is not None else nullcontext():
             if loss is not None:
                 self._backward(loss)
             elif outputs:  # else every parameter up to here is frozen
@@ -322,8 +363,8 @@ class PipelineRuntime:
         """Let go of everything, so that the error does not keep activations alive."""
         self._start_step((), False, False)
         self.comm.discard()
-        if self._weight_grads is not None:
-            self._weight_grads.discard()
+        if self.weight_grads is not None:
+            self.weight_grads.discard()
 
     def _failure(self, schedule: Schedule, step: int, error: Exception) -> PipelineError:
         actions = schedule.actions[self.comm.rank]

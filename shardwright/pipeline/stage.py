@@ -91,6 +91,7 @@ class StagedModel:
         self.current: StageRun | None = None
         self._live: dict[int, frozenset[str]] = {}
         self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
+        self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
         self._defaults = forward_defaults(model)
         _disable_own_checkpointing(model)
         if survey is not None and len(stages) > 1:
@@ -139,11 +140,21 @@ class StagedModel:
         """Released tensors are not moved by `model.to(device)`, but models read their device."""
         if self._released:
             module, name, _ = self._released[0]
-            device = next(self.model.parameters()).device
+            device = self._own_device()
             if module.__dict__[name].device != device:
                 for module, name, _ in self._released:
                     stand_in = module.__dict__[name]
                     module.__dict__[name] = _stand_in(stand_in, device)
+
+    def _own_device(self) -> torch.device:
+        """Of a parameter that this rank holds; where it is gets remembered, since modules of other stages stand before it."""
+        module, name = self._anchor
+        if module._parameters.get(name) is None:  # the first time, or a parametrization has taken its place
+            places = ((module, name) for module in self.model.modules() for name in module._parameters)
+            self._anchor = module, name = next(place for place in places if place[0]._parameters[place[1]] is not None)
+        param = module._parameters[name]
+        assert param is not None
+        return param.device
 
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):

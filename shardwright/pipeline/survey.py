@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -132,8 +132,17 @@ class Survey:
 
     def boundary(self, position: int) -> tuple[int, ...]:
         """Units before `position` whose outputs are read at or behind it: what travels over a cut there."""
-        behind = self.parts[position:]
-        return tuple(unit for unit in range(position) if any(unit in part.reads for part in behind))
+        last_reads = self._last_reads
+        return tuple(unit for unit in range(position) if last_reads[unit] >= position)
+
+    @cached_property
+    def _last_reads(self) -> list[int]:
+        """For every unit the last part that reads its output, -1 where none does."""
+        last = [-1] * self.num_units
+        for number, part in enumerate(self.parts):
+            for unit in part.reads:
+                last[unit] = number
+        return last
 
     def parameters(self, stages: Sequence[range], stage: int) -> set[str]:
         """First names of the parameters of one of `stages`, which are ranges of units."""

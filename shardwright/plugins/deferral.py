@@ -1,8 +1,8 @@
 """How much of the weight-gradient work of a model zero-bubble schedules can postpone, and what that leaves of their bubble.
 
-Schedules 'zb' and 'zbv' split a backward into I (input gradients) and W (weight gradients), which may run later. Only linears that tensor
-parallelism has sharded can leave their weight gradient for W (`ops.linear`); what plain linears, experts and custom modules need is
-computed in I. With a share d of the matrix elements of a stage postponed, and a backward that costs twice a forward F = 1:
+Schedules 'zb' and 'zbv' split a backward into I (input gradients) and W (weight gradients), which may run later: those of linears,
+experts, routers and heads (`shardformer.deferring`). Convolutions and what nobody knows compute theirs in I. With a share d of the
+matrix elements of a stage postponed, and a backward that costs twice a forward F = 1:
 
     I = 1 + (1 - d)     W = d
 
@@ -20,9 +20,7 @@ from torch import nn
 from ..pipeline.executor import CutPlan
 from ..pipeline.partition import lookup_tables, visited_share
 from ..pipeline.simulate import Costs
-from ..shardformer.layer.linear import computes_plainly, is_linear
-from ..shardformer.plan import Decision
-from ..shardformer.styles import Column, Row, VocabHead
+from ..shardformer.deferring import can_wait
 from ..spec import ParamSpec
 
 ZERO_BUBBLE = ("zb", "zbv")
@@ -39,16 +37,11 @@ class WeightWork(NamedTuple):
         return self.postponed / self.all if self.all else 0.0
 
 
-def weight_work(model: nn.Module, plan: CutPlan, decisions: Sequence[Decision], specs: Mapping[int, ParamSpec]) -> list[WeightWork]:
-    """The work of every stage. Without `decisions`, that is without sharded linears, nothing is postponed."""
+def weight_work(model: nn.Module, plan: CutPlan, specs: Mapping[int, ParamSpec], postponing: bool) -> list[WeightWork]:
+    """The work of every stage; without `postponing` none of it can wait."""
     assert plan.survey is not None
-    deferring = {
-        id(decision.site.module.weight)
-        for decision in decisions
-        if isinstance(decision.style, Column | Row | VocabHead)
-        and is_linear(decision.site.module)
-        and computes_plainly(decision.site.module)
-    }
+    waiting = [module for module in model.modules() if can_wait(module)] if postponing else []
+    deferring = {id(param) for module in waiting for param in module.parameters(recurse=False)}
     params = dict(model.named_parameters(remove_duplicate=False))
     tables, visited = lookup_tables(model), visited_share(model)
     found = []
@@ -74,9 +67,9 @@ def costs_with(work: Sequence[WeightWork]) -> Costs:
     return Costs(input_grad=[2.0 - stage.share for stage in work], weight_grad=[stage.share for stage in work])
 
 
-def expected_share(tp_size: int, zero_stage: int) -> float:
-    """Share of the weight-gradient work that can be postponed, before it is known where the model is cut."""
-    return 1.0 if tp_size > 1 and zero_stage < 3 else 0.0
+def expected_share(zero_stage: int) -> float:
+    """Share of the weight-gradient work that can be postponed, as far as known before the model is cut: about all of it, or nothing."""
+    return 1.0 if zero_stage < 3 else 0.0
 
 
 def deferral_warning(pp_style: str, share: float, zero_stage: int, bubble: float | None, possible: float | None) -> str | None:
@@ -85,7 +78,7 @@ def deferral_warning(pp_style: str, share: float, zero_stage: int, bubble: float
         return None
     leaves = f"; its bubble is {bubble:.1%} where {possible:.1%} would be possible" if bubble is not None and possible is not None else ""
     if zero_stage == 3:
-        why = "zero_stage=3 reduces gradients inside of backward; zero_stage=1 or 2 can postpone them where tp_size is above 1"
+        why = "zero_stage=3 reduces gradients inside of backward; zero_stage=1 or 2 can postpone them"
     else:
-        why = "only linears sharded by tp_size above 1 can wait, plain linears and experts cannot"
+        why = "convolutions cannot wait"
     return f"pp_style={pp_style!r} postpones {share:.0%} of the weight-gradient work here: {why}{leaves}"

@@ -26,6 +26,7 @@ from ..pipeline.tied import create_tied_process_groups
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
+from ..shardformer.deferring import let_weight_grads_wait
 from ..shardformer.init import LazyWeights
 from ..shardformer.model import split_heads
 from ..shardformer.sharder import ModelSharder
@@ -36,6 +37,7 @@ from ..zero.optimizer import ZeroOptimizer
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
 from .config_form import read_config
+from .deferral import ZERO_BUBBLE
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
 from .lora import adapter_homes, add_lora, gather_adapters
 from .preflight import BatchShape, Preflight, preflight
@@ -102,6 +104,7 @@ class HybridParallelPlugin(Plugin):
         num_layers_per_stage: list[int] | None = None,
         overlap_p2p: bool = True,
         enable_metadata_cache: bool = True,
+        deferred_bytes: int | None = None,
         gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
         make_vocab_size_divisible_by: int = 64,
         dp_outside: bool = True,
@@ -123,7 +126,8 @@ class HybridParallelPlugin(Plugin):
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
-        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, self.mesh.size("zero"), pp_style)
+        sharing = self.mesh.size("zero")
+        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, sharing, self._postpones_weights, pp_style)
         self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
         tell(self.without_effect)
 
@@ -231,6 +235,11 @@ class HybridParallelPlugin(Plugin):
             copies = {group.names[0] for group in cut.tied_groups if cut.rank in group.ranks[1:]}
         return mesh_position(self.mesh, frozenset(copies))
 
+    @property
+    def _postpones_weights(self) -> bool:
+        """Whether weight gradients can be computed apart from those of the inputs, by the schedule or by one that a search may choose."""
+        return self.pp_size > 1 and self.settings.pipeline.pp_style in (*ZERO_BUBBLE, "auto") and self.zero_stage < 3
+
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)
 
@@ -274,6 +283,8 @@ class HybridParallelPlugin(Plugin):
         if sharder is not None:  # every layer over tp
             sharder.shard(materialize=False)  # other stages' layers are never made
             model = sharder.model
+        if self._postpones_weights and plan.pp_style in ZERO_BUBBLE:
+            let_weight_grads_wait(model)
         working = self._working_dtypes(model)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         cut.staged.cast_released(working)
@@ -399,7 +410,7 @@ class HybridParallelPlugin(Plugin):
             loss_group=self.dp_group if self.dp_size > 1 else None,
             reduce_grad=_Reduction(optimizer, cut) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
-            postpone_weights=self.zero_stage < 3,
+            postpone_weights=self._postpones_weights,
             after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,

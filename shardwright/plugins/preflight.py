@@ -89,7 +89,7 @@ def preflight(
         mesh.size("pp"),
         layer_lists=lists,
         example_inputs=examples,
-        deferred=expected_share(mesh.size("tp"), settings.reduction.zero_stage),
+        deferred=expected_share(settings.reduction.zero_stage),
         message_copies=mesh.size("tp"),
     )
     decisions = sharder.prepare() if sharder is not None else []
@@ -334,8 +334,7 @@ class _Resolver:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
         if self.plan.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
             return None
-        postponing = self.decisions if self.settings.reduction.zero_stage < 3 else ()
-        return weight_work(self.model, self.plan, postponing, self.specs)
+        return weight_work(self.model, self.plan, self.specs, self.settings.reduction.zero_stage < 3)
 
     @property
     def _deferred(self) -> float | None:

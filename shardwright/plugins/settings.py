@@ -142,6 +142,8 @@ class ShardingSettings:
 class PipelineOptions:
     """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`).
 
+    deferred_bytes  what weight gradients that "zb" and "zbv" postpone may hold on a rank; None: what fits into 1F1B's memory, 0: nothing
+                    is postponed
     example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned
     """
 
@@ -153,6 +155,7 @@ class PipelineOptions:
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None
     overlap_p2p: bool
     enable_metadata_cache: bool
+    deferred_bytes: int | None
     example_inputs: Any
     layer_costs: list[float] | None
     auto_memory: float
@@ -163,6 +166,10 @@ class PipelineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be a whole number of at least 1")
+        if self.deferred_bytes is not None and self.deferred_bytes < 0:
+            raise ValueError(
+                f"deferred_bytes={self.deferred_bytes} must be at least 0 (nothing is postponed); None takes what fits into 1F1B's memory"
+            )
         config = self.gradient_checkpoint_config
         if config is not None and not isinstance(config, PipelineGradientCheckpointConfig):
             raise ValueError(f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None")

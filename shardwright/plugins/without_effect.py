@@ -35,7 +35,8 @@ class WithoutEffect(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO sub-group."""
+    """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO sub-group;
+    `postpones` says whether a pipeline computes weight gradients apart."""
 
     precision: str
     stage: int
@@ -43,6 +44,7 @@ class Facts(NamedTuple):
     pp: int = 1
     tp: int = 1
     sharing: int = 1
+    postpones: bool = False
     pp_style: str = "1f1b"
 
 
@@ -64,6 +66,10 @@ HYBRID: Sequence[Rule] = (
         ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs", "layer_costs"),
         lambda facts: facts.pp == 1,
         "pp_size=1 has no pipeline",
+    ),
+    Rule(("deferred_bytes",), lambda facts: facts.pp == 1, "pp_size=1 has no pipeline"),
+    Rule(
+        ("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb' and 'zbv' postpone weight gradients, up to zero_stage=2"
     ),
     Rule(("auto_memory",), lambda facts: facts.pp == 1 or facts.pp_style != "auto", "only pp_style='auto' searches"),
     Rule(("dp_outside",), lambda facts: facts.pp == 1 or facts.dp == 1, "only pipeline and data-parallel ranks can change places"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,46 @@ def _scattered(rank: int, world: int) -> None:
         (a.float().sum() + b.float().square().sum()).backward()
     for weight, want in zip(layer, reference, strict=True):
         torch.testing.assert_close(weight.grad, want.grad, rtol=2e-2, atol=2e-2)
+
+
+def _hidden(rank: int, world: int) -> None:
+    """While the all-reduce of an input gradient travels, the oldest weight gradient of another microbatch is computed."""
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 8, dtype=torch.float64)) for _ in range(2)]
+    xs = [torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    expected = [sum(x.detach().sum(0) for x in xs) for _ in weights]
+    store = WeightGradStore()
+    order: list[str] = []
+    all_reduce, take = dist.all_reduce, store._take
+
+    def noted_take(queue: Any) -> None:
+        order.append("dW")
+        take(queue)
+
+    def noted_reduce(*args: Any, **kwargs: Any) -> Any:
+        order.append("start")
+        work = all_reduce(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: (order.append("wait"), work.wait()))
+
+    store._take = noted_take  # type: ignore[method-assign]
+    dist.all_reduce = noted_reduce
+    try:
+        for number, x in enumerate(xs):
+            with store.deferring(number):
+                sum(column_linear(x, weight, None, group).sum() for weight in weights).backward()  # type: ignore[union-attr]
+    finally:
+        dist.all_reduce = all_reduce
+    assert order == ["start", "wait", "start", "dW", "wait", "start", "dW", "wait"]
+    assert [store.pending(number) for number in range(3)] == [0, 2, 2]
+    for number in range(3):
+        store.run(number)
+    for weight, want in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, want.expand(4, 8), rtol=1e-12, atol=1e-12)
+
+
+def test_a_waiting_weight_gradient_hides_the_reduction() -> None:
+    run_ranks(_hidden, 2)
 
 
 def test_scattered_output_and_autocast() -> None:

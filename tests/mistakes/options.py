@@ -301,17 +301,20 @@ def ratio_that_rounds_down(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`pp_style='zb'` or `'zbv'` with `tp_size=1`: no faster than `'1f1b'`",
+    symptom="`pp_style='zb'` or `'zbv'` with `zero_stage=3`: no faster than `'1f1b'`",
     gets="a warning at boost; the layout report gives the share of weight gradients that wait and the bubble that this leaves",
-    fix="`tp_size` above 1 and ZeRO below 3, or a cheaper schedule",
+    fix="`zero_stage` below 3, or a cheaper schedule",
     worlds=(2, 4),
 )
 def zero_bubble_that_defers_nothing(rank: int, world: int) -> None:
     model = tiny()
     plain = HybridParallelPlugin(pp_size=2, num_microbatches=4).preflight(model, adamw(model))
-    layout = HybridParallelPlugin(pp_size=2, num_microbatches=4, pp_style="zb").preflight(model, adamw(model))
+    layout = HybridParallelPlugin(pp_size=2, num_microbatches=4, pp_style="zb", zero_stage=3).preflight(model, adamw(model))
     assert layout.deferred == 0.0
     assert layout.bubble == plain.bubble
+    better = HybridParallelPlugin(pp_size=2, num_microbatches=4, pp_style="zb", zero_stage=2).preflight(model, adamw(model))
+    assert better.deferred == 1.0
+    assert better.bubble < plain.bubble
     assert any("postpones 0% of the weight-gradient work" in warning for warning in layout.warnings)
 
 

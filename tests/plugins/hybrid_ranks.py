@@ -92,10 +92,10 @@ def rows(batch: dict[str, torch.Tensor], replica: int, size: int) -> dict[str, t
 def run_layout(rank: int, world: int, layout: Layout) -> dict[str, Any]:
     """Train both sides in this process; raises where they differ. Returns what was compared."""
     with keep_float64() if layout.dtype == "fp64" else nullcontext():
-        return _Run(rank, world, layout).run()
+        return Run(rank, world, layout).run()
 
 
-class _Run:
+class Run:
     """Both sides of one layout: `reference` in this process, `model` over all of them."""
 
     def __init__(self, rank: int, world: int, layout: Layout) -> None:

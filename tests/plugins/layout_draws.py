@@ -54,6 +54,10 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["zero_stage"] = rng.choice([0, 1, 1, 2, 3])
     if plugin["zero_stage"] and dp > 1:
         plugin["zero_group_size"] = rng.choice([None, *(k for k in range(1, dp + 1) if dp % k == 0)])
+    if (
+        plugin.get("pp_style") in ("zb", "zbv") and plugin["zero_stage"] < 3
+    ):  # with draws of its own, so that other layouts stay what they are
+        plugin["deferred_bytes"] = random.Random(f"deferred {seed}").choice([None, None, 0, 20_000, 200_000])
     if plugin["zero_stage"] in (1, 2):
         plugin["overlap_allgather"] = rng.random() < 0.5
         plugin["zero_bucket_size_in_m"] = rng.choice([12, 0.005])

@@ -156,6 +156,12 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "num_layers_per_stage": [Changes(see.report, [3, 5], PIPE), Refused("1,3", "list of whole numbers")],
     "overlap_p2p": [Idle(False)],  # see test_messages_between_stages
     "enable_metadata_cache": [Idle(False)],  # see test_messages_between_stages
+    "deferred_bytes": [
+        Idle(0),
+        Idle(0, PIPE),
+        Idle(0, {**PIPE, "pp_style": "zb", "zero_stage": 3}),
+        Refused(-1, "at least 0", {**PIPE, "pp_style": "zb"}),
+    ],  # see test_pipeline_deferral
     "gradient_checkpoint_config": [Changes(see.layer_calls, HALF), Changes(see.report, HALF, PIPE)],
     "make_vocab_size_divisible_by": [Changes(see.modules, 1, TP), Idle(32)],
     "dp_outside": [Changes(see.places, False, PIPE, world=4), Idle(False), Idle(False, PIPE)],

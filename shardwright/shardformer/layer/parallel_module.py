@@ -93,9 +93,8 @@ _combined: dict[tuple[type, type], type] = {}
 
 
 def _combine(mixin: type, native: type) -> type:
-    return type(
-        native.__name__, (mixin, native), {"__module__": native.__module__, "__qualname__": native.__qualname__, "native_class": native}
-    )
+    names = {"__module__": native.__module__, "__qualname__": native.__qualname__}
+    return type(native.__name__, (mixin, native), {**names, "native_class": getattr(native, "native_class", native)})
 
 
 def native_class(module: nn.Module) -> Any:
