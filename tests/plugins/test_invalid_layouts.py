@@ -153,6 +153,7 @@ SETTINGS: dict[str, Case] = {
     "chunks without interleaving": Case({**PIPE, "num_model_chunks": 2}, ["num_model_chunks=2", "exactly 1", "'interleaved', 'zbv'"]),
     "interleaving one chunk": Case({**PIPE, "pp_style": "interleaved"}, ["num_model_chunks=1", "at least 2", "'1f1b'"]),
     "a V of three": Case({**PIPE, "pp_style": "zbv", "num_model_chunks": 3}, ["num_model_chunks=3", "exactly 2", "'interleaved'"]),
+    "less than nothing put off": Case({**PIPE, "pp_style": "zb", "deferred_bytes": -1}, ["deferred_bytes=-1", "at least 0"]),
     "a search without memory": Case({**PIPE, "pp_style": "auto", "auto_memory": 0.5}, ["auto_memory=0.5", "at least 1"]),
     "a search with chunks": Case({**PIPE, "pp_style": "auto", "num_model_chunks": 2}, ["num_model_chunks=2", "'auto'", "leave"]),
     "a search with a cut": Case({**PIPE, "pp_style": "auto", "num_layers_per_stage": [2, 2]}, ["num_layers_per_stage=[2, 2]", "leave"]),
