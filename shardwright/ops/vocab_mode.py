@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
-from ..comm.compat import without_torch_function
+from ..comm.compat import get_base, without_torch_function
 from ..utils import pytree
 from .collective import gather_from_group
 from .cross_entropy import vocab_cross_entropy
@@ -197,6 +197,8 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return _hand_on_by_size(func(*args, **kwargs), mark)
     if name in ("contiguous", "detach", "clone") or getattr(func, "__self__", None) is Tensor.data:
         return _hand_on(func(*args, **kwargs), mark)
+    if func == get_base:  # FSDP2 asks whether an output is a view
+        return func(*args, **kwargs)
     if name in _WITH_FEATURES | _READ_BY_HOST or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs)):
         raise _unsupported(name.strip("_"), mark)
     if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:

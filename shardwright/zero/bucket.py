@@ -39,6 +39,7 @@ from .buffers import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
 from .exchange import SharedRows
 from .layout import Slot
+from .param_guard import drop_own_gradient, own_gradient
 
 _MAX_IN_FLIGHT = 2
 
@@ -268,7 +269,7 @@ class GradReducer:
         slots = list(self._places) if params is None else [self.slots[param] for param in params if param in self.slots]
         windows = {id(self._places[slot][0]): self._places[slot][0] for slot in slots}
         for slot in slots:
-            counts = slot.entry.family.tied is not None if self.keep_full else slot.entry.param.grad is not None
+            counts = slot.entry.family.tied is not None if self.keep_full else own_gradient(slot.entry.param) is not None
             if counts:
                 self._collect(*self._places[slot], slot)
         for window in windows.values():
@@ -379,13 +380,13 @@ class GradReducer:
                 return bucket.grads
             return torch.mul(bucket.grads, 1.0 / self._predivide_of(bucket), out=scratch(bucket.plan.numel, wire))
         buffer = scratch(bucket.plan.numel, wire)
-        present = [(slot, slot.entry.param.grad) for slot in bucket.plan.slots if slot.entry.param.grad is not None]
+        present = [(slot, grad) for slot in bucket.plan.slots if (grad := own_gradient(slot.entry.param)) is not None]
         if bucket.plan.has_gaps or len(present) < len(bucket.plan.slots):
             buffer.zero_()
         if present:
             torch._foreach_copy_([bucket.view(buffer, slot) for slot, _ in present], [grad for _, grad in present])
         for slot, grad in present:
-            slot.entry.param.grad = None
+            drop_own_gradient(slot.entry.param)
             if self._stream is not None:
                 grad.record_stream(self._stream)
         return buffer if self._predivide_of(bucket) == 1.0 else buffer.mul_(1.0 / self._predivide_of(bucket))

@@ -30,6 +30,16 @@ _GRAD: Any = torch.Tensor.grad  # the descriptors
 _DATA: Any = torch.Tensor.data
 
 
+def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """`param.grad` for those who make gradients, whoever is asked about them at the moment."""
+    grad: torch.Tensor | None = _GRAD.__get__(param)
+    return grad
+
+
+def drop_own_gradient(param: nn.Parameter) -> None:
+    _GRAD.__set__(param, None)
+
+
 class GradientReads(Protocol):
     """Answers for gradients; raises ValueError where it cannot."""
 
