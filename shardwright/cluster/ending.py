@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,8 @@ _STACKS = 2.0  # seconds in which all ranks say what they were doing when a time
 _KINDS = 3  # of things that ranks were doing, in torchrun's report
 
 _exit_code: int | None = None  # what this process ends with, once that is decided
+_telling = threading.RLock()  # reentrant, since a signal may come while the main thread tells
+_told = False
 _script_exit: _Exit | None = None  # the last sys.exit that nobody caught
 
 
@@ -52,7 +55,15 @@ def _where(job: Job) -> str:
 
 
 def _tell(job: Job, failure: Failure) -> None:
-    """Print this rank's part of the story and decide the exit code."""
+    """Print this rank's part of the story and decide the exit code, once: the main thread may come to its end while the watch speaks."""
+    global _told
+    with _telling:
+        if not _told:
+            _told = True
+            _tell_now(job, failure)
+
+
+def _tell_now(job: Job, failure: Failure) -> None:
     global _exit_code
     if failure.kind == INTERRUPTED:
         leave_interrupted(job)
