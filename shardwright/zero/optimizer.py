@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -268,9 +268,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
         # In this order on all ranks: which reductions are still to be started may differ between them, and the agreement runs on the
         # same communicator.
-        with self.plain_parameters() if self._others.added else nullcontext():
-            self.reducer.launch_rest()
-        self._others.added = False
+        self.reducer.launch_rest()
         agreed = self._start_agreement()
         self.reducer.settle()
         self._set_touched(agreed)

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 class OtherBackwards:
     """What other optimizers' backwards did to the gradients of `optimizer`.
 
-    added     whether gradients were added that nothing has reduced yet
     spoiled   why the gradients in the buffers cannot be used before zero_grad; "" where they can
     """
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer = optimizer
         self._joined = False  # the backward that is running
-        self.added = False
         self.spoiled = ""
 
     def arrived(self, slot: Slot) -> None:
@@ -47,7 +45,6 @@ class OtherBackwards:
         if optimizer.scaler is not None or other.scaler is not None:
             self._spoil(slot, "under fp16, where each optimizer has a loss scale of its own")
         elif optimizer.takes_gradients:
-            self.added = True
             optimizer.note_backward()
         else:
             self._spoil(slot, "after those of its own backward had been reduced")
@@ -73,4 +70,4 @@ class OtherBackwards:
             raise ValueError(self.spoiled)
 
     def forget(self) -> None:
-        self.added, self.spoiled = False, ""
+        self.spoiled = ""
