@@ -127,17 +127,16 @@ class _BatchedFirst:
 class _Grouped(NamedTuple):
     """x [T, I], W [E, I, O]; `ends` [E] is where the rows of each group end."""
 
-    product: Callable[..., Tensor]
     ends: Tensor
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.product(x, weight, offs=self.ends)
+        return grouped_mm(x, weight, offs=self.ends)
 
     def input_grad(self, dy: Tensor, weight: Tensor) -> Tensor:
-        return self.product(dy, weight.transpose(1, 2), offs=self.ends)
+        return grouped_mm(dy, weight.transpose(1, 2), offs=self.ends)
 
     def weight_grad(self, x: Tensor, dy: Tensor, into: Tensor | None = None) -> Tensor | None:
-        return self.product(x.t(), dy, offs=self.ends)
+        return grouped_mm(x.t(), dy, offs=self.ends)
 
 
 class _Product(torch.autograd.Function):
@@ -264,14 +263,11 @@ def _answer_bmm(mode: PostponeWeightGrads, input: Any = None, mat2: Any = None, 
     return NotImplemented
 
 
-def _answer_grouped(product: Callable[..., Tensor]) -> Callable[..., Any]:
-    def answer(mode: PostponeWeightGrads, mat_a: Any = None, mat_b: Any = None, *, offs: Any = None, **others: Any) -> Any:
-        use = mode.use_of(mat_b)
-        if use is None or offs is None or mat_a.dim() != 2 or mat_b.dim() != 3 or any(other is not None for other in others.values()):
-            return NotImplemented
-        return _Product.apply(mat_a, mat_b, use, _Grouped(product, offs))
-
-    return answer
+def _answer_grouped(mode: PostponeWeightGrads, mat_a: Any = None, mat_b: Any = None, *, offs: Any = None, **others: Any) -> Any:
+    use = mode.use_of(mat_b)
+    if use is None or offs is None or mat_a.dim() != 2 or mat_b.dim() != 3 or any(other is not None for other in others.values()):
+        return NotImplemented
+    return _Product.apply(mat_a, mat_b, use, _Grouped(offs))
 
 
 def _answer_embedding(
@@ -311,5 +307,5 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.bmm: _answer_bmm,
     F.embedding: _answer_embedding,
     Tensor.__getitem__: _answer_getitem,
-    grouped_mm: _answer_grouped(grouped_mm),
+    grouped_mm: _answer_grouped,
 }
