@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..utils.pytree import tree_leaves
 from .dry_run import meta_copy, run_dry
 from .layer_chain import Unit
+from .saved_bytes import Storages
 
 
 class Activations(NamedTuple):
@@ -68,21 +69,19 @@ class _Counter(TorchFunctionMode):
         super().__init__()
         self.kept, self.recomputed, self.deferred = ([0] * (num_units + 1) for _ in range(3))
         self._unit = 0
-        self._fixed = _Seen()  # what is not an activation
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self._fixed.is_new(tensor)
-        self._saved, self._inputs, self._waiting = _Seen(), _Seen(), _Seen()
+        self._fixed = Storages([*model.parameters(), *model.buffers()])  # what is not an activation
+        self._saved, self._inputs, self._waiting = Storages(), Storages(), Storages()
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in self._fixed and self._saved.is_new(tensor):
-            self.kept[self._unit] += tensor.untyped_storage().nbytes()
+        if tensor not in self._fixed:
+            self.kept[self._unit] += self._saved.add(tensor)
         return tensor
 
     def enter(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and leaf not in self._fixed and self._inputs.is_new(leaf):
-                    self.recomputed[index] += leaf.untyped_storage().nbytes()
+                if isinstance(leaf, torch.Tensor) and leaf not in self._fixed:
+                    self.recomputed[index] += self._inputs.add(leaf)
 
         return hook
 
@@ -91,9 +90,7 @@ class _Counter(TorchFunctionMode):
 
     def linear(self, module: nn.Module, args: Any, output: Any) -> None:
         if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            if self._waiting.is_new(args[0]):
-                self.deferred[self._unit] += args[0].untyped_storage().nbytes()
-            self.deferred[self._unit] += output.numel() * output.element_size()
+            self.deferred[self._unit] += self._waiting.add(args[0]) + output.numel() * output.element_size()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -115,20 +112,3 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise AssertionError("nothing is differentiated here")
-
-
-class _Seen:
-    """Storages, which stay alive so that their identity does."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def is_new(self, tensor: torch.Tensor) -> bool:
-        if tensor in self:
-            return False
-        storage = tensor.untyped_storage()
-        self._storages[id(storage)] = storage
-        return True
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._storages

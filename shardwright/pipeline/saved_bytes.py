@@ -21,21 +21,37 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..utils.pytree import tree_leaves
 
 
+class Storages:
+    """Memory that was met, by storage; it stays alive, so that its identity does."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._met: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> int:
+        """Bytes of the tensor's memory; 0 where it was met before."""
+        storage = tensor.untyped_storage()
+        if id(storage) in self._met:
+            return 0
+        self._met[id(storage)] = storage
+        return storage.nbytes()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._met
+
+
 class SavedBytes:
-    """Bytes found so far; `parameters` are the addresses of memory that is there anyway."""
+    """Bytes found so far; `parameters` are there anyway."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.bytes = 0
-        self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._met = Storages(parameters)
 
     def note(self, value: Any) -> None:
         """Count the tensors in `value`."""
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._seen:
-                    self._seen.add(storage.data_ptr())
-                    self.bytes += storage.nbytes()
+        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+        self.bytes += sum(map(self._met.add, tensors))
 
 
 _measuring: list[SavedBytes] = []
