@@ -1,11 +1,20 @@
-"""Communication in flight: what is moving, who owns it and where it is waited for."""
+"""Communication in flight: what is moving, who owns it and where it is waited for.
+
+[Note: orphans]
+gloo forgets a message whose operation is dropped before it is through, and then nothing else gets through between the two ranks:
+every later collective of the group hangs (torch 2.13). So the messages of an owner that goes away, such as those of an
+optimizer that is dropped after a backward, live on as orphans. Only a wait tells that a gloo message is through, and it would hang where
+another rank never sent. So they are waited for at the next boost, which all ranks reach, if all have as many of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
+
+from ..cluster import job
 
 T = TypeVar("T")
 
@@ -40,3 +49,36 @@ class Handle(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Handle({self.label!r}, {'pending' if self.pending else 'done'})"
+
+
+class Messages(Handle[T]):
+    """A `Handle` on messages between two ranks each. See [Note: orphans]."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self.pending:
+            _orphans.append(_Orphan(self._works, self._keep, job.generation()))
+
+
+class _Orphan(NamedTuple):
+    works: list[dist.Work]
+    keep: object
+    generation: int  # of the connections; later ones know nothing of it
+
+
+_orphans: list[_Orphan] = []
+
+
+def count_orphans() -> int:
+    """How many owners' messages nobody has waited for."""
+    _orphans[:] = [orphan for orphan in _orphans if orphan.generation == job.generation()]
+    return len(_orphans)
+
+
+def settle_orphans() -> None:
+    """Wait for the messages whose owner is gone. Collective over all ranks, which must have as many of them."""
+    while _orphans:
+        for work in _orphans[0].works:
+            work.wait()
+        del _orphans[0]

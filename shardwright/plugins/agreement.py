@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .._version import __version__
+from ..comm.handle import count_orphans, settle_orphans
 from ..shardformer.lazy import notes_of
 from .dealing import length_of
 
@@ -79,8 +80,10 @@ def agree_on_boost(plugin: Any, model: nn.Module, optimizer: Any = None, dataloa
     facts = _facts_of_run() | _facts_of_job(plugin, model, optimizer, dataloader, lr_scheduler)
     weights = facts_of_weights(model)
     replica = plugin.data_parallel[1]
-    mine = digest(facts) + digest(weights) + replica.to_bytes(4, "big")
-    records = exchange(mine)
+    orphans = count_orphans().to_bytes(4, "big")
+    records = exchange(digest(facts) + digest(weights) + orphans + replica.to_bytes(4, "big"))
+    if all(record[2 * DIGEST : -4] == orphans for record in records):
+        settle_orphans()
     first = [rank for rank, record in enumerate(records) if int.from_bytes(record[-4:], "big") == 0]
     if len({record[:DIGEST] for record in records}) > 1:
         tables = exchange_facts({**facts, "place": place_of(plugin)})

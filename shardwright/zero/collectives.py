@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.compat import all_gather_single, reduce_scatter_single
-from ..comm.handle import Handle
+from ..comm.handle import Handle, Messages
 
 SUMMED = "must be a floating-point dtype of 16 bits or more, in which ranks can sum, such as torch.bfloat16, or None"
 
@@ -48,7 +48,7 @@ def reduce_scatter_in_place(flat: torch.Tensor, group: dist.ProcessGroup, scratc
             mine.add_(buffer)
         return mine
 
-    return Handle("reduce_scatter", works, add, keep=(flat, arrived))
+    return Messages("reduce_scatter", works, add, keep=(flat, arrived))
 
 
 def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Handle[torch.Tensor]:
@@ -63,7 +63,7 @@ def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int =
     others = _from(rank, ranks)
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(parts[rank], group=group, group_dst=peer, tag=tag) for peer in others]
-    return Handle("all_gather", works, lambda: flat, keep=flat)
+    return Messages("all_gather", works, lambda: flat, keep=flat)
 
 
 def _from(rank: int, ranks: int) -> list[int]:

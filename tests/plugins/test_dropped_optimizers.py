@@ -1,0 +1,42 @@
+"""Optimizers that go away while their gradients are on the way: the process group stays usable, and the memory comes back."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright import Booster
+from shardwright.comm.handle import count_orphans
+from shardwright.plugins import LowLevelZeroPlugin
+from shardwright.testing import run_ranks
+
+WIDTH = 512  # a message of one megabyte, which is not sent at once
+
+
+def drop_in_mid_step(rank: int, world: int, stage: int) -> None:
+    for number in range(4):
+        torch.manual_seed(number)
+        model: nn.Module = nn.Linear(WIDTH, WIDTH, bias=False)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32"))
+        model, optim, *_ = booster.boost(model, optim)
+        x = torch.randn(3, WIDTH) + rank
+        booster.backward(model(x).square().sum(), optim)  # the ranks wait for each other in their first step
+        optim.zero_grad()
+        time.sleep(0.2 * rank)  # the others have sent long before this rank receives
+        booster.backward(model(x).square().sum(), optim)
+        del model, optim, booster
+        gc.collect()
+        total = torch.full((4,), float(rank))
+        dist.all_reduce(total)
+        assert total.eq(world * (world - 1) / 2).all()
+        assert count_orphans() == 1, "boost waits for those of the optimizer before"
+
+
+def test_dropping_an_optimizer_in_mid_step_leaves_the_group_usable() -> None:
+    for stage in (1, 2):
+        run_ranks(drop_in_mid_step, 4, stage, timeout=60)
