@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..cluster.groups import shared_group
 from .errors import CheckpointError
 
 _PATIENCE = timedelta(hours=2)  # ranks wait here for the slowest writer
-_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}  # by the world group that they were made under, and purpose
 
 
 class Agreement:
@@ -25,7 +25,8 @@ class Agreement:
 
     def __init__(self, world_size: int, purpose: str = "checkpoints") -> None:
         self.world_size = world_size
-        self._group = _host_group(purpose) if world_size > 1 else None
+        several = world_size > 1
+        self._group = shared_group(("checkpoint", purpose), backend="gloo", timeout=_PATIENCE) if several else None
 
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every rank, by rank."""
@@ -61,19 +62,6 @@ class Agreement:
         for rank, text in enumerate(texts):
             if text is not None:
                 raise CheckpointError(f"{what} failed on rank {rank}: {text}", rank)
-
-
-def _host_group(purpose: str) -> dist.ProcessGroup:
-    """Made at its first use, by all ranks."""
-    world = dist.group.WORLD
-    assert world is not None
-    if (world, purpose) not in _groups:
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        assert isinstance(group, dist.ProcessGroup)
-        for key in [key for key in _groups if key[0] is not world]:
-            del _groups[key]
-        _groups[world, purpose] = group
-    return _groups[world, purpose]
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:

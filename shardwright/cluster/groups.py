@@ -14,7 +14,7 @@ torch 2.13 has four such types to spare, so a job can recover four times. Checke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,8 @@ _SPARE_TYPES = ("CUSTOM", "UCC", "MPI", "XCCL")
 MOST_RECOVERIES = len(_SPARE_TYPES)
 
 _timeout: timedelta | None = None
+_shared: dict[Hashable, dist.ProcessGroup] = {}
+_shared_by: dist.ProcessGroup | None = None
 
 
 def set_timeout(timeout: timedelta) -> None:
@@ -47,6 +49,21 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.Proces
     group = dist.new_group(list(ranks) if ranks is not None else None, **options)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """The group that was made under `key`, or a new one: plugins of the same layout use the same connections.
+
+    Every group takes threads, connections and, on NCCL, device memory, and torch keeps it until the job ends. torch names a group after its
+    members and the number of groups that the rank has, so all ranks must find a key, or none of them.
+    """
+    global _shared_by
+    if _shared_by is not dist.group.WORLD:  # another process group than the last time
+        _shared.clear()
+        _shared_by = dist.group.WORLD
+    if key not in _shared:
+        _shared[key] = new_group(ranks, **options)
+    return _shared[key]
 
 
 def bind_timeout(*groups: dist.ProcessGroup) -> None:

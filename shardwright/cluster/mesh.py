@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..utils.device import device_type_of_backend
 from ..utils.errors import divisors, nearest
 from . import job
-from .groups import bind_timeout, new_group
+from .groups import bind_timeout, shared_group
 
 _DERIVED = {
     "dp": ("replica", "shard"),
@@ -67,13 +67,12 @@ class ParallelMesh:
         self._coordinates = dict(zip(self.axes, position, strict=True))
         self.device_type = device_type_of_backend(dist.get_backend())
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._absent_from: set[tuple[int, ...]] = set()  # tied groups that this rank is no member of
         # Made now and in this order on every rank: creating a group is collective.
         for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
             self.group(axis)
         # Messages between stages get a group that no collective uses: debugging checks and NCCL both count operations per group, and
         # ranks send different numbers of messages.
-        self.message_group = self._new_group(self.ranks("pp"))
+        self.message_group = self._shared_group("messages", self.ranks("pp"))
         job.set_place(", ".join(f"{axis}={self.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or sp > 1))
 
     def size(self, *axes: str) -> int:
@@ -95,24 +94,22 @@ class ParallelMesh:
         return ranks
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The process group along `axes`. The first call for a product of axes is collective over that group."""
-        return self.group_of(self.ranks(*axes))
+        """The process group along `axes`. The first call for a product of axes is collective over all ranks.
 
-    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of these global ranks; every member must ask for it, in the same order among its other groups."""
-        key = tuple(ranks)
+        Groups along axes split the ranks evenly, so a rank's own group says what those of all others are, as `shared_group` needs it.
+        """
+        key = tuple(self.ranks(*axes))
         if key not in self._groups:
-            if key == tuple(range(self.world_size)):
-                assert dist.group.WORLD is not None
-                self._groups[key] = dist.group.WORLD
-            else:
-                self._groups[key] = self._new_group(ranks)
+            whole = key == tuple(range(self.world_size))
+            group = dist.group.WORLD if whole else self._shared_group("axes", key)
+            assert group is not None
+            self._groups[key] = group
         return self._groups[key]
 
     @staticmethod
-    def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _shared_group(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         assert list(ranks) == sorted(ranks), "torch orders the ranks of a group, so coordinates must ascend with them"
-        return new_group(ranks, use_local_synchronization=True)
+        return shared_group((purpose, tuple(ranks)), ranks, use_local_synchronization=True)
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
         """Global ranks of `group`, in its order."""
@@ -126,16 +123,16 @@ class ParallelMesh:
     def tied_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the pipeline positions that hold a copy of one tied parameter (first and last for embeddings).
 
-        None on ranks of other positions, which hold no copy but must call this too. torch names a group after its members and the number of
-        groups that the rank has, so that number must stay the same on all ranks: the others make a group of one in place of theirs.
+        None on ranks of other positions, which hold no copy but must call this too: they make a group of one in place of theirs, so that
+        all ranks have as many groups (see `shared_group`).
         """
-        key = tuple(sorted(stages))
-        if self.coordinate("pp") in key:
-            return self.group_of(self.stage_ranks(key))
-        if key not in self._absent_from:
-            self._absent_from.add(key)
-            new_group([self.rank], use_local_synchronization=True)
-        return None
+        holders = sorted(set(stages))
+        if len(holders) == self.size("pp"):
+            return self.group("pp")
+        present = self.coordinate("pp") in holders
+        key = ("tied", tuple(self.ranks("pp")), tuple(holders))
+        group = shared_group(key, self.stage_ranks(holders) if present else [self.rank], use_local_synchronization=True)
+        return group if present else None
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A torch DeviceMesh over `axes`, for FSDP2 and for describing shards to a checkpoint; it reuses the groups."""

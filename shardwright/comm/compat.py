@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..cluster.groups import new_group
+from ..cluster.groups import shared_group
 
 _Collective = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def world_group_for_ddp() -> dist.ProcessGroup | None:
         return None
     dist.set_debug_level(dist.DebugLevel.INFO)
     try:
-        return new_group()
+        return shared_group("DistributedDataParallel")
     finally:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
 

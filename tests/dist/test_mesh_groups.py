@@ -1,11 +1,15 @@
-"""Making groups that only some ranks take part in does not disturb the groups made later."""
+"""Groups of one layout are made once, and those that only some ranks take part in do not disturb the ones made later."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwright.cluster import ParallelMesh
+from shardwright.cluster.groups import all_groups
 from shardwright.testing import run_ranks
 
 
@@ -27,3 +31,52 @@ def make_groups(rank: int, world: int) -> list[float]:
 
 def test_tied_groups_of_some_ranks() -> None:
     assert run_ranks(make_groups, 3) == [[2.0, 3.0, 3.0] * 2, [3.0, 3.0] * 2, [2.0, 3.0, 3.0] * 2]
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"pp": 2},
+    {"tp": 2, "zero_group_size": 1},
+    {"pp": 4},
+    {"sp": 2, "tp": 2, "ring_attention": True},
+    {"sp": 2, "tp": 2},
+    {"pp": 2, "tp": 2, "dp_outside": False},
+    {"zero_group_size": 2},
+]
+AXES = ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica", "world")
+
+
+def groups_of(mesh: ParallelMesh) -> Iterator[tuple[list[int], dist.ProcessGroup]]:
+    for axis in AXES:
+        yield mesh.ranks(axis), mesh.group(axis)
+    yield mesh.ranks("pp"), mesh.message_group
+    for holders in ([0, mesh.size("pp") - 1], [0, 1]):
+        if mesh.size("pp") > 2 and (group := mesh.tied_group(holders)) is not None:
+            yield mesh.stage_ranks(holders), group
+
+
+def use_all_layouts(rank: int, world: int) -> int:
+    numbers = []
+    for _ in range(3):
+        for layout in LAYOUTS:
+            for ranks, group in groups_of(ParallelMesh(**layout)):
+                assert dist.get_process_group_ranks(group) == ranks
+                total = torch.tensor([2.0**rank])
+                dist.all_reduce(total, group=group)
+                assert total.item() == sum(2.0**member for member in ranks)
+        numbers.append(len(all_groups()))
+    assert numbers[0] == numbers[2], f"{numbers}: groups are made again"
+    return numbers[0]
+
+
+def test_groups_are_made_once() -> None:
+    assert len(set(run_ranks(use_all_layouts, 4))) == 1
+
+
+def test_messages_have_a_group_of_their_own() -> None:
+    run_ranks(keep_messages_apart, 2)
+
+
+def keep_messages_apart(rank: int, world: int) -> None:
+    mesh = ParallelMesh(pp=2)
+    assert mesh.message_group is not mesh.group("pp")
+    assert ParallelMesh(pp=2).message_group is mesh.message_group
