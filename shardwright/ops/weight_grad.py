@@ -16,8 +16,8 @@ gradients, which nobody waits for). The functions of `ops.linear` and `ops.postp
 `parameter.grad_dtype` where that is set. A product adds itself to a gradient of its own dtype as it multiplies, which spares writing and
 reading dW and rounds as the kernel does; else the result is bitwise that of the immediate backward, as long as a parameter is used once.
 
-Hooks for after the accumulation fire once per parameter and queue, when the queue is done (and once before, when autograd passes the
-parameter without a gradient); hooks on the gradient itself do not, because autograd never sees it.
+Hooks for after the accumulation fire once per parameter and queue, when `run` has come to the last of its gradients (and once before, when
+autograd passes the parameter without a gradient); hooks on the gradient itself do not, because autograd never sees it.
 
 [Note: memory of what waits]
 A postponed gradient holds x and dy until it is computed, so a store has a limit in bytes. What exceeds it is computed at once, the
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -80,7 +80,7 @@ class WeightGradStore:
         self.limit = limit
         self.bytes = self.peak = 0
         self._queues: dict[Hashable, deque[_Waiting]] = {}
-        self._met: dict[Hashable, dict[int, Parameter]] = {}  # whose hooks are to fire when the queue is done
+        self._met: dict[Hashable, dict[Parameter, int]] = {}  # whose hooks `run` is to fire, with how many gradients still wait
         self._users: Counter[int] = Counter()  # of memory, by address
         self._key: Hashable = None
         global _any_store
@@ -108,20 +108,27 @@ class WeightGradStore:
                 self.bytes += size
             self._users[address] += 1
         self._queues.setdefault(self._key, deque()).append(_Waiting(param, part, compute, memory))
-        self._met.setdefault(self._key, {})[id(param)] = param
+        met = self._met.setdefault(self._key, {})
+        met[param] = met.get(param, 0) + 1
         while self.bytes > self.limit and self._run_first(lambda key: True):
             pass
         self.peak = max(self.peak, self.bytes)
 
     def run(self, key: Hashable = None) -> None:
         """Compute and accumulate the gradients of queue `key`, in the order in which backward met them."""
-        queue = self._queues.get(key, ())
+        met, queue = self._met.get(key, {}), self._queues.get(key, ())
+        for param in [param for param, waiting in met.items() if not waiting]:  # those whose gradients were computed before
+            _fire_hooks(param)
         while queue:
-            self._take(queue)
+            param = self._take(key, queue)
+            if not met[param]:
+                _fire_hooks(param)
         self._queues.pop(key, None)
-        for param in self._met.pop(key, {}).values():
-            for hook in post_accumulate_hooks(param):
-                hook(param)
+        self._met.pop(key, None)
+
+    def parameters(self, key: Hashable = None) -> Collection[Parameter]:
+        """Whose gradients `run` completes."""
+        return self._met.get(key, {}).keys()
 
     def run_all(self) -> None:
         """Every queue, in the order in which the queues were opened."""
@@ -149,12 +156,12 @@ class WeightGradStore:
     def _run_first(self, wanted: Callable[[Hashable], bool]) -> bool:
         for key, queue in self._queues.items():
             if queue and wanted(key):
-                self._take(queue)
+                self._take(key, queue)
                 return True
         return False
 
     @torch.no_grad()  # the computation too: x and dy may belong to graphs
-    def _take(self, queue: deque[_Waiting]) -> None:
+    def _take(self, key: Hashable, queue: deque[_Waiting]) -> Parameter:
         param, part, compute, held = queue.popleft()  # which frees x and dy before the next gradient is computed
         for address, size in held:
             self._users[address] -= 1
@@ -162,6 +169,8 @@ class WeightGradStore:
                 del self._users[address]
                 self.bytes -= size
         _accumulate(param, part, compute)
+        self._met[key][param] -= 1
+        return param
 
 
 @contextmanager
@@ -186,6 +195,11 @@ def deferral_possible() -> bool:
     once, which is correct, only not postponed; make the store before the first forward.
     """
     return _any_store
+
+
+def _fire_hooks(param: Parameter) -> None:
+    for hook in post_accumulate_hooks(param):
+        hook(param)
 
 
 def _accumulate(param: Parameter, part: Part | None, compute: Compute) -> None:

@@ -33,7 +33,7 @@ from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
-from .runtime import PipelineRuntime
+from .runtime import PipelineRuntime, Reduction
 from .schedules import Schedule
 from .search import Found, message_cost, search
 from .simulate import Costs
@@ -233,7 +233,7 @@ class PipelineExecutor:
     pipe_group    the pipeline's ranks, in stage order; None with one rank
     loss_group    ranks that hold other samples of the same global batch (data parallel); None: no others
     tied_process_groups  see `tied.create_tied_process_groups`
-    reduce_grad   called with a chunk when all its gradients of the step are complete
+    reduction     of the gradients of this rank's chunks; see `PipelineRuntime`
     grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch when they are
                   *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
     device        where batches are moved; None: where the model's parameters are
@@ -252,7 +252,7 @@ class PipelineExecutor:
         pipe_group: dist.ProcessGroup | None = None,
         loss_group: dist.ProcessGroup | None = None,
         tied_process_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
-        reduce_grad: Callable[[int], None] | None = None,
+        reduction: Reduction | None = None,
         grad_factor: float = 1.0,
         device: torch.device | None = None,
         postpone_weights: bool = True,
@@ -266,7 +266,6 @@ class PipelineExecutor:
         self.grad_factor = grad_factor
         self._loss_group = loss_group
         self._tied_process_groups = dict(tied_process_groups or {})
-        self._reduce_grad = reduce_grad
         self._device = device
         self._split_heads = dict(split_heads or {})
         if cut.loss_check is not None:
@@ -289,7 +288,7 @@ class PipelineExecutor:
                 [_Program(self, stage) for stage in cut.placement.stages_of(cut.rank)],
                 backward=self._backward,
                 backward_by_grad=self._backward_by_grad,
-                reduce_grad=reduce_grad,
+                reduction=reduction,
                 postpone_weights=postpone_weights,
                 deferred_bytes=settings.deferred_bytes,
                 parameters=cut.staged.model.parameters,
@@ -381,8 +380,6 @@ class PipelineExecutor:
                     with self._accumulating(step.optimizer, last=index == len(step.microbatches) - 1):
                         self._backward(loss)
                 del loss
-        if step.training and self._reduce_grad is not None:
-            self._reduce_grad(0)
 
     @staticmethod
     def _accumulating(optimizer: Any, last: bool) -> AbstractContextManager[Any]:

@@ -17,8 +17,9 @@ learn of it when the connections close with the process of the rank, on NCCL onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,6 +57,22 @@ class BackwardByGrad(Protocol):
     """Backward from outputs with given gradients. Outputs are `GradientEdge`s, which torch.autograd.backward takes like tensors."""
 
     def __call__(self, tensors: Sequence[GradientEdge], grads: Sequence[Tensor], /) -> None: ...
+
+
+class Reduction(Protocol):
+    """Reduces the weight gradients of this rank's chunks over its data-parallel peers.
+
+    begin   a microbatch's gradients are about to be made: those of all the chunk's parameters, or of the given ones only; others are
+            there. With `last` they are the last of the step
+    end     they are made. With `last` this is the action REDUCE
+    finish  those of all chunks are made
+    """
+
+    def begin(self, chunk: int, last: bool, of: Collection[torch.nn.Parameter] | None) -> None: ...
+
+    def end(self, chunk: int, last: bool) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class PipelineError(RuntimeError):
@@ -98,7 +115,7 @@ class PipelineRuntime:
     programs          this rank's stages, by chunk
     backward          of the loss of a microbatch (a loss scaler goes here); default `loss.backward()`
     backward_by_grad  of the other stages; default `torch.autograd.backward`
-    reduce_grad       called with the chunk when all its weight gradients of the step are complete
+    reduction         told when weight gradients are made
     postpone_weights  whether W actions compute weight gradients. False computes them in I, for parameters that only autograd's own
                       hooks can follow (FSDP2 frees and reduces what it gathered when backward has passed it)
     deferred_bytes    what postponed weight gradients may hold; None: what they can hold without more memory than 1F1B needs
@@ -113,7 +130,7 @@ class PipelineRuntime:
         *,
         backward: Callable[[Tensor], None] | None = None,
         backward_by_grad: BackwardByGrad | None = None,
-        reduce_grad: Callable[[int], None] | None = None,
+        reduction: Reduction | None = None,
         postpone_weights: bool = True,
         deferred_bytes: int | None = None,
         parameters: Callable[[], Iterable[Tensor]] = tuple,
@@ -130,7 +147,7 @@ class PipelineRuntime:
         self._last = placement.num_stages - 1
         self._backward = backward if backward is not None else torch.autograd.backward
         self._backward_by_grad = backward_by_grad if backward_by_grad is not None else torch.autograd.backward
-        self._reduce_grad = reduce_grad
+        self._reduction = reduction
         self._postpone_weights = postpone_weights
         self._deferred_bytes = deferred_bytes
         self._parameters = parameters
@@ -169,6 +186,7 @@ class PipelineRuntime:
             # Linears postpone only what runs forward while a store exists.
             self.weight_grads = WeightGradStore(math.inf if self._deferred_bytes is None else self._deferred_bytes)
         self._start_step(shape_keys, training, overlap)
+        self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.B, Kind.W))
         step = 0
         handlers, recorder = self._handlers, self.recorder
         try:
@@ -182,6 +200,8 @@ class PipelineRuntime:
                         with recorder.span(actions[step]):
                             handlers[kind](stage, microbatch)
                     step += 1
+                if training and self._reduction is not None:
+                    self._reduction.finish()
                 self.comm.flush()
         except Exception as error:
             self._abandon_step()
@@ -199,6 +219,7 @@ class PipelineRuntime:
         self._losses: list[Tensor] = []
         self._num_live = self._peak_live = 0
         self._live_bytes = self._largest = 0  # of all graphs held; most that a microbatch leaves on this rank's stages
+        self._to_come = Counter[int]()  # microbatches whose weight gradients are still to be made, by stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
         self._sent: dict[tuple[int, int], Sent] = {}
@@ -271,7 +292,8 @@ class PipelineRuntime:
         return loss
 
     def _run_backward(self, stage: int, microbatch: int) -> None:
-        self._backward_of(stage, microbatch, defer=False)
+        with self._making_gradients(stage, None):
+            self._backward_of(stage, microbatch, defer=False)
         self._num_live -= 1
 
     def _run_input_grad(self, stage: int, microbatch: int) -> None:
@@ -280,9 +302,21 @@ class PipelineRuntime:
         self._backward_of(stage, microbatch, defer=True)
 
     def _run_weight_grad(self, stage: int, microbatch: int) -> None:
-        if self.weight_grads is not None:
-            self.weight_grads.run((stage, microbatch))
+        store, key = self.weight_grads, (stage, microbatch)
+        with self._making_gradients(stage, store.parameters(key) if store is not None else ()):
+            if store is not None:
+                store.run(key)
         self._num_live -= 1
+
+    @contextmanager
+    def _making_gradients(self, stage: int, of: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
+        self._to_come[stage] -= 1
+        chunk, last = self.placement.chunk_of(stage), self._to_come[stage] == 0
+        if self._reduction is not None:
+            self._reduction.begin(chunk, last, of)
+        yield
+        if self._reduction is not None and not last:
+            self._reduction.end(chunk, last)
 
     def _room_for_weights(self, stage: int, microbatch: int) -> int:
         """Bytes that 1F1B would hold at its peak, on its first rank, less those of the graphs that are held here and now.
@@ -323,8 +357,8 @@ class PipelineRuntime:
                 self._outgoing_grads[stage, microbatch] = back
 
     def _reduce(self, stage: int, microbatch: int) -> None:
-        if self._reduce_grad is not None:
-            self._reduce_grad(self.placement.chunk_of(stage))
+        if self._reduction is not None:
+            self._reduction.end(self.placement.chunk_of(stage), last=True)
 
     # Transfers -------------------------------------------------------------------------------------------------------
 

@@ -136,6 +136,13 @@ class StagedModel:
             raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {stage}")
         return None, output
 
+    def parameters_of(self, stage: int) -> set[nn.Parameter]:
+        """What one of the held stages uses."""
+        if self.survey is None:
+            return set(self.model.parameters())
+        names = {alias for name in self.survey.parameters(self.stages, stage) for alias in self.survey.names[name]}
+        return {param for name, param in self.model.named_parameters(remove_duplicate=False) if name in names}
+
     def _follow_device(self) -> None:
         """Released tensors are not moved by `model.to(device)`, but models read their device."""
         if self._released:

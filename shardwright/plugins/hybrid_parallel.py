@@ -22,6 +22,7 @@ from ..interface import OptimizerWrapper
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
 from ..pipeline.schedules import get_placement
+from ..pipeline.stage import StagedModel
 from ..pipeline.tied import create_tied_process_groups
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
@@ -36,6 +37,7 @@ from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
+from .chunk_reduction import ChunkReduction, sections_of
 from .config_form import read_config
 from .deferral import ZERO_BUBBLE
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
@@ -294,7 +296,7 @@ class HybridParallelPlugin(Plugin):
         if groups is not None:
             groups.rebind(model)
         tied = self._describe_tied(model, plan)
-        wrapped = self._optimizer(model, optimizer, tied)
+        wrapped = self._optimizer(cut.staged, optimizer, tied)
         share_all(model, self.mixed_dp_group)
         executor = self._executor(cut, wrapped)
         boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped))
@@ -337,8 +339,8 @@ class HybridParallelPlugin(Plugin):
                 tied[name] = groups[group.ranks]
         return tied
 
-    def _optimizer(self, model: nn.Module, optimizer: Optimizer | None, tied: dict[str, dist.ProcessGroup]) -> OptimizerWrapper | None:
-        options = self.settings.reduction
+    def _optimizer(self, staged: StagedModel, optimizer: Optimizer | None, tied: dict[str, dist.ProcessGroup]) -> OptimizerWrapper | None:
+        options, model = self.settings.reduction, staged.model
         if self.zero_stage == 3:
             replaced = shard_model(
                 model,
@@ -379,6 +381,7 @@ class HybridParallelPlugin(Plugin):
             overlap_allgather=options.overlap_allgather,
             cpu_offload=options.cpu_offload,
             launch_in_backward=self.pp_size == 1,
+            sections=sections_of(staged) if self.pp_size > 1 else None,
             tied_groups=tied,
         )
 
@@ -408,7 +411,7 @@ class HybridParallelPlugin(Plugin):
             self.settings.pipeline.settings,
             pipe_group=self.mesh.message_group if self.pp_size > 1 else None,
             loss_group=self.dp_group if self.dp_size > 1 else None,
-            reduce_grad=_Reduction(optimizer, cut) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
+            reduction=ChunkReduction(optimizer) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
             after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
@@ -455,18 +458,3 @@ class HybridParallelPlugin(Plugin):
         if not isinstance(model, HybridModel):
             raise ValueError(f"save_lora_as_pretrained needs the model that boost returned, not a bare {type(model).__name__}")
         return gather_adapters(model.unwrap(), model.adapters, self.mesh)
-
-
-class _Reduction:
-    """Starts the data-parallel reduction when the last chunk of this rank has all its gradients of the step."""
-
-    def __init__(self, optimizer: ZeroOptimizer, cut: CutModel) -> None:
-        self._optimizer = optimizer
-        self._waiting_for = self._chunks = set(range(cut.placement.num_chunks))
-
-    def __call__(self, chunk: int) -> None:
-        self._waiting_for = self._waiting_for - {chunk}
-        if not self._waiting_for:
-            self._waiting_for = self._chunks
-            if self._optimizer.require_sync:
-                self._optimizer.reduce_grad()

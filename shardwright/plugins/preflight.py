@@ -124,7 +124,7 @@ def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: Precisi
     if optimizer is None:
         return []
     check_supported(optimizer)
-    return collect_entries(optimizer, [model], precision, whole=False, placed=not on_meta)
+    return collect_entries(optimizer, model, precision, whole=False, placed=not on_meta)
 
 
 def _check_whole(entries: Sequence[Entry], specs: Mapping[int, ParamSpec], optimizer: Optimizer) -> None:

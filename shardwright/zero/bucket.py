@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ from .layout import Slot
 from .param_guard import drop_own_gradient, own_gradient
 
 _MAX_IN_FLIGHT = 2
+_TELL = "pass a batch like this one as example_inputs= to the plugin, so that the pipeline knows which stages use the parameter"
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,22 @@ class _Window:
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
-        self.restart()
+        self.close()
 
-    def restart(self) -> None:
-        self.missing = [set(bucket.plan.slots) for bucket in self.buckets]
+    def close(self) -> None:
         self.next = 0
+        self.is_open = False  # whether buckets leave as they are complete
+        self.missing: list[set[Slot]] = []
+
+    def open(self, awaited: set[Slot] | None = None) -> None:
+        """Gradients come now: those of all slots, or of the `awaited` ones."""
+        self.next, self.is_open = 0, True
+        self.missing = [set(bucket.plan.slots) if awaited is None else awaited.intersection(bucket.plan.slots) for bucket in self.buckets]
+
+    @property
+    def has_complete(self) -> bool:
+        """Whether the next bucket may leave."""
+        return self.next < len(self.buckets) and not self.missing[self.next]
 
 
 @dataclass
@@ -122,7 +134,7 @@ class GradReducer:
     overlap             collectives run while backward goes on; the numbers are the same either way
     wire_dtype          dtype on the wire, None for that of the gradients
     ranks               how many ranks' gradients are summed
-    launch_in_backward  whether hooks may start collectives; a pipeline runtime calls `reduce` itself instead
+    launch_in_backward  whether every backward reduces; a pipeline runtime calls `open` and `reduce` itself instead
     on_final            called with each bucket whose shard holds its final sum, on the stream that made it
     on_outside          called with the slot of a gradient that came in no backward of this reducer; it is added unless that raises
     """
@@ -165,6 +177,7 @@ class GradReducer:
         }
         self.slots = {slot.entry.param: slot for slot in self._places}
         self._flying: list[_InFlight] = []
+        self._ending = True  # whether what is reduced now completes the step's gradients
         self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
         self.in_backward = False
         self._generation = job.generation()
@@ -187,7 +200,7 @@ class GradReducer:
             slot.entry.param.register_post_accumulate_grad_hook(partial(_arrived, me, number))
             for number, slot in enumerate(self._by_number)
         ]
-        self._hook_numbers = [handle.id for handle in handles]
+        self._hook_numbers = {slot: handle.id for slot, handle in zip(self._by_number, handles, strict=True)}
         return weakref.finalize(self, _remove, handles)
 
     # Backward.
@@ -196,15 +209,36 @@ class GradReducer:
         window, position = self._places[slot]
         return window.buckets[position]
 
-    def gradient_ready(self, param: nn.Parameter) -> None:
-        """Say that `param` got its gradient without autograd's hooks (a deferred weight gradient)."""
-        self.on_gradient(self.slots[param])
-
     def begin_backward(self) -> None:
-        for slot, number in zip(self._by_number, self._hook_numbers, strict=True):
-            put_hook_last(slot.entry.param, number)  # a script's hooks change gradients before they leave
         self.in_backward = True
         self.expect()
+        if self.launch_in_backward:
+            for window in self._windows.values():
+                self._let_scripts_hook_first(window)
+                if self._reduces_now:
+                    window.open()
+
+    def _let_scripts_hook_first(self, window: _Window) -> None:
+        """A script's hooks change gradients before they leave."""
+        for bucket in window.buckets:
+            for slot in bucket.plan.slots:
+                put_hook_last(slot.entry.param, self._hook_numbers[slot])
+
+    def open(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
+        """For runtimes: gradients of one microbatch in `section` are about to come. What they complete leaves at once.
+
+        last  no more will come for the section in this step
+        of    the parameters that get one; default: all
+        """
+        window = self._windows.get(section)
+        if window is None or (self.keep_full and not (last and self.require_sync)):
+            return
+        self._require_unreduced(window)
+        self._let_scripts_hook_first(window)
+        self._ending = last
+        window.open(None if of is None else {self.slots[param] for param in of if param in self.slots})
+        while window.has_complete:
+            self._launch_next(window)
 
     def expect(self) -> None:
         """Gradients are about to come."""
@@ -224,8 +258,11 @@ class GradReducer:
             self._collect(*self._places[slot], slot)
             return
         window, position = self._places[slot]
+        bucket = window.buckets[position]
+        if not self.launch_in_backward and bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
+            raise ValueError(f"{slot.entry.name}: a gradient after those of its pipeline stage were reduced; {_TELL}")
         self._collect(window, position, slot)
-        if not self.launch_in_backward or not self._reduces_now:
+        if not window.is_open:
             return
         if position < window.next:
             raise ValueError(
@@ -234,9 +271,8 @@ class GradReducer:
             )
         missing = window.missing[position]
         missing.discard(slot)
-        if not missing and position == window.next:
-            while window.next < len(window.buckets) and not window.missing[window.next]:
-                self._launch_next(window)
+        while window.has_complete:
+            self._launch_next(window)
 
     def _collect(self, window: _Window, position: int, slot: Slot) -> None:
         self.touched.add(slot.entry.index)
@@ -260,22 +296,27 @@ class GradReducer:
         for bucket in reduced:
             bucket.set_aside(scale)
 
-    def reduce(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Start reducing all buckets of the sections that hold `params` (default: all), without hooks, for runtimes that know when
-        gradients are complete.
+    def reduce(self, section: int, last: bool = True) -> None:
+        """For runtimes: start reducing what is left of `section`. At stage 2 also between microbatches, with `last` False.
 
         Tied copies count as having a gradient: their ranks must agree, and each sees its own uses of the parameter only.
         """
-        slots = list(self._places) if params is None else [self.slots[param] for param in params if param in self.slots]
-        windows = {id(self._places[slot][0]): self._places[slot][0] for slot in slots}
-        for slot in slots:
-            counts = slot.entry.family.tied is not None if self.keep_full else own_gradient(slot.entry.param) is not None
-            if counts:
-                self._collect(*self._places[slot], slot)
-        for window in windows.values():
-            if self.keep_full and any(bucket.state is not GradState.ACCUMULATING for bucket in window.buckets):
-                raise ValueError("gradients were reduced already in this step; call zero_grad() before the next one")
-            self._launch_window(window)
+        window = self._windows.get(section)
+        if window is None or (self.keep_full and not (last and self.require_sync)):
+            return
+        if not window.is_open:
+            self._require_unreduced(window)
+        for bucket in window.buckets[window.next :]:
+            for slot in bucket.plan.slots:
+                if slot.entry.family.tied is not None if self.keep_full else own_gradient(slot.entry.param) is not None:
+                    self._collect(*self._places[slot], slot)
+        self._ending = last
+        self._launch_window(window)
+        self._ending = True
+
+    def _require_unreduced(self, window: _Window) -> None:
+        if self.keep_full and any(bucket.state is not GradState.ACCUMULATING for bucket in window.buckets):
+            raise ValueError("gradients were reduced already in this step; call zero_grad() before the next one")
 
     def end_backward(self) -> None:
         """Start what backward left: buckets with parameters that got no gradient."""
@@ -289,6 +330,7 @@ class GradReducer:
         """Start all reductions that the step still needs: which ones follows from what all ranks share, not from the gradients that
         this rank happens to have."""
         self.touched |= self._kept
+        self._ending = True
         if self.keep_full or self._fresh:
             for window in self._windows.values():
                 if any(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in window.buckets):
@@ -315,7 +357,7 @@ class GradReducer:
     def _launch_window(self, window: _Window) -> None:
         while window.next < len(window.buckets):
             self._launch_next(window)
-        window.restart()
+        window.close()
 
     def _launch_next(self, window: _Window) -> None:
         bucket = window.buckets[window.next]
@@ -364,8 +406,8 @@ class GradReducer:
         self._advance(self._fly(bucket, None, []))
 
     def _fly(self, bucket: Bucket, scatter: Handle[torch.Tensor] | None, lent: list[torch.Tensor]) -> _InFlight:
-        groups = self.groups.after_scatter(bucket) if self.require_sync or scatter is None else []
-        flight = _InFlight(bucket, scatter, lent, groups, final=self.require_sync or scatter is None)
+        final = (self.require_sync and self._ending) or scatter is None
+        flight = _InFlight(bucket, scatter, lent, self.groups.after_scatter(bucket) if final else [], final)
         bucket.state = GradState.LAUNCHED
         if bucket.grads is not None:
             bucket.empty = False
@@ -480,8 +522,8 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.forget_gradients()
         for window in self._windows.values():
-            window.restart()
-        self._fresh = False
+            window.close()
+        self._fresh, self._ending = False, True
         self.touched.clear()
 
     def remove_hooks(self) -> None:

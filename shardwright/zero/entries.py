@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -17,12 +17,18 @@ _SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def collect_entries(
-    optim: Optimizer, models: Sequence[nn.Module], precision: PrecisionPolicy | None, whole: bool, placed: bool = True
+    optim: Optimizer,
+    model: nn.Module,
+    precision: PrecisionPolicy | None,
+    whole: bool,
+    placed: bool = True,
+    sections: Mapping[nn.Parameter, int] | None = None,
 ) -> list[Entry]:
     """The trainable parameters of `optim` in model order, with the dtype that each will work in.
 
-    whole   the optimizer looks at whole matrices
-    placed  the parameters are where they will stay
+    whole     the optimizer looks at whole matrices
+    placed    the parameters are where they will stay
+    sections  which part of the model a parameter belongs to; default: all to part 0
     """
     if has_stepped(optim):
         raise ValueError(
@@ -30,23 +36,21 @@ def collect_entries(
             "booster.load. For a state from outside, boost it with its model in one process with Booster() and booster.save(path, "
             "model=model, optimizer=optimizer) there; booster.load reads that at any layout"
         )
-    _refuse_sparse(models)
+    _refuse_sparse(model)
     groups = {param: number for number, group in enumerate(optim.param_groups) for param in group["params"] if param.requires_grad}
     if not groups:
         raise ValueError("the optimizer has no trainable parameters: every parameter in its groups has requires_grad=False")
     entries: list[Entry] = []
-    seen: set[nn.Parameter] = set()
-    for section, model in enumerate(models):
-        dtypes = precision.dtypes(model) if precision is not None else {}
-        for name, param in model.named_parameters():
-            if param not in groups or param in seen:
-                continue
-            seen.add(param)
-            full_name = name if len(models) == 1 else f"{section}.{name}"  # parts may use the same names
-            spec = get_spec(param) or ParamSpec(full_name, tuple(param.shape))
-            dtype = dtypes.get(name, param.dtype)
-            _check(name, param, spec, dtype, optim, whole)
-            entries.append(Entry(len(entries), spec.name, param, spec, groups[param], family_of(spec, dtype, section)))
+    dtypes = precision.dtypes(model) if precision is not None else {}
+    for name, param in model.named_parameters():
+        if param not in groups:
+            continue
+        spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
+        dtype = dtypes.get(name, param.dtype)
+        _check(name, param, spec, dtype, optim, whole)
+        section = sections[param] if sections is not None else 0
+        entries.append(Entry(len(entries), spec.name, param, spec, groups[param], family_of(spec, dtype, section)))
+    seen = {entry.param for entry in entries}
     strangers = [param for param in groups if param not in seen]
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
@@ -72,8 +76,7 @@ def _check(name: str, param: nn.Parameter, spec: ParamSpec, dtype: torch.dtype, 
         )
 
 
-def _refuse_sparse(models: Sequence[nn.Module]) -> None:
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ValueError(f"module {name} makes sparse gradients, which flat buffers cannot hold: build it with sparse=False")
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"module {name} makes sparse gradients, which flat buffers cannot hold: build it with sparse=False")

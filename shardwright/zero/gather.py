@@ -30,8 +30,9 @@ class ParamGatherer:
 
     guard: ParamGuard
 
-    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, models: Sequence[nn.Module], overlap: bool) -> None:
-        self._buckets = list(reversed(buckets))  # forward needs the last bucket of backward first
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, model: nn.Module, overlap: bool) -> None:
+        # Forward needs the parts in their order, and the last bucket of a part's backward first.
+        self._buckets = sorted(buckets, key=lambda bucket: (bucket.plan.family.section, -bucket.index))
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._pending: dict[int, Handle[torch.Tensor]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
@@ -41,16 +42,15 @@ class ParamGatherer:
         overlap = overlap and self._group is not None
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.overlap = overlap
-        self._hooks = self._install(models) if overlap else []
+        self._hooks = self._install(model) if overlap else []
         self._release = weakref.finalize(self, _end, self._hooks, self._pending)  # modules may outlive this
 
-    def _install(self, models: Sequence[nn.Module]) -> list[Any]:
+    def _install(self, model: nn.Module) -> list[Any]:
         me, hooks = weakref.ref(self), []
-        for model in models:
-            for module in model.modules():
-                buckets = sorted({self._homes[param] for param in module.parameters(recurse=False) if param in self._homes})
-                if buckets:
-                    hooks.append(module.register_forward_pre_hook(partial(_before_module, me, buckets)))
+        for module in model.modules():
+            buckets = sorted({self._homes[param] for param in module.parameters(recurse=False) if param in self._homes})
+            if buckets:
+                hooks.append(module.register_forward_pre_hook(partial(_before_module, me, buckets)))
         return hooks
 
     @torch.no_grad()

@@ -25,13 +25,14 @@ from torch import nn
 from ..spec import ParamSpec
 
 ALIGN = 16  # elements: keeps every parameter on a 32-byte border in bf16, as vectorised kernels and TMA want
+SHARED = -1  # the section of parameters that several parts use
 SHARD_ALIGN = 256  # elements: shards of every size are sums of the same blocks of the gradient norm
 
 
 class Family(NamedTuple):
     """What parameters must agree on to share a bucket.
 
-    section  index of the model part (pipeline chunk) they belong to: parts are reduced at different times
+    section  the part of the model (pipeline chunk) they belong to: parts are reduced at different times. `SHARED` when all are through
     dtype    working dtype
     partial  axes over which the gradient must be summed beyond data parallelism
     tied     name of the group of copies on other pipeline stages

@@ -11,7 +11,7 @@ AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     """Wraps `optim`, whose parameters become views of flat buffers; param groups and lr schedulers keep working on `optim`.
 
     optim                 any optimizer over parameters of `model`, not stepped yet
-    model                 the module, or the parts of it that are reduced at different times (pipeline chunks)
+    model                 the module
     mesh                  which ranks share parameters
     stage                 0, 1 or 2
     precision             working dtypes; default: leave the model's
@@ -58,7 +58,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     overlap_allgather     gather updated parameters while the next forward runs
     cpu_offload           keep masters and optimizer states in host memory and step there
     master_weights        keep fp32 masters of half-precision parameters; without, the optimizer steps in half precision
-    launch_in_backward    reduce from hooks; False for runtimes that call `reduce_grad` themselves
+    launch_in_backward    every backward outside of `no_sync` reduces; False for runtimes, which say when gradients of which part come
+                          (`expect_gradients`, `reduce_grad`)
+    sections              for such runtimes: the part of the model that a parameter belongs to, or `layout.SHARED`; default: part 0
     tied_groups           group of the ranks with a copy, per tied name
     gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the number of
                           data-parallel ranks (their mean, summed over sequence-parallel ranks)
@@ -67,7 +69,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def __init__(
         self,
         optim: Optimizer,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         mesh: ParallelMesh,
         *,
         stage: int = 1,
@@ -81,6 +83,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         cpu_offload: bool = False,
         master_weights: bool = True,
         launch_in_backward: bool = True,
+        sections: Mapping[nn.Parameter, int] | None = None,
         tied_groups: Mapping[str, dist.ProcessGroup] | None = None,
         gradient_divisor: float | None = None,
     ) -> None:
@@ -91,9 +94,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         if communication_dtype is not None and not can_be_summed(communication_dtype):
             raise ValueError(f"communication_dtype={communication_dtype} {SUMMED}")
         check_supported(optim)
-        models = list(model) if isinstance(model, Sequence) else [model]
         elementwise = is_elementwise(optim)
-        entries = collect_entries(optim, models, precision, whole=not elementwise)
+        entries = collect_entries(optim, model, precision, whole=not elementwise, sections=sections)
         device = entries[0].param.device
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
         super().__init__(
@@ -106,15 +108,15 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         )
         self.stage = stage
         self.mesh = mesh
-        self.models = models
+        self.model = model
         self.cpu_offload = cpu_offload
         self.groups = _groups(mesh, stage, tied_groups or {})
-        self._frozen = [param for part in models for param in part.parameters() if not param.requires_grad]
+        self._frozen = [param for param in model.parameters() if not param.requires_grad]
         plans = plan_buckets(entries, self.groups.shards, int(bucket_size_in_m * 1_000_000), whole=not elementwise)
         self.buckets = [self._new_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
         for bucket in self.buckets:
             bucket.adopt(self.groups.everyone)
-        _settle_rest(models, precision, {entry.param for entry in entries}, self.groups.everyone)
+        _settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
         self.segments = Segments(self.buckets, optim)
         self._counted = {bucket.index: self._ranges_to_count(bucket) for bucket in self.buckets}
         self._others = OtherBackwards(self)
@@ -130,7 +132,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             on_final=self._bucket_is_final,
             on_outside=self._others.arrived,
         )
-        self.gatherer = ParamGatherer(self.buckets, self.groups.shard, models, overlap_allgather)
+        self.gatherer = ParamGatherer(self.buckets, self.groups.shard, model, overlap_allgather)
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
         self._agreed = False  # whether the ranks have agreed on which parameters got a gradient
@@ -240,21 +242,21 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._norm_parts.clear()
 
     def reopen(self) -> None:
-        """For runtimes that call `reduce_grad` themselves: more backwards follow, perhaps without a zero_grad since the last reduction."""
+        """For runtimes: more backwards follow, perhaps without a zero_grad since the last reduction."""
         self._reads.refuse_dropped()
         super()._before_backward()
 
     def _after_backward(self) -> None:
         self.reducer.end_backward()
 
-    def reduce_grad(self, params: Sequence[nn.Parameter] | None = None) -> None:
-        """Start reducing the gradients of the model parts that hold `params` (default: all); see `GradReducer.reduce`."""
-        self._agreed = False
-        self.reducer.reduce(params)
+    def expect_gradients(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
+        """For runtimes: the gradients of one microbatch are about to come; see `GradReducer.open`."""
+        self.reducer.open(section, last, of)
 
-    def gradient_ready(self, param: nn.Parameter) -> None:
-        """For gradients that were made without autograd's hooks (deferred weight gradients)."""
-        self.reducer.gradient_ready(param)
+    def reduce_grad(self, section: int, last: bool = True) -> None:
+        """For runtimes: the gradients of `section` are there; see `GradReducer.reduce`."""
+        self._agreed = False
+        self.reducer.reduce(section, last)
 
     # What the step template asks for.
 
@@ -563,19 +565,16 @@ def _groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup
     )
 
 
-def _settle_rest(
-    models: Sequence[nn.Module], precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None
-) -> None:
+def _settle_rest(model: nn.Module, precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Parameters outside the optimizer: the first rank's values, in the working dtypes; buffers in theirs."""
-    for model in models:
-        dtypes = precision.dtypes(model) if precision is not None else {}
-        for name, param in model.named_parameters():
-            if param not in trained:
-                param.data = param.data.to(dtypes.get(name, param.dtype))
-                if group is not None:
-                    dist.broadcast(param.data, group=group, group_src=0)
-        if precision is not None:
-            precision.cast_buffers(model)
+    dtypes = precision.dtypes(model) if precision is not None else {}
+    for name, param in model.named_parameters():
+        if param not in trained:
+            param.data = param.data.to(dtypes.get(name, param.dtype))
+            if group is not None:
+                dist.broadcast(param.data, group=group, group_src=0)
+    if precision is not None:
+        precision.cast_buffers(model)
 
 
 def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

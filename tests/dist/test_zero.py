@@ -117,9 +117,19 @@ def runtime_driven(rank: int, world_size: int) -> None:
     for stage in (0, 1, 2):
         model = Model(plan.dtype)
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())  # tied by hand below: parts share no parameter
-        first, second = torch.nn.ModuleList([model.embed, model.first, model.norm]), torch.nn.ModuleList([model.sometimes, model.second])
-        optim = torch.optim.AdamW([param for part in (first, second) for param in part.parameters()], lr=1e-2)
-        zero = ZeroOptimizer(optim, [first, second], mesh, stage=stage, bucket_size_in_m=TINY_BUCKET, launch_in_backward=False)
+        parts = torch.nn.ModuleList(
+            [torch.nn.ModuleList([model.embed, model.first, model.norm]), torch.nn.ModuleList([model.sometimes, model.second])]
+        )
+        sections = {param: number for number, part in enumerate(parts) for param in part.parameters()}
+        zero = ZeroOptimizer(
+            torch.optim.AdamW(parts.parameters(), lr=1e-2),
+            parts,
+            mesh,
+            stage=stage,
+            bucket_size_in_m=TINY_BUCKET,
+            launch_in_backward=False,
+            sections=sections,
+        )
         assert {bucket.plan.family.section for bucket in zero.buckets} == {0, 1}
         share = SAMPLES // world_size
         deferred = [model.second.weight, model.first.weight]
@@ -127,14 +137,14 @@ def runtime_driven(rank: int, world_size: int) -> None:
             zero.require_sync = micro == plan.accumulation - 1
             model.head.weight.data.copy_(model.embed.weight)
             loss = loss_of(model, batch(0, micro)[rank * share : (rank + 1) * share]) / plan.accumulation
-            hooked = [param for part in (first, second) for param in part.parameters() if param not in set(deferred)]
+            hooked = [param for param in sections if param not in set(deferred)]
             late = torch.autograd.grad(loss, deferred, retain_graph=True)
             zero.backward(loss, inputs=hooked)
             for param, grad in zip(deferred, late, strict=True):
                 accumulate_grad(param, grad)
             if stage == 2 or zero.require_sync:
-                zero.reduce_grad(list(second.parameters()))
-                zero.reduce_grad(list(first.parameters()))
+                zero.reduce_grad(1, last=zero.require_sync)
+                zero.reduce_grad(0, last=zero.require_sync)
         grads = zero.gradients()
         names = {"embed": "0.0", "first": "0.1", "norm": "0.2", "sometimes": "1.0", "second": "1.1"}
         for name, wanted in expected.grads[0].items():

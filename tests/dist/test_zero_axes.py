@@ -85,7 +85,7 @@ def axes(rank: int, world_size: int, tp: int, pp: int, stage: int) -> None:
         loss = sum((getattr(model, name) * local_gradient(name, step, mesh, stage_rank)).sum() for name in FULL)
         zero.backward(loss)
         if stage in (0, 2):
-            zero.reduce_grad(list(model.parameters()))
+            zero.reduce_grad(0)
         zero.step()
         zero.zero_grad()
         for name, param in full.items():

@@ -1,0 +1,52 @@
+"""Data-parallel reduction of the chunks of a pipeline rank, each as soon as its own gradients are complete.
+
+At stages 0 and 1 gradients accumulate over the microbatches of a step, and the buckets of a chunk leave in its last backward (or last
+weight gradients), as each is complete. At stage 2 every microbatch's gradients leave like that, into the shards.
+
+Parameters that several chunks of the rank use, and those with copies on other ranks, are a section of their own: the first are complete
+when all chunks are, and the second are summed with ranks that are at other points of the schedule, for whom nobody must wait in
+the middle of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from ..pipeline.stage import StagedModel
+from ..spec import get_spec
+from ..zero.layout import SHARED
+from ..zero.optimizer import ZeroOptimizer
+
+
+class ChunkReduction:
+    """Tells `optimizer` when gradients of which chunk are made (`pipeline.runtime.Reduction`)."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def begin(self, chunk: int, last: bool, of: Collection[nn.Parameter] | None) -> None:
+        self._optimizer.expect_gradients(chunk, last, of)
+
+    def end(self, chunk: int, last: bool) -> None:
+        self._optimizer.reduce_grad(chunk, last)
+        if chunk == 0:  # where a microbatch's backward on this rank ends
+            self._optimizer.reduce_grad(SHARED, last=False)
+
+    def finish(self) -> None:
+        self._optimizer.reduce_grad(SHARED)
+
+
+def sections_of(staged: StagedModel) -> dict[nn.Parameter, int]:
+    """For every parameter that this rank holds the number of the chunk that uses it, or `SHARED`."""
+    users: dict[nn.Parameter, set[int]] = {}
+    for chunk, stage in enumerate(staged.held):
+        for param in staged.parameters_of(stage):
+            users.setdefault(param, set()).add(chunk)
+    sections = {}
+    for param in staged.model.parameters():
+        chunks, spec = users.get(param, set()), get_spec(param)
+        alone = len(chunks) == 1 and (spec is None or spec.tied is None)
+        sections[param] = min(chunks) if alone else SHARED
+    return sections
