@@ -50,6 +50,7 @@ class Job:
         self.rank, self.world_size = rank, world_size
         self.generation = 0
         self.failure: Failure | None = None
+        self.heard = False  # whether this rank's script has been told of the failure
         self.place = ""  # this rank's coordinates
         self.steps = 0  # begun by execute_pipeline
         self.backwards = 0  # done by Booster.backward
@@ -101,6 +102,7 @@ class Job:
             mine = self._blame(error, doing) if is_lost_connection(error) else failure_of(error, self.rank, self.place, doing)
             self.learn(self.first(mine))
         assert self.failure is not None
+        self.heard = True
         return self.failure
 
     def learn(self, failure: Failure) -> None:
@@ -228,8 +230,11 @@ class Job:
     # Refusing.
 
     def refuse(self) -> None:
-        """Raise what broke the communicators."""
+        """Raise what broke the communicators: as its story where the script has not heard of it yet."""
         assert self.failure is not None
+        if not self.heard:
+            self.heard = True
+            raise JobError(f"{self.failure.condensed()}\nrank {self.rank} goes no further because of it")
         advice = "Restart the job from its last checkpoint"
         if not self.why_not_to_recover():
             advice += (
@@ -250,7 +255,7 @@ class Job:
         """After a recovery, with groups that have new connections. `checks` is alike on all ranks, and more than any has told of."""
         with self._lock:
             self.checks = checks
-            self.generation, self.failure, self._closed = generation, None, False
+            self.generation, self.failure, self.heard, self._closed = generation, None, False, False
         self._introduce()
 
     def stacks(self) -> dict[int, tuple[bool, list[str]]]:
@@ -303,6 +308,7 @@ def require_sound() -> None:
 def stop_waiting() -> None:
     """For loops that wait for other ranks in the store, where no closed group wakes them: raise what has failed meanwhile."""
     if _job is not None and _job.failure is not None:
+        _job.heard = True
         raise JobError(_job.failure.condensed())
 
 

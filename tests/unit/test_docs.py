@@ -1,7 +1,7 @@
 """README and docs say what is true: their code runs, their commands and links exist.
 
 A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks, ```python torchrun=1,4 as one process and on
-four ranks. ```python after=demo needs the results of a demo run and is run by tests/dist/test_demo.py.
+four ranks. ```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,10 @@ def test_the_wheel_is_pure_python_and_complete(tmp_path: Path) -> None:
     expected = {path.relative_to(source).as_posix() for path in (source / "shardwright").rglob("*") if path.suffix in (".py", ".typed")}
     assert expected <= names
     assert not [name for name in names if name.startswith("tests/")]
+
+
+def test_every_test_file_is_collected(pytestconfig: pytest.Config) -> None:
+    """pytest passes over folders of some names by default, "dist" and "build" among them."""
+    passed_over = pytestconfig.getini("norecursedirs")
+    parts = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
+    assert not [part for part in parts if any(fnmatch(part, pattern) for pattern in passed_over)]

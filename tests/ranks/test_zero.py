@@ -10,7 +10,7 @@ import torch
 from zero_cases import SAMPLES, Model, Plan, Trace, adafactor, batch, loss_of, reference, sgd, uses
 
 from shardwright.cluster.mesh import ParallelMesh
-from shardwright.ops.weight_grad import accumulate_grad
+from shardwright.comm.compat import post_accumulate_hooks
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
 from shardwright.zero import buffers, layout
@@ -141,7 +141,9 @@ def runtime_driven(rank: int, world_size: int) -> None:
             late = torch.autograd.grad(loss, deferred, retain_graph=True)
             zero.backward(loss, inputs=hooked)
             for param, grad in zip(deferred, late, strict=True):
-                accumulate_grad(param, grad)
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+                for hook in post_accumulate_hooks(param):
+                    hook(param)
             if stage == 2 or zero.require_sync:
                 zero.reduce_grad(1, last=zero.require_sync)
                 zero.reduce_grad(0, last=zero.require_sync)

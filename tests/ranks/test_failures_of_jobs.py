@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,7 +27,12 @@ def environment(**extra: str) -> dict[str, str]:
 def torchrun(how: str, interrupt: bool = False) -> list[str]:
     """What torchrun and its ranks print, together."""
     process = subprocess.Popen(
-        [*TORCHRUN, how], env=environment(TIMEOUT="6" if how == "sleep" else "60"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [*TORCHRUN, how],
+        env=environment(TIMEOUT="6" if how == "sleep" else "60"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     printed = ""
     if interrupt:

@@ -77,6 +77,7 @@ def _one_rank_had_stepped(rank: int, world: int) -> str:
     training.run(batch_of(0))
     if rank == 0:
         training.optimizer.step()  # as if the failure had come later than this rank's part of the step
+    dist.barrier()
     try:
         shardwright.recover()
     except BrokenJobError as error:
