@@ -60,7 +60,7 @@ def train(how: str) -> None:
             raise ValueError("bad batch")
         return outputs.square().mean()
 
-    for step in range(3):
+    for _ in range(3):
         batch = {"input_ids": torch.ones(4, 4, dtype=torch.int64)}
         booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
         optimizer.step()
