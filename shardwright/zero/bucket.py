@@ -365,6 +365,8 @@ class GradReducer:
         if bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
             return  # launched before, by a runtime that reduces part by part
         with self._on_stream():
+            for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
+                self._settle(earlier)
             scattering = [flight for flight in self._flying if flight.scattering]
             if len(scattering) >= _MAX_IN_FLIGHT:
                 self._advance(scattering[0])
@@ -379,7 +381,7 @@ class GradReducer:
                 self._advance(flight)
 
     def _is_held(self, bucket: Bucket) -> bool:
-        """Whether the bucket is under way to this rank's shard only (stage 2 under no_sync)."""
+        """Whether the bucket is under way to this rank's shard only (stage 2 under no_sync, or between microbatches of a pipeline)."""
         return any(flight.bucket is bucket and not flight.final for flight in self._flying)
 
     def _launch(self, bucket: Bucket) -> _InFlight:

@@ -1,0 +1,122 @@
+"""When the gradients of which chunk of a pipeline rank leave: each bucket as soon as it is complete, in the last backward of its chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+from hybrid_ranks import Layout, Run
+
+from shardwright.pipeline.runtime import PipelineRuntime
+from shardwright.testing import keep_float64, run_ranks
+from shardwright.zero.bucket import GradReducer
+from shardwright.zero.layout import SHARED
+
+MICROBATCHES = 4
+STYLES: dict[str, dict[str, Any]] = {
+    "1f1b": {"pp_style": "1f1b"},
+    "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
+    "zb": {"pp_style": "zb"},
+    "zbv": {"pp_style": "zbv", "num_model_chunks": 2},
+}
+UNTIED = {"tie_word_embeddings": False, "num_hidden_layers": 8}
+
+
+class Event(NamedTuple):
+    """kind: "begins" or "ends", a backward or the weight gradients of a microbatch; or "leaves", a bucket."""
+
+    kind: str
+    section: int
+    bucket: int = -1
+
+
+@contextmanager
+def recorded() -> Iterator[list[Event]]:
+    """What happens on this rank, in order."""
+    events: list[Event] = []
+    launch, making = GradReducer._launch, PipelineRuntime._making_gradients
+
+    def note_launch(self: GradReducer, bucket: Any) -> Any:
+        events.append(Event("leaves", bucket.plan.family.section, bucket.index))
+        return launch(self, bucket)
+
+    @contextmanager
+    def note_making(self: PipelineRuntime, stage: int, of: Any) -> Iterator[None]:
+        chunk = self.placement.chunk_of(stage)
+        events.append(Event("begins", chunk))
+        with making(self, stage, of):
+            yield
+            events.append(Event("ends", chunk))
+
+    GradReducer._launch, PipelineRuntime._making_gradients = note_launch, note_making  # type: ignore[method-assign]
+    try:
+        yield events
+    finally:
+        GradReducer._launch, PipelineRuntime._making_gradients = launch, making  # type: ignore[method-assign]
+
+
+def _train(rank: int, world: int, layouts: list[Layout]) -> list[list[Event]]:
+    found = []
+    for layout in layouts:
+        with keep_float64(), recorded() as events:
+            Run(rank, world, layout).run()
+        found.append(list(events))
+    return found
+
+
+def _layout(style: dict[str, Any], stage: int, **overrides: Any) -> Layout:
+    buckets: dict[str, Any] = {"zero_bucket_size_in_m": 0.004} if stage else {"ddp_bucket_cap_mb": 0.03}
+    plugin = {"pp_size": 2, "num_microbatches": MICROBATCHES, "zero_stage": stage, **buckets, **style}
+    return Layout("llama-causal-lm", 4, plugin, overrides={**UNTIED, **overrides}, steps=1, batch=12)
+
+
+def _check_once(events: list[Event], chunks: int) -> None:
+    """Gradients accumulate, and every chunk's buckets leave once, while its last gradients are made."""
+    ends = {chunk: max(place for place, event in enumerate(events) if event == Event("ends", chunk)) for chunk in range(chunks)}
+    begins = {chunk: max(place for place, event in enumerate(events) if event == Event("begins", chunk)) for chunk in range(chunks)}
+    leaving = [(place, event) for place, event in enumerate(events) if event.kind == "leaves"]
+    assert len({event.bucket for _, event in leaving}) == len(leaving) > 2 * chunks
+    for chunk in range(chunks):
+        mine = [place for place, event in leaving if event.section == chunk]
+        assert begins[chunk] < mine[0]
+        assert all(place < ends[chunk] for place in mine[:-1]), "only what the last gradient completes is left for the end"
+    # So before the last backward of the rank ends, everything but at most its last bucket is under way.
+    assert sum(place > max(ends.values()) for place, _ in leaving) <= 1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_chunk_is_reduced_while_its_last_gradients_are_made(style: str) -> None:
+    layouts = [_layout(STYLES[style], stage) for stage in (0, 1)]
+    for layout_of_rank in run_ranks(_train, 4, layouts, timeout=120):
+        for events in layout_of_rank:
+            _check_once(events, STYLES[style].get("num_model_chunks", 1))
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+def test_stage_2_keeps_shards_between_microbatches(style: str) -> None:
+    for (events,) in run_ranks(_train, 4, [_layout(STYLES[style], 2)], timeout=120):
+        buckets = {event.bucket for event in events if event.kind == "leaves"}
+        for bucket in buckets:
+            assert sum(event.bucket == bucket for event in events) == MICROBATCHES
+        waiting = set()
+        for event in events:
+            if event.kind == "begins":
+                assert not waiting, "the microbatch before has left"
+                waiting = {other.bucket for other in events if other.kind == "leaves" and other.section == event.section}
+            waiting.discard(event.bucket)
+
+
+def test_what_chunks_share_leaves_when_all_are_through() -> None:
+    layouts = [_layout(STYLES[style], stage, tie_word_embeddings=True) for style, stage in product(("1f1b", "zbv"), (1, 2))]
+    for rank, results in enumerate(run_ranks(_train, 4, layouts, timeout=120)):
+        for layout, events in zip(layouts, results, strict=True):
+            shared = [place for place, event in enumerate(events) if event.section == SHARED]
+            last = max(place for place, event in enumerate(events) if event.kind == "ends")
+            if layout.plugin["pp_style"] == "zbv" and rank not in (0, 2):
+                assert not shared, "both ends of a V are on the first rank"
+            else:
+                assert shared[-1] > last
+                assert len(shared) == (1 if layout.plugin["zero_stage"] == 1 else MICROBATCHES + 1)
