@@ -355,8 +355,7 @@ class _Resolver:
             return self._fsdp_traffic(shape, microbatches)
         replicas = self.mesh.size("zero_replica") if options.zero_stage else self.mesh.size("dp_sp")
         found = []
-        # Stage 2 keeps no whole gradients between the microbatches of a rank without a pipeline: it reduces after each.
-        rounds = microbatches if options.zero_stage == 2 and self.mesh.size("pp") == 1 else 1
+        rounds = microbatches if options.zero_stage == 2 else 1
         totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         for plan in plans:
             wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
@@ -439,16 +438,17 @@ class _Resolver:
     def _gradient_notes(self, microbatches: int | None, trained: int) -> list[str]:
         """Gradients that are kept within a step beside those of `RankShape`, which are kept between steps."""
         stage, pipeline = self.settings.reduction.zero_stage, self.mesh.size("pp") > 1
-        if not self.entries or microbatches == 1 or stage < 2 or (stage == 2 and not pipeline):
+        if not self.entries or microbatches == 1 or stage < 2:
+            return []
+        if pipeline:
+            return [f"ZeRO-{stage} with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
+        if stage == 2:
             return []
         working = max(entry.family.dtype.itemsize for entry in self.entries)
         wire = self.settings.reduction.communication_dtype
-        if stage == 3 and pipeline:
-            return ["ZeRO-3 with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
-        kept = wire if stage == 3 and wire is not None else torch.float64 if working == 8 else torch.float32
-        how = "with a pipeline keeps" if stage == 2 else "without a pipeline keeps"
+        kept = wire if wire is not None else torch.float64 if working == 8 else torch.float32
         return [
-            f"ZeRO-{stage} {how} whole gradients in {str(kept).removeprefix('torch.')} between the microbatches of a step: "
+            f"ZeRO-3 without a pipeline keeps whole gradients in {str(kept).removeprefix('torch.')} between the microbatches of a step: "
             f"{size(trained * kept.itemsize)} at the peak beside the shards"
         ]
 

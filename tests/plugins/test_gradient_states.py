@@ -337,7 +337,7 @@ def pipelines(rank: int, world: int) -> None:
         booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optim)
         found.append(optim.gradients())
         layout = booster.plugin.layout
-        assert any("whole gradients in float32" in note for note in layout.notes) == (stage == 2)
+        assert any("reduces gradients in every microbatch" in note for note in layout.notes) == (stage == 2)
     for name, grad in found[0].items():
         assert torch.equal(grad, found[1][name]), f"stage 2 accumulates {name} in another precision than stage 1"
 
