@@ -209,13 +209,21 @@ def as_embeds(batch: dict[str, torch.Tensor], width: int, dtype: torch.dtype) ->
 
 
 class Reference:
-    """One process, plain torch. In half precision: a working copy in it, gradients added up and stepped in fp32."""
+    """One process, plain torch. In half precision: a working copy in it, gradients added up and stepped in fp32.
+
+    The working copy is what transformers loads in that precision: buffers that no checkpoint has, such as rotary frequencies, stay in fp32.
+    """
 
     def __init__(self, model: nn.Module, habits: Habits) -> None:
         self.masters = model
         self.habits = habits
         self.optimizer = OPTIMIZERS[habits.optimizer](model)
-        self.model = copy.deepcopy(model).to(HALF[habits.half]) if habits.half else model
+        self.model = model
+        if habits.half:
+            self.model = copy.deepcopy(model).to(HALF[habits.half])
+            for exact, module in zip(model.modules(), self.model.modules(), strict=True):
+                for name in module._non_persistent_buffers_set:
+                    module._buffers[name] = copy.deepcopy(exact._buffers[name])
 
     def backward(self, batch: dict[str, torch.Tensor], criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
         if self.habits.half:
