@@ -29,6 +29,7 @@ def _first_of(*names: str) -> _Collective:
 all_gather_single = _first_of("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
 all_to_all_single: _Collective = dist.all_to_all_single
+TENSOR_DATA: Any = torch.Tensor.data  # the descriptor behind `tensor.data`
 
 
 def world_group_for_ddp() -> dist.ProcessGroup | None:

@@ -42,7 +42,6 @@ from .layout import Slot
 from .param_guard import drop_own_gradient, own_gradient
 
 _MAX_IN_FLIGHT = 2
-_TELL = "pass a batch like this one as example_inputs= to the plugin, so that the pipeline knows which stages use the parameter"
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,10 @@ class GradReducer:
         window, position = self._places[slot]
         bucket = window.buckets[position]
         if not self.launch_in_backward and bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
-            raise ValueError(f"{slot.entry.name}: a gradient after those of its pipeline stage were reduced; {_TELL}")
+            raise ValueError(
+                f"{slot.entry.name}: a gradient after those of its pipeline stage were reduced; pass a batch like this one as "
+                "example_inputs= to the plugin, so that the pipeline knows which stages use the parameter"
+            )
         self._collect(window, position, slot)
         if not window.is_open:
             return
@@ -308,7 +310,8 @@ class GradReducer:
             self._require_unreduced(window)
         for bucket in window.buckets[window.next :]:
             for slot in bucket.plan.slots:
-                if slot.entry.family.tied is not None if self.keep_full else own_gradient(slot.entry.param) is not None:
+                counts = slot.entry.family.tied is not None if self.keep_full else own_gradient(slot.entry.param) is not None
+                if counts:
                     self._collect(*self._places[slot], slot)
         self._ending = last
         self._launch_window(window)

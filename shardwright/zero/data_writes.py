@@ -7,14 +7,10 @@ kept is counted by that tensor itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from ..comm.compat import without_torch_function
-
-_DATA: Any = torch.Tensor.data  # the descriptor
+from ..comm.compat import TENSOR_DATA, without_torch_function
 
 
 class DataWrites:
@@ -26,7 +22,7 @@ class DataWrites:
 
     def read_data(self, param: nn.Parameter) -> torch.Tensor:
         """What `param.data` returns."""
-        values: torch.Tensor = _DATA.__get__(param)
+        values: torch.Tensor = TENSOR_DATA.__get__(param)
         known = self._handed_out.get(param)
         if known is None or known[0].data_ptr() != values.data_ptr():
             self._handed_out[param] = values, values._version

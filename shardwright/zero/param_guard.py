@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..comm.compat import TENSOR_DATA
 from ..utils.pytree import tree_leaves
 
 _GRAD: Any = torch.Tensor.grad  # the descriptors
-_DATA: Any = torch.Tensor.data
 
 
 def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -196,12 +196,12 @@ def _guarded(
         @property
         def data(self) -> torch.Tensor:
             here = data()
-            values: torch.Tensor = _DATA.__get__(self) if here is None else here.read_data(self)
+            values: torch.Tensor = TENSOR_DATA.__get__(self) if here is None else here.read_data(self)
             return values
 
         @data.setter
         def data(self, value: torch.Tensor) -> None:
-            _DATA.__set__(self, value)
+            TENSOR_DATA.__set__(self, value)
 
     classes: dict[tuple[bool, bool, bool], type] = {}
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}

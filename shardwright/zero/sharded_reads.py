@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from ..comm.compat import has_gradient_hooks
+from ..comm.compat import TENSOR_DATA, has_gradient_hooks
 from .param_guard import METADATA
 from .script_reads import INSTEAD
 
@@ -44,7 +44,6 @@ HOOKS = (
     "parameters, and it would never be called. After boost, param.register_post_accumulate_grad_hook(hook) sees this rank's shard of "
     "the reduced gradient; stages 1 and 2 and TorchDDPPlugin call all hooks"
 )
-_DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class AssignableParameter(DTensor):
@@ -54,7 +53,7 @@ class AssignableParameter(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        values: torch.Tensor = _DATA.__get__(self)
+        values: torch.Tensor = TENSOR_DATA.__get__(self)
         return values
 
     @data.setter
