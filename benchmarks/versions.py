@@ -35,6 +35,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, PIPE),
     "pp2, zbv": (2, {**PIPE, "pp_style": "zbv", "num_model_chunks": 2}),
     "tp2 x pp2, zero 1": (4, {**PIPE, "tp_size": 2, "zero_stage": 1}),
+    "dp2 x pp2, zero 1": (4, {**PIPE, "zero_stage": 1}),
+    "dp2 x pp2, zbv, zero 1": (4, {**PIPE, "pp_style": "zbv", "num_model_chunks": 2, "zero_stage": 1}),
 }
 WARM_UP = 4
 
