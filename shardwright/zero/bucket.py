@@ -142,6 +142,7 @@ class GradReducer:
         self,
         buckets: Sequence[Bucket],
         groups: Groups,
+        device: torch.device,
         *,
         keep_full: bool,
         overlap: bool,
@@ -163,9 +164,8 @@ class GradReducer:
         self._shared_rows = shared_rows
         self._on_final = on_final
         self._on_outside = on_outside
-        device = self.buckets[0].device
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
-        self.pool = ScratchPool(device, max(bucket.plan.numel * self._wire(bucket).itemsize for bucket in self.buckets))
+        self.pool = ScratchPool(device, max((bucket.plan.numel * self._wire(bucket).itemsize for bucket in self.buckets), default=0))
         sections = sorted({bucket.plan.family.section for bucket in self.buckets})
         self._windows = {s: _Window([bucket for bucket in self.buckets if bucket.plan.family.section == s]) for s in sections}
         self._places = {

@@ -22,12 +22,14 @@ def collect_entries(
     precision: PrecisionPolicy | None,
     whole: bool,
     placed: bool = True,
+    part: bool = False,
     sections: Mapping[nn.Parameter, int] | None = None,
 ) -> list[Entry]:
     """The trainable parameters of `optim` in model order, with the dtype that each will work in.
 
     whole     the optimizer looks at whole matrices
     placed    the parameters are where they will stay
+    part      the model is a pipeline rank's part of one, in which nothing may be left to train
     sections  which part of the model a parameter belongs to; default: all to part 0
     """
     if has_stepped(optim):
@@ -38,7 +40,7 @@ def collect_entries(
         )
     _refuse_sparse(model)
     groups = {param: number for number, group in enumerate(optim.param_groups) for param in group["params"] if param.requires_grad}
-    if not groups:
+    if not groups and not part:
         raise ValueError("the optimizer has no trainable parameters: every parameter in its groups has requires_grad=False")
     entries: list[Entry] = []
     dtypes = precision.dtypes(model) if precision is not None else {}

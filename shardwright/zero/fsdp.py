@@ -139,7 +139,7 @@ class FsdpOptimizer(MixedPrecisionOptimizer):
         elementwise = is_elementwise(optim)
         for group in optim.param_groups:
             group["params"] = [replaced[param] for param in group["params"]]
-        entries = collect_entries(optim, model, None, whole=not elementwise)
+        entries = collect_entries(optim, model, None, whole=not elementwise, part=mesh.size("pp") > 1)
         device = get_current_device()
         # FSDP2 averages over all ranks that hold the parameters.
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor

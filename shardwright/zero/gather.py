@@ -30,7 +30,9 @@ class ParamGatherer:
 
     guard: ParamGuard
 
-    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, model: nn.Module, overlap: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, model: nn.Module, device: torch.device, overlap: bool
+    ) -> None:
         # Forward needs the parts in their order, and the last bucket of a part's backward first.
         self._buckets = sorted(buckets, key=lambda bucket: (bucket.plan.family.section, -bucket.index))
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -38,7 +40,6 @@ class ParamGatherer:
         self._events: dict[int, torch.cuda.Event] = {}
         self._params = {bucket.index: [slot.entry.param for slot in bucket.plan.slots] for bucket in self._buckets}
         self._homes = {param: index for index, params in self._params.items() for param in params}
-        device = buckets[0].device
         overlap = overlap and self._group is not None
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.overlap = overlap

@@ -27,6 +27,7 @@ from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
+from ..utils.device import get_current_device
 from .bucket import GradReducer, Groups
 from .buffers import HAS_GRAD_DTYPE, Bucket
 from .collectives import SUMMED, can_be_summed
@@ -95,8 +96,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             raise ValueError(f"communication_dtype={communication_dtype} {SUMMED}")
         check_supported(optim)
         elementwise = is_elementwise(optim)
-        entries = collect_entries(optim, model, precision, whole=not elementwise, sections=sections)
-        device = entries[0].param.device
+        entries = collect_entries(optim, model, precision, whole=not elementwise, part=sections is not None, sections=sections)
+        device = entries[0].param.device if entries else get_current_device()
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
         super().__init__(
             optim,
@@ -123,6 +124,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.reducer = GradReducer(
             self.buckets,
             self.groups,
+            device,
             keep_full=stage < 2,
             overlap=overlap_communication,
             wire_dtype=communication_dtype,
@@ -132,7 +134,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             on_final=self._bucket_is_final,
             on_outside=self._others.arrived,
         )
-        self.gatherer = ParamGatherer(self.buckets, self.groups.shard, model, overlap_allgather)
+        self.gatherer = ParamGatherer(self.buckets, self.groups.shard, model, device, overlap_allgather)
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
         self._agreed = False  # whether the ranks have agreed on which parameters got a gradient
@@ -326,7 +328,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             self._norm_parts[bucket.index] = power_sum(self._views_to_count(bucket, bucket.shard_grad), self.device)
 
     def _power_sum(self, norm_type: float) -> torch.Tensor:
-        if norm_type == 2.0 and self.grad_state is GradState.FINAL and len(self._norm_parts) == len(self.buckets):
+        if norm_type == 2.0 and self.grad_state is GradState.FINAL and len(self._norm_parts) == len(self.buckets) > 0:
             return torch.stack([self._norm_parts[bucket.index] for bucket in self.buckets]).sum()
         return super()._power_sum(norm_type)
 

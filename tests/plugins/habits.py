@@ -192,7 +192,8 @@ def prepare(model: nn.Module, family: str, habits: Habits) -> nn.Module:
     if habits.lora:
         import peft
 
-        config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=LORA_TARGETS[family], task_type="CAUSAL_LM")
+        task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
+        config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=LORA_TARGETS[family], task_type=task)
         model = peft.get_peft_model(model, config)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():

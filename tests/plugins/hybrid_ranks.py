@@ -140,12 +140,13 @@ class Run:
         return found
 
     def _agreed(self, refusal: str) -> bool:
-        """Whether all ranks refused; raises when only some did."""
-        said = self._everywhere(refusal)
+        """Whether all ranks with something to train refused; raises when only some did."""
+        everywhere = self._everywhere((refusal, bool(self.optimizer.trained())))
+        said = [text for text, trains in everywhere if trains]
         assert all(said) or not any(said), f"refused on some ranks only: {said}"
-        if refusal:
+        if any(said):
             self.refused.append(refusal)
-        return bool(refusal)
+        return any(said)
 
     # One step.
 

@@ -25,6 +25,9 @@ LAYOUTS: list[tuple[str, list[str], int, dict[str, Any], dict[str, Any]]] = [
     ("llama-causal-lm", LLAMA, 4, {"tp_size": 4, "max_norm": 0.05}, {}),  # two key/value heads on four ranks
     ("gpt2-causal-lm", ["c_attn", "c_proj", "c_fc"], 4, {"tp_size": 2, "zero_stage": 2}, {"fan_in_fan_out": True}),
     ("llama-causal-lm", LLAMA, 2, {"zero_stage": 3}, {}),
+    # The head is a stage of its own, which has nothing to train.
+    ("llama-causal-lm", LLAMA, 2, {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [2, 0], "max_norm": 0.05}, {}),
+    ("llama-causal-lm", LLAMA, 2, {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [2, 0], "zero_stage": 3}, {}),
     ("llama-sequence-classification", ["q_proj", "v_proj"], 2, {"tp_size": 2}, {"task_type": "SEQ_CLS"}),
 ]
 
