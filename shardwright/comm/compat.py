@@ -60,6 +60,11 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
+def has_hooks_on_gradient(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` has put hooks on the gradient of `tensor`. Torch has no public name for it (2.11 to 2.13)."""
+    return bool(tensor._backward_hooks)
+
+
 def put_hook_last(tensor: torch.Tensor, number: int) -> None:
     """Let the post-accumulate hook whose handle has this id run after those that came later."""
     hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -69,7 +74,7 @@ def put_hook_last(tensor: torch.Tensor, number: int) -> None:
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a script has registered hooks on the gradient. Torch has no public name for it (2.11 to 2.13)."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return has_hooks_on_gradient(tensor) or bool(post_accumulate_hooks(tensor))
 
 
 def default_store() -> dist.Store:

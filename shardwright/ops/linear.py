@@ -38,12 +38,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from shardwright.comm.compat import outputs_are_recorded
 
 from .collective import reduce_from_group, reduce_scatter_to_group
-from .weight_grad import active_store, add_product, deferral_possible
+from .weight_grad import active_store, add_product, deferral_possible, store_for
 
 _SHARED = "_shardwright_shared_input"
 
@@ -168,14 +167,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        transposed, (param, bias), store = ctx.transposed, ctx.params, active_store()
+        transposed, (param, bias) = ctx.transposed, ctx.params
         dx = dw = db = None
         flat_dy = dy.reshape(-1, dy.shape[-1])
         if need_x:
             dx = flat_dy.mm(weight.t() if transposed else weight).view(ctx.x_shape)
         if need_weight:
             flat_x = x.reshape(-1, x.shape[-1])
-            if store is not None and isinstance(param, Parameter):
+            if (store := store_for(param)) is not None:
                 store.put(param, lambda into: add_product(*_factors(flat_x, flat_dy, transposed), into), (flat_x, flat_dy))
             elif ctx.link is not None:
                 ctx.link.operands = (flat_x, flat_dy)
@@ -184,7 +183,7 @@ class _Linear(torch.autograd.Function):
             else:
                 dw = _weight_grad(flat_x, flat_dy, transposed)
         if need_bias:
-            if store is not None and isinstance(bias, Parameter):
+            if (store := store_for(bias)) is not None:
                 store.put(bias, lambda into: flat_dy.sum(0), (flat_dy,))
             else:
                 db = flat_dy.sum(0)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm.compat import grouped_mm
 from .linear import linear
-from .weight_grad import Part, active_store, add_product, deferral_possible
+from .weight_grad import Part, add_product, deferral_possible, store_for
 
 
 class Strided(NamedTuple):
@@ -152,7 +152,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        operation, (param, part), store = ctx.operation, ctx.use, active_store()
+        operation, (param, part) = ctx.operation, ctx.use
+        store = store_for(param)
         dx = operation.input_grad(dy, weight) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
@@ -174,7 +175,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,), (param, part), options, store = ctx.saved_tensors, ctx.use, ctx.options, active_store()
+        (ids,), (param, part), options = ctx.saved_tensors, ctx.use, ctx.options
+        store = store_for(param)
 
         def weight_grad(into: Tensor | None) -> Tensor:
             return cast(Tensor, torch.ops.aten.embedding_dense_backward(dy, ids, *options))

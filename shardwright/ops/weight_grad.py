@@ -1,7 +1,7 @@
 """Weight gradients that wait: the backward of a product returns dx at once and leaves dW for later.
 
 Zero-bubble schedules split the backward of a stage into I (input gradients, which the previous stage waits for) and W (weight
-gradients, which nobody waits for). The functions of `ops.linear` and `ops.postponed` ask `active_store()` in their backward:
+gradients, which nobody waits for). The functions of `ops.linear` and `ops.postponed` ask `store_for(parameter)` in their backward:
 
     none active     dW is computed and returned to autograd as usual
     a store active  (parameter, x, dy) goes to the store and autograd sees no gradient for the parameter
@@ -16,8 +16,8 @@ gradients, which nobody waits for). The functions of `ops.linear` and `ops.postp
 `parameter.grad_dtype` where that is set. A product adds itself to a gradient of its own dtype as it multiplies, which spares writing and
 reading dW and rounds as the kernel does; else the result is bitwise that of the immediate backward, as long as a parameter is used once.
 
-Hooks for after the accumulation fire once per parameter and queue, when `run` has come to the last of its gradients (and once before, when
-autograd passes the parameter without a gradient); hooks on the gradient itself do not, because autograd never sees it.
+The gradient of a parameter with a script's hooks does not wait: autograd, which would call them without one in I, accumulates it there.
+Only hooks that are made for it (`told_late`) fire when `run` has come to the last gradient of a parameter in a queue, and also in I.
 
 [Note: memory of what waits]
 A postponed gradient holds x and dy until it is computed, so a store has a limit in bytes. What exceeds it is computed at once, the
@@ -29,6 +29,7 @@ Activation checkpointing: tensors that autograd unpacks are detached aliases, so
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwright.comm.compat import post_accumulate_hooks
+from shardwright.comm.compat import has_hooks_on_gradient, post_accumulate_hooks
 
 
 class Part(Protocol):
@@ -66,6 +67,7 @@ class _Waiting(NamedTuple):
 
 _active: list[WeightGradStore | None] = []  # innermost last; process-wide, because on CUDA backward runs on a thread of the engine
 _any_store = False
+_told_late: weakref.WeakSet[Callable[[Tensor], None]] = weakref.WeakSet()
 
 
 class WeightGradStore:
@@ -186,6 +188,20 @@ def immediate() -> Iterator[None]:
 def active_store() -> WeightGradStore | None:
     """The store that backward should leave weight gradients in, or None."""
     return _active[-1] if _active else None
+
+
+def told_late(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Mark a post-accumulate hook that may be called when there is no gradient yet, and again when `run` has accumulated it."""
+    _told_late.add(hook)
+    return hook
+
+
+def store_for(param: Tensor | None) -> WeightGradStore | None:
+    """The store that backward should leave the gradient of `param` in, or None: autograd takes it."""
+    store = active_store()
+    if store is None or not isinstance(param, Parameter) or has_hooks_on_gradient(param):
+        return None
+    return store if all(hook in _told_late for hook in post_accumulate_hooks(param)) else None
 
 
 def deferral_possible() -> bool:

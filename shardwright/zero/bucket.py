@@ -34,6 +34,7 @@ from torch import nn
 from ..cluster import job
 from ..comm.compat import put_hook_last
 from ..comm.handle import Handle
+from ..ops.weight_grad import told_late
 from ..precision.grad_state import GradState
 from .buffers import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
@@ -196,7 +197,7 @@ class GradReducer:
         me = weakref.ref(self)
         self._by_number = list(self._places)
         handles = [
-            slot.entry.param.register_post_accumulate_grad_hook(partial(_arrived, me, number))
+            slot.entry.param.register_post_accumulate_grad_hook(told_late(partial(_arrived, me, number)))
             for number, slot in enumerate(self._by_number)
         ]
         self._hook_numbers = {slot: handle.id for slot, handle in zip(self._by_number, handles, strict=True)}

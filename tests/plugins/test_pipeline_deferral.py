@@ -74,3 +74,28 @@ def test_grouped_experts_in_half_precision_train_as_with_1f1b() -> None:
         losses = torch.stack(results[rank][0][start : start + 3])
         torch.testing.assert_close(losses, torch.stack(results[1][0][:3]), rtol=2e-3, atol=2e-3)
     assert all(waited for _, waited in results)
+
+
+def _hooked(rank: int, world: int) -> None:
+    """What hooks of a script make of gradients, in place or not, is what is reduced."""
+
+    def drop(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.0)
+
+    for style, stage in product(STYLES, (1, 2)):
+        with keep_float64():
+            run = Run(
+                rank, world, Layout("llama-causal-lm", 4, {"pp_size": 2, "zero_stage": stage, "num_microbatches": 3, **style}, batch=6)
+            )
+            for model in (run.reference.model, run.model):
+                for name, param in model.named_parameters():
+                    if "q_proj" in name or "norm" in name:
+                        param.register_hook(lambda grad: 2.0 * grad)
+                    if "up_proj" in name:
+                        param.register_post_accumulate_grad_hook(drop)
+            run.run()
+
+
+def test_hooks_of_a_script_see_every_gradient() -> None:
+    run_ranks(_hooked, 4, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.ops.postponed import PostponeWeightGrads
-from shardwright.ops.weight_grad import WeightGradStore
+from shardwright.ops.weight_grad import WeightGradStore, told_late
 
 E, T, I, O = 3, 5, 8, 16  # noqa: E741
 ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -65,7 +66,7 @@ def test_gradients_are_torchs(name: str) -> None:
     for given in (None, torch.full_like(param, 0.5)):  # without a gradient yet, and on top of one
         param.grad, reference.grad, mine.grad, theirs.grad = given, None if given is None else given.clone(), None, None
         fired: list[Tensor] = []
-        handle = param.register_post_accumulate_grad_hook(fired.append)
+        handle = param.register_post_accumulate_grad_hook(told_late(partial(_note, fired)))
         with PostponeWeightGrads():
             y = function(mine, param)
         expected = function(theirs, reference)
@@ -93,6 +94,38 @@ def test_gradients_are_torchs(name: str) -> None:
     function(theirs, reference).backward(dy)
     assert len(store) == 0
     torch.testing.assert_close(param.grad, reference.grad, rtol=1e-13, atol=1e-13)
+
+
+def _note(fired: list[Tensor], param: Tensor) -> None:
+    fired.append(param)
+
+
+def _double(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(2.0)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_the_hooks_of_a_script_see_gradients(after: bool) -> None:
+    weight, bias, table = (nn.Parameter(torch.randn(shape)) for shape in ((O, I), (O,), (4, I)))
+    params, ids, store = (weight, bias, table), torch.tensor([0, 2, 2]), WeightGradStore()
+
+    def loss() -> Tensor:
+        with PostponeWeightGrads():
+            return (F.linear(F.embedding(ids, table), weight, bias) + F.linear(table[1:4], weight[:2]).sum()).pow(2).sum()
+
+    expected = torch.autograd.grad(loss(), params)
+    for param in params:
+        if after:
+            param.register_post_accumulate_grad_hook(_double)
+        else:
+            param.register_hook(lambda grad: 2.0 * grad)
+    with store.deferring():
+        loss().backward()
+    assert len(store) == 0
+    store.run()
+    for param, grad in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.grad, 2.0 * grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,7 +190,7 @@ def test_the_limit_counts_shared_memory_once_and_the_oldest_go_first() -> None:
     assert store.bytes == 96
     fired: list[int] = []
     for number, weight in enumerate(weights):
-        weight.register_post_accumulate_grad_hook(lambda _, number=number: fired.append(number))
+        weight.register_post_accumulate_grad_hook(told_late(lambda _, number=number: fired.append(number)))
     store.run("a")
     assert fired == [0, 1], "also for what the limit had computed before"
     assert not store.run_one_of_others() or store.pending("b") == 0
