@@ -9,12 +9,18 @@ receive that nobody answers is posted and waited for one millisecond. NCCL's `ab
 Groups are referred to from everywhere: layers, buckets, meshes, torch's own wrappers. So the groups stay and get new backends:
 `ProcessGroup._register_backend` puts one in the place of another when it comes under a type that the group has not had yet, and
 torch 2.13 has four such types to spare, so a job can recover four times. Checked on torch 2.13, gloo.
+
+[Note: names of groups]
+The members of a group meet under its name. torch makes it up from the number of groups that each rank is a member of
+(`use_local_synchronization`) or has been asked for, which differ between ranks once a script has made a group of some of them, or has
+destroyed one: then they wait for each other under different names. So shared groups are named after what they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+import hashlib
+from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +35,8 @@ MOST_RECOVERIES = len(_SPARE_TYPES)
 _timeout: timedelta | None = None
 _shared: dict[Hashable, dist.ProcessGroup] = {}
 _shared_by: dist.ProcessGroup | None = None
+_jobs = 0  # of several ranks, in which groups were shared
+_made: dict[Hashable, int] = {}  # groups per key, in this job
 
 
 def set_timeout(timeout: timedelta) -> None:
@@ -54,16 +62,32 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.Proces
 def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
     """The group that was made under `key`, or a new one: plugins of the same layout use the same connections.
 
-    Every group takes threads, connections and, on NCCL, device memory, and torch keeps it until the job ends. torch names a group after its
-    members and the number of groups that the rank has, so all ranks must find a key, or none of them.
+    Every group takes threads, connections and, on NCCL, device memory, and torch keeps it until the job ends. All members must find a key,
+    or none of them. See [Note: names of groups].
     """
-    global _shared_by
+    global _shared_by, _jobs
     if _shared_by is not dist.group.WORLD:  # another process group than the last time
         _shared.clear()
+        _made.clear()
         _shared_by = dist.group.WORLD
-    if key not in _shared:
-        _shared[key] = new_group(ranks, **options)
+        _jobs += dist.get_world_size() > 1
+    if key not in _shared or _shared[key] not in distributed_c10d._world.pg_map:  # the script may have destroyed it
+        _made[key] = _made.get(key, 0) + 1
+        with _named(repr(("shardwright", _jobs, key, ranks, _made[key]))):
+            _shared[key] = new_group(ranks, **options)
     return _shared[key]
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Groups made inside get this name. Checked on torch 2.11 and 2.13: `torch.distributed.distributed_c10d._process_group_name`."""
+    torchs = distributed_c10d._process_group_name
+    digest = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    distributed_c10d._process_group_name = lambda *_, **__: digest  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = torchs
 
 
 def bind_timeout(*groups: dist.ProcessGroup) -> None:

@@ -270,6 +270,7 @@ class Job:
 
 
 _job: Job | None = None
+_changes = 0  # of `_job`
 
 
 def current() -> Job | None:
@@ -277,13 +278,19 @@ def current() -> Job | None:
 
 
 def set_current(job: Job | None) -> None:
-    global _job
+    global _job, _changes
     _job = job
+    _changes += 1
 
 
 def generation() -> int:
     """How often this job has recovered: whoever keeps an agreement with other ranks must renew it when this has changed."""
     return _job.generation if _job is not None else 0
+
+
+def connections() -> tuple[int, int]:
+    """Changes when this process joins another job, and when the job recovers: what was under way before never arrives."""
+    return _changes, generation()
 
 
 def set_place(place: str) -> None:

@@ -124,7 +124,7 @@ class ParallelMesh:
         """The group of the pipeline positions that hold a copy of one tied parameter (first and last for embeddings).
 
         None on ranks of other positions, which hold no copy but must call this too: they make a group of one in place of theirs, so that
-        all ranks have as many groups (see `shared_group`).
+        all ranks have as many groups, after which torch names those that a script makes of some ranks.
         """
         holders = sorted(set(stages))
         if len(holders) == self.size("pp"):

@@ -54,17 +54,21 @@ class Handle(Generic[T]):
 class Messages(Handle[T]):
     """A `Handle` on messages between two ranks each. See [Note: orphans]."""
 
-    __slots__ = ()
+    __slots__ = ("_connections",)
+
+    def __init__(self, label: str, works: Sequence[dist.Work | None], finish: Callable[[], T], keep: object = None) -> None:
+        super().__init__(label, works, finish, keep)
+        self._connections = job.connections()
 
     def __del__(self) -> None:
-        if self.pending:
-            _orphans.append(_Orphan(self._works, self._keep, job.generation()))
+        if self.pending and self._connections == job.connections():
+            _orphans.append(_Orphan(self._works, self._keep, self._connections))
 
 
 class _Orphan(NamedTuple):
     works: list[dist.Work]
     keep: object
-    generation: int  # of the connections; later ones know nothing of it
+    connections: tuple[int, int]  # later ones know nothing of it
 
 
 _orphans: list[_Orphan] = []
@@ -72,7 +76,7 @@ _orphans: list[_Orphan] = []
 
 def count_orphans() -> int:
     """How many owners' messages nobody has waited for."""
-    _orphans[:] = [orphan for orphan in _orphans if orphan.generation == job.generation()]
+    _orphans[:] = [orphan for orphan in _orphans if orphan.connections == job.connections()]
     return len(_orphans)
 
 

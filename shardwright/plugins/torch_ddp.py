@@ -47,6 +47,7 @@ class TorchDDPModel(ModelWrapper):
         self._ready = False  # whether DDP awaits a backward
         self._backward = -1  # number of the last one that came through an output
 
+    @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._generation != job.generation():  # after a recovery: DDP would wait for the gradients of the failed step
             self._generation = job.generation()

@@ -43,6 +43,7 @@ class TorchFSDPModel(ModelWrapper):
         self._sharded = [param for param in module.parameters() if isinstance(param, DTensor)]
         show_assignments(self._sharded, True)
 
+    @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.plain_parameters():
             return super().forward(*args, **kwargs)

@@ -80,3 +80,21 @@ def keep_messages_apart(rank: int, world: int) -> None:
     mesh = ParallelMesh(pp=2)
     assert mesh.message_group is not mesh.group("pp")
     assert ParallelMesh(pp=2).message_group is mesh.message_group
+
+
+def make_own_groups_in_between(rank: int, world: int) -> None:
+    dist.new_group([0, 1])  # as torch wants it, by all ranks: 0 and 1 are now members of more groups than 2 and 3
+    passing = [dist.new_group([0, 1, 2, 3]) for _ in range(2)]
+    if rank == 2:
+        dist.new_group([rank], use_local_synchronization=True)
+    use_all_layouts(rank, world)
+    for group in passing:
+        dist.destroy_process_group(group)
+    use_all_layouts(rank, world)
+    dist.destroy_process_group(ParallelMesh(tp=2).group("tp"))
+    use_all_layouts(rank, world)
+    assert ParallelMesh(tp=2).group("tp") in all_groups(), "a failure must be able to close it"
+
+
+def test_groups_of_the_script_do_not_disturb_those_of_layouts() -> None:
+    run_ranks(make_own_groups_in_between, 4)

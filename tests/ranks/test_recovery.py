@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from failure_jobs import batch_of, join
 import shardwright
 from shardwright.booster import Booster
 from shardwright.cluster import BrokenJobError
+from shardwright.cluster.job import JobError
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.testing import run_ranks, zoo
 
@@ -153,3 +155,24 @@ def test_what_fsdp_cannot_forget_is_refused_on_every_rank() -> None:
         assert "last checkpoint" in recovering
         assert "in forward" in stepping
         assert "recover()" not in stepping  # advice that could not be followed
+
+
+def _come_late(rank: int, world: int) -> str:
+    join(rank, world)
+    run = _Run(TorchDDPPlugin())
+    run.step(0)
+    run.fails = "data" if rank == 1 else ""
+    try:
+        if rank == 0:
+            time.sleep(2)  # the groups are closed meanwhile
+        run.step(1)
+    except ValueError:
+        shardwright.recover(timeout=20)
+    except JobError as error:
+        shardwright.recover(timeout=20)
+        return str(error)
+    return ""
+
+
+def test_a_late_rank_under_ddp_hears_the_story() -> None:
+    assert "rank 1 failed first: ValueError: in data" in run_ranks(_come_late, 2, debug="OFF", timeout=60)[0]
