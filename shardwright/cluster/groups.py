@@ -80,7 +80,7 @@ def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: A
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Groups made inside get this name. Checked on torch 2.11 and 2.13: `torch.distributed.distributed_c10d._process_group_name`."""
+    """Groups made inside get this name. Checked on torch 2.13: `torch.distributed.distributed_c10d._process_group_name`."""
     torchs = distributed_c10d._process_group_name
     digest = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     distributed_c10d._process_group_name = lambda *_, **__: digest  # type: ignore[assignment]

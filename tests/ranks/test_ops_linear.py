@@ -241,9 +241,9 @@ def _hidden(rank: int, world: int) -> None:
     order: list[str] = []
     all_reduce, take = dist.all_reduce, store._take
 
-    def noted_take(queue: Any) -> None:
+    def noted_take(*args: Any) -> Any:
         order.append("dW")
-        take(queue)
+        return take(*args)
 
     def noted_reduce(*args: Any, **kwargs: Any) -> Any:
         order.append("start")
