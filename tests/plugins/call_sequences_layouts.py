@@ -163,7 +163,9 @@ class LayoutPair(Pair):
             gradients=gradients,
             gradient_floor=1.0 if self.sequence.half else GRADIENT_FLOOR,
             weights=gradients is False,
-            tolerance=self.tolerance,
+            tolerance=max(self.tolerance, self.reference.rounding_allowed())
+            if self.sequence.half and gradients is not False
+            else self.tolerance,
         )
 
     def compare(self) -> None:

@@ -213,6 +213,7 @@ class Reference:
     """One process, plain torch. In half precision: a working copy in it, gradients added up and stepped in fp32.
 
     The working copy is what transformers loads in that precision: buffers that no checkpoint has, such as rotary frequencies, stay in fp32.
+    A copy of it in fp32 tells how much the working copy rounds.
     """
 
     def __init__(self, model: nn.Module, habits: Habits) -> None:
@@ -225,6 +226,7 @@ class Reference:
             for exact, module in zip(model.modules(), self.model.modules(), strict=True):
                 for name in module._non_persistent_buffers_set:
                     module._buffers[name] = copy.deepcopy(exact._buffers[name])
+            self.exact = copy.deepcopy(self.model).float()
 
     def backward(self, batch: dict[str, torch.Tensor], criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
         if self.habits.half:
@@ -233,11 +235,27 @@ class Reference:
         loss = criterion(self.model(**inputs), batch)
         loss.backward()
         if self.habits.half:
-            for master, working in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+            triples = list(zip(self.masters.parameters(), self.model.parameters(), self.exact.parameters(), strict=True))
+            for master, working, exact in triples:
+                exact.data.copy_(working)
+                exact.grad = exact.grad if master.grad is not None else None
+            wide = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+            criterion(self.exact(**wide), batch).backward()
+            for master, working, _ in triples:
                 if working.grad is not None:
                     master.grad = working.grad.float() if master.grad is None else master.grad + working.grad.float()
                     working.grad = None
         return loss.detach()
+
+    def rounding_allowed(self) -> float:
+        """What gradients of another layout may differ by, of the largest: three times what these are off from those in fp32 at the same
+        rounded weights. Theirs may be off by as much the other way, at the worst of many elements by twice as much."""
+        pairs = [
+            (master.grad, exact.grad)
+            for master, exact in zip(self.masters.parameters(), self.exact.parameters(), strict=True)
+            if master.grad is not None and exact.grad is not None
+        ]
+        return 3 * max(float((one - other).abs().max()) for one, other in pairs) / max(float(exact.abs().max()) for _, exact in pairs)
 
     def clip(self) -> float:
         """Clip as the habit says; returns the norm before."""
