@@ -22,12 +22,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..utils.device import device_type_of_backend
 from ..utils.errors import divisors, nearest
 from . import job
-from .groups import bind_timeout, shared_group
+from .groups import shared_group
 
 _DERIVED = {
     "dp": ("replica", "shard"),
@@ -143,12 +143,6 @@ class ParallelMesh:
             ranks = torch.tensor(self.ranks(*axes)).view(shape)
             mesh = DeviceMesh.from_group([self.group(axis) for axis in axes], self.device_type, mesh=ranks, mesh_dim_names=axes)
         assert isinstance(mesh, DeviceMesh)
-        return mesh
-
-    def base_mesh(self) -> DeviceMesh:
-        """The whole layout as one DeviceMesh, its axes outermost first; it makes groups of its own."""
-        mesh = init_device_mesh(self.device_type, tuple(self._sizes[axis] for axis in self.axes), mesh_dim_names=self.axes)
-        bind_timeout(*mesh.get_all_groups())
         return mesh
 
     def _expand(self, axes: Sequence[str]) -> list[str]:

@@ -208,11 +208,6 @@ def family_of(spec: ParamSpec, dtype: torch.dtype, section: int) -> Family:
     return Family(section, dtype, spec.partial, spec.tied, spec.axis if spec.shared_runs else None)
 
 
-def bucket_bytes(plans: Iterable[BucketPlan]) -> int:
-    """Bytes of the working parameters of all buckets, padding included."""
-    return sum(plan.numel * plan.family.dtype.itemsize for plan in plans)
-
-
 def closed_form_bytes(plans: Iterable[BucketPlan], replicas: int, gradient_itemsize: int) -> dict[str, float]:
     """Bytes that one rank sends per step in each collective, by the ring formulas.
 

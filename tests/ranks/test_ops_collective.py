@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from counting import CountCollectives
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.ops import collective as C
 from shardwright.testing import run_ranks
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts the c10d ops that run inside, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _tensors(world: int, shape: list[int], seed: int) -> list[torch.Tensor]:

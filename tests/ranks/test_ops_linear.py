@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from counting import CountCollectives
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwright.ops.linear import column_linear, linear, row_linear
@@ -20,17 +20,6 @@ from shardwright.ops.weight_grad import WeightGradStore, immediate
 from shardwright.testing import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-
-
-class CountCollectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Reference(nn.Module):
