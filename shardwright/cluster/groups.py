@@ -14,12 +14,20 @@ torch 2.13 has four such types to spare, so a job can recover four times. Checke
 The members of a group meet under its name. torch makes it up from the number of groups that each rank is a member of
 (`use_local_synchronization`) or has been asked for, which differ between ranks once a script has made a group of some of them, or has
 destroyed one: then they wait for each other under different names. So shared groups are named after what they are.
+
+[Note: forks]
+The end of a gloo group waits for its threads, which a forked child does not have. A group that nobody needs any more lies about until
+Python collects garbage, and where that happens in the child, a worker of a DataLoader say, it hangs (gdb: `~ProcessGroupGloo`). So what
+is there at a fork is frozen, which keeps the child's collector away from it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import hashlib
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -50,10 +58,17 @@ def get_timeout() -> timedelta | None:
     return _timeout
 
 
+@functools.cache
+def keep_out_of_forks() -> None:
+    """No child that is forked from now on ends the groups of this process. See [Note: forks]."""
+    os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+
+
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
     """`torch.distributed.new_group` under the job's timeout, which torch does not pass on by itself."""
     if _timeout is not None:
         options.setdefault("timeout", _timeout)
+    keep_out_of_forks()
     group = dist.new_group(list(ranks) if ranks is not None else None, **options)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -68,6 +68,7 @@ def launch(
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
+    groups.keep_out_of_forks()
     if dist.is_initialized():
         _check_same_job(rank, world_size, backend, limit)
     else:

@@ -37,6 +37,7 @@ _PRELOAD = [
     "shardwright.testing.ranks",
 ]
 _PRELOAD_MODELS = [
+    "shardwright.plugins",  # a third of a second per rank, which is more than a tiny model takes to train
     "transformers",
     "transformers.modeling_utils",
     # Some ten milliseconds each, once the first one has brought what they share.

@@ -65,8 +65,8 @@ class ToldGradients:
         assert self.calls[0::2] == [("begin", *rest) for _, *rest in self.calls[1::2]], f"{where}: {self.calls}"
 
 
-def _every_schedule(rank: int, world_size: int, counts: list[int], switches: list[tuple[bool, bool]]) -> int:
-    """Returns the number of steps compared."""
+def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int) -> int:
+    """`switches`: how many of the four settings each number of microbatches runs with; they take turns. Returns the number compared."""
     assert dist.group.WORLD is not None
     keep_linears_alike = WeightGradStore()  # so that linears take one path, and results can be compared bit by bit
     compared = 0
@@ -76,7 +76,8 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: lis
         placement = schedules.get_placement(style, world_size, chunks)
         comm = PipeComm(dist.group.WORLD)
         model = ToyModel()
-        for m, (checkpointing, overlap) in itertools.product(counts, switches):
+        turns = itertools.cycle(SWITCHES)
+        for m, (checkpointing, overlap) in ((m, next(turns)) for m in counts for _ in range(switches)):
             where = f"{style} chunks={chunks} m={m} checkpointing={checkpointing} overlap={overlap}"
             microbatches = make_batch(m, m)
             model.zero_grad()
@@ -122,18 +123,23 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: lis
 SWITCHES = list(itertools.product((False, True), (False, True)))
 
 
-def test_every_schedule_on_two_ranks() -> None:
-    counts = list(range(1, 10))
-    assert run_ranks(_every_schedule, 2, counts, SWITCHES, timeout=110) == [len(CASES) * len(counts) * len(SWITCHES)] * 2
+def run_every_schedule(ranks: int, counts: list[int], switches: int) -> None:
+    assert run_ranks(_every_schedule, ranks, counts, switches, timeout=110) == [len(CASES) * len(counts) * switches] * ranks
 
 
-@pytest.mark.parametrize("counts", [[1, 2, 3, 4, 5], [6, 7, 8, 9]])
-def test_every_schedule_on_four_ranks(counts: list[int]) -> None:
-    assert run_ranks(_every_schedule, 4, counts, SWITCHES, timeout=110) == [len(CASES) * len(counts) * len(SWITCHES)] * 4
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule(ranks: int) -> None:
+    run_every_schedule(ranks, [*range(1, 10)], 1)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("ranks", "counts"), [(2, [*range(1, 10)]), (4, [1, 2, 3, 4, 5]), (4, [6, 7, 8, 9])])
+def test_every_schedule_with_all_switches(ranks: int, counts: list[int]) -> None:
+    run_every_schedule(ranks, counts, len(SWITCHES))
 
 
 def test_one_rank_is_a_pipeline_too() -> None:
-    assert run_ranks(_every_schedule, 1, [1, 3], SWITCHES, timeout=60) == [len(CASES) * 2 * len(SWITCHES)]
+    run_every_schedule(1, [1, 3], len(SWITCHES))
 
 
 def _memory(rank: int, world_size: int, style: str, chunks: int) -> int:
