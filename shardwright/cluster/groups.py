@@ -105,17 +105,6 @@ def _named(name: str) -> Iterator[None]:
         distributed_c10d._process_group_name = torchs
 
 
-def bind_timeout(*groups: dist.ProcessGroup) -> None:
-    """Give groups that torch made by itself (a DeviceMesh's) the job's timeout."""
-    if _timeout is None:
-        return
-    for group in groups:
-        for backend in _backends(group):
-            set_default = getattr(backend, "_set_default_timeout", None)
-            if set_default is not None:
-                set_default(_timeout)
-
-
 def all_groups() -> list[dist.ProcessGroup]:
     """Every group that this process is a member of, whoever made it, in the order in which they were made."""
     return [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]

@@ -9,19 +9,18 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..cluster import job
-from ..cluster.groups import bind_timeout
+from ..cluster import ParallelMesh, job
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..optim.kind import begin_state, has_stepped
 from ..utils.argument_types import check_arguments
 from ..utils.checkpointing import checkpoint_blocks
-from ..utils.device import device_type_of_backend, get_current_device
+from ..utils.device import get_current_device
 from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
@@ -209,13 +208,8 @@ class TorchFSDPPlugin(Plugin):
             model.to(device)
 
     def _mesh(self) -> DeviceMesh:
-        device, world = device_type_of_backend(dist.get_backend()), dist.get_world_size()
-        if self.shard_size is None or self.shard_size == world:
-            mesh = init_device_mesh(device, (world,), mesh_dim_names=("shard",))
-        else:
-            mesh = init_device_mesh(device, (world // self.shard_size, self.shard_size), mesh_dim_names=("replicate", "shard"))
-        bind_timeout(*mesh.get_all_groups())
-        return mesh
+        mesh = ParallelMesh(zero_group_size=self.shard_size)
+        return mesh.device_mesh("shard") if mesh.size("replica") == 1 else mesh.device_mesh("replica", "shard")
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
