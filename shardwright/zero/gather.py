@@ -60,11 +60,14 @@ class ParamGatherer:
         self.wait()  # for those of the last step that nobody has used
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+        else:
+            self._copy_masters(self._buckets)
         for bucket in self._buckets:
             if self._stream is None:
                 self._start(bucket)
                 continue
             with torch.cuda.stream(self._stream):
+                self._copy_masters([bucket])
                 self._start(bucket)
                 if bucket.index in self._pending:
                     self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
@@ -75,9 +78,12 @@ class ParamGatherer:
         else:
             self.wait()
 
+    def _copy_masters(self, buckets: Sequence[Bucket]) -> None:
+        copied = [bucket for bucket in buckets if bucket.has_copies]
+        if copied:
+            torch._foreach_copy_([bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True)
+
     def _start(self, bucket: Bucket) -> None:
-        if bucket.has_copies:
-            bucket.own_flat.copy_(bucket.master, non_blocking=True)
         if self._group is not None:
             self._pending[bucket.index] = all_gather_in_place(bucket.flat, self._group, tag=2 * bucket.index + 1)
 
