@@ -34,7 +34,16 @@ def master_dtype(working: torch.dtype, master_weights: bool) -> torch.dtype:
 
 
 class Bucket:
-    """Storage of `plan` on the rank that owns `shard`."""
+    """Storage of `plan` on the rank that owns `shard`.
+
+    It comes in two parts, so that buckets can be filled one after the other, each taking the place of the storage that its parameters
+    leave, before any of them gets gradients: `adopt`, then `make_gradients`.
+    """
+
+    grads: torch.Tensor | None
+    shard_grad: torch.Tensor
+    step_grad: torch.Tensor  # gradients as the optimizer steps on them: in host memory when the master lies there
+    grad_views: dict[Slot, torch.Tensor]
 
     def __init__(
         self,
@@ -44,7 +53,6 @@ class Bucket:
         *,
         device: torch.device,
         master_weights: bool,
-        full_grads: bool,
         offload: bool,
     ) -> None:
         self.plan = plan
@@ -57,20 +65,11 @@ class Bucket:
         self.offload = offload
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=device)
         self.master = self._new_master()
-        if full_grads:
-            self.grads: torch.Tensor | None = torch.zeros(plan.numel, dtype=self.master_dtype, device=device)
-            self.shard_grad = self.grads[self.low : self.high]
-        else:
-            self.grads = None
-            self.shard_grad = torch.zeros(plan.shard_numel, dtype=self.master_dtype, device=device)
-        # Gradients as the optimizer steps on them: in host memory when the master lies there.
-        self.step_grad = self._host_buffer() if offload else self.shard_grad
         self.state = GradState.ACCUMULATING
         self.empty = True  # whether the gradient buffers hold nothing of this step
         self.carry: torch.Tensor | None = None
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
-        self.grad_views = {slot: self.view(self.grads, slot) for slot in plan.slots} if self.grads is not None else {}
 
     def _new_master(self) -> torch.Tensor:
         if self.offload:
@@ -115,8 +114,18 @@ class Bucket:
             param.grad = None
             param.data = self.view(self.flat, slot)
         self._addresses = [slot.entry.param.data_ptr() for slot in self.plan.slots]
-        self.attach_gradients()
         self.note_versions()
+
+    def make_gradients(self, full: bool) -> None:
+        """Room for gradients; `full`: for those of the whole bucket (see [Note: who holds gradients])."""
+        self.grads = torch.zeros(self.plan.numel, dtype=self.master_dtype, device=self.device) if full else None
+        if self.grads is not None:
+            self.shard_grad = self.grads[self.low : self.high]
+        else:
+            self.shard_grad = torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
+        self.step_grad = self._host_buffer() if self.offload else self.shard_grad
+        self.grad_views = {slot: self.view(self.grads, slot) for slot in self.plan.slots} if self.grads is not None else {}
+        self.attach_gradients()
 
     def attach_gradients(self) -> None:
         """Point every parameter's .grad at its view of `grads` (see [Note: who holds gradients])."""

@@ -114,9 +114,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.groups = _groups(mesh, stage, tied_groups or {})
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         plans = plan_buckets(entries, self.groups.shards, int(bucket_size_in_m * 1_000_000), whole=not elementwise)
-        self.buckets = [self._new_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
+        self.buckets = [self._filled_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
         for bucket in self.buckets:
-            bucket.adopt(self.groups.everyone)
+            bucket.make_gradients(full=stage < 2)
         _settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
         self.segments = Segments(self.buckets, optim)
         self._counted = {bucket.index: self._ranges_to_count(bucket) for bucket in self.buckets}
@@ -151,16 +151,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 for slot in bucket.plan.slots:
                     slot.entry.param.grad_dtype = bucket.master_dtype
 
-    def _new_bucket(self, plan: BucketPlan, index: int, master_weights: bool) -> Bucket:
-        return Bucket(
-            plan,
-            index,
-            self.groups.shard_rank,
-            device=self.device,
-            master_weights=master_weights,
-            full_grads=self.stage < 2,
-            offload=self.cpu_offload,
-        )
+    def _filled_bucket(self, plan: BucketPlan, index: int, master_weights: bool) -> Bucket:
+        bucket = Bucket(plan, index, self.groups.shard_rank, device=self.device, master_weights=master_weights, offload=self.cpu_offload)
+        bucket.adopt(self.groups.everyone)
+        return bucket
 
     def _shared_rows(self, plans: Sequence[BucketPlan]) -> dict[int, SharedRows]:
         result = {}

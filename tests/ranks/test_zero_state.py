@@ -94,6 +94,41 @@ def memory(rank: int, world_size: int) -> None:
             optim.release()
 
 
+def memory_at_boost(rank: int, world_size: int) -> None:
+    """Every bucket takes the place of what its parameters were loaded into before the next one is made, and gradients come last."""
+    gc.collect()
+    gc.freeze()
+    broadcast, seen = dist.broadcast, []
+
+    def noting(*args: object, **kwargs: object) -> object:
+        seen.append(live_bytes())  # while a bucket is filled
+        return broadcast(*args, **kwargs)
+
+    dist.broadcast = noting
+    for stage in (1, 2):
+        seen.clear()
+        model = Wide()
+        loaded = live_bytes()
+        optim = ZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            ParallelMesh(),
+            stage=stage,
+            precision=PrecisionPolicy("bf16"),
+            bucket_size_in_m=0.06,  # one layer
+        )
+        assert len(seen) >= len(optim.buckets) == 8
+        # Parameters, masters and values on their way, and those of the bucket before, which gloo's thread lets go of when it gets to it
+        one = max(bucket.plan.numel for bucket in optim.buckets) * (2 + 4 / world_size + 4 + 4)
+        assert max(seen) <= loaded + one, f"stage {stage}: {max(seen)} bytes at boost, {loaded} loaded"
+        assert seen[-1] < seen[0], "the storage of parameters that have moved is given back"
+        optim.release()
+
+
+def test_memory_at_boost() -> None:
+    run_ranks(memory_at_boost, 4, timeout=60)
+
+
 def live_bytes() -> int:
     """Bytes of all tensors of this process: those made before the test are frozen out of the collector's sight."""
     storages = {}
