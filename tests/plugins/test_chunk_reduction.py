@@ -127,3 +127,35 @@ def test_what_chunks_share_leaves_when_all_are_through() -> None:
             else:
                 assert shared[-1] > last
                 assert len(shared) == (1 if layout.plugin["zero_stage"] == 1 else MICROBATCHES + 1)
+
+
+def _most_under_way(rank: int, world: int, layouts: list[Layout]) -> list[tuple[int, int, int]]:
+    """For each layout: buckets, the most messages under way at a time, and the scratch buffers that there are at the end."""
+    launch = GradReducer._launch
+    under_way: list[tuple[int, int, int]] = []
+
+    def note(self: GradReducer, bucket: Any) -> Any:
+        flight = launch(self, bucket)
+        under_way.append((len(self.buckets), len(self._flying), self.pool.allocated))
+        return flight
+
+    GradReducer._launch = note  # type: ignore[method-assign]
+    found = []
+    for layout in layouts:
+        under_way.clear()
+        with keep_float64():
+            Run(rank, world, layout).run()
+        found.append((under_way[0][0], max(flying for _, flying, _ in under_way), max(lent for *_, lent in under_way)))
+    return found
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+def test_what_is_under_way_does_not_grow_with_microbatches(style: str) -> None:
+    layouts = [
+        Layout("llama-causal-lm", 4, {**_layout(STYLES[style], 2).plugin, "num_microbatches": count}, overrides=UNTIED, steps=1, batch=24)
+        for count in (4, 24)
+    ]
+    for few, many in run_ranks(_most_under_way, 4, layouts, timeout=120):
+        assert few == many
+        buckets, flying, _ = few
+        assert flying <= buckets
