@@ -70,7 +70,7 @@ def main(call: Call, rank: int) -> None:
         load_module(call.module, call.module_file)
         with open(call.directory / "call.pickle", "rb") as file:
             fn, args, kwargs = pickle.load(file)
-        store = _set_up_torch(call, rank)
+        _set_up_torch(call, rank)
         result = fn(rank, call.world_size, *args, **kwargs)
         _write(call.directory / f"result-{rank}", _dump(result))
     except BaseException as error:
@@ -78,8 +78,6 @@ def main(call: Call, rank: int) -> None:
         _write(call.directory / f"failure-{rank}", pickle.dumps(failure))
         # The peers may be inside a collective with this rank: leave at once rather than run clean-up that could wait for them.
         _leave(1)
-    # A function without communication may end while a peer still connects to this rank.
-    store.wait([f"connected {peer}" for peer in range(call.world_size)])
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -144,7 +142,7 @@ def _set_up_environment(call: Call, rank: int) -> None:
     dist.set_debug_level_from_env()
 
 
-def _set_up_torch(call: Call, rank: int) -> dist.Store:
+def _set_up_torch(call: Call, rank: int) -> None:
     torch.set_num_threads(1)
     seed_everything(0)
     if "nccl" in call.backend:
@@ -153,8 +151,9 @@ def _set_up_torch(call: Call, rank: int) -> dist.Store:
     # Longer than the caller's limit, so that a hang is reported by the caller with the stacks of all ranks.
     limit = timedelta(seconds=call.timeout + 60)
     dist.init_process_group(call.backend, store=store, rank=rank, world_size=call.world_size, timeout=limit)
+    # A function may end, or fail, while a peer still connects to this rank, which would fail there as a lost connection.
     store.set(f"connected {rank}", "")
-    return store
+    store.wait([f"connected {peer}" for peer in range(call.world_size)], limit)
 
 
 def seed_everything(seed: int) -> None:
