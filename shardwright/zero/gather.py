@@ -58,21 +58,20 @@ class ParamGatherer:
     def publish(self) -> None:
         """Copy this rank's masters into its part of the working parameters and gather the other parts."""
         self.wait()  # for those of the last step that nobody has used
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        else:
+        if self._stream is None:
             self._copy_masters(self._buckets)
-        for bucket in self._buckets:
-            if self._stream is None:
+            for bucket in self._buckets:
                 self._start(bucket)
-                continue
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._copy_masters([bucket])
-                self._start(bucket)
-                if bucket.index in self._pending:
-                    self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
-                self._events[bucket.index] = torch.cuda.Event()
-                self._events[bucket.index].record(self._stream)
+                for bucket in self._buckets:
+                    self._copy_masters([bucket])
+                    self._start(bucket)
+                    if bucket.index in self._pending:
+                        self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
+                    self._events[bucket.index] = torch.cuda.Event()
+                    self._events[bucket.index].record(self._stream)
         if self.overlap:
             self.guard.values_pending(self._homes, True)
         else:
