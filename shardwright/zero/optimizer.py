@@ -27,6 +27,7 @@ from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
+from ..spec import ParamSpec
 from ..utils.device import get_current_device
 from .bucket import GradReducer, Groups
 from .buffers import HAS_GRAD_DTYPE, Bucket
@@ -35,12 +36,12 @@ from .data_writes import DataWrites
 from .entries import collect_entries
 from .exchange import SharedRows
 from .gather import ParamGatherer
-from .layout import ALIGN, BucketPlan, Slot, plan_buckets
+from .layout import ALIGN, BucketPlan, plan_buckets
 from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .script_reads import ScriptReads
-from .segments import Segment, Segments, is_elementwise_state
-from .shards import LoadedShard, ParamShard, check_complete
+from .segments import Segments
+from .shards import LoadedShard, ParamShard, list_shards, load_shards
 
 
 class ZeroOptimizer(MixedPrecisionOptimizer):
@@ -414,75 +415,18 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         """What this rank owns of every parameter (see `zero.shards`)."""
         self.gatherer.wait()
         self._take_edits()
-        result = []
-        for segment in self.segments.items:
-            state = self.segments.state_of(segment)
-            for slot, where, (start, stop) in segment.parts():
-                flat = {key: value.flatten()[where] for key, value in state.items() if is_elementwise_state(value, segment)}
-                extra = {key: torch.as_tensor(value) for key, value in state.items() if key not in flat}
-                result.append(self._shard(segment, slot, where, start, stop, flat, extra))
-        return result
+        return list_shards(self.segments, self._is_writer)
 
-    def _shard(
-        self,
-        segment: Segment,
-        slot: Slot,
-        where: slice,
-        start: int,
-        stop: int,
-        state: dict[str, torch.Tensor],
-        extra: dict[str, torch.Tensor],
-    ) -> ParamShard:
-        entry = slot.entry
-        spec = entry.spec
-        is_writer = self._counts_replica(segment.bucket) and (spec.is_sharded or self.mesh.coordinate(spec.axis) == 0)
-        return ParamShard(
-            name=spec.name,
-            spec=spec,
-            local_shape=tuple(entry.param.shape),
-            start=start,
-            stop=stop,
-            group=entry.group,
-            master=segment.tensor.flatten()[where],
-            state=state,
-            extra=extra,
-            is_writer=is_writer,
-        )
+    def _is_writer(self, bucket: Bucket, spec: ParamSpec) -> bool:
+        return self._counts_replica(bucket) and (spec.is_sharded or self.mesh.coordinate(spec.axis) == 0)
 
     @torch.no_grad()
     def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None:
         """Take masters and states, by parameter name, for exactly the ranges that `shards` lists; then publish the weights."""
         self.gatherer.wait()
         self._take_edits()
-        check_complete({slot.entry.spec.name for segment in self.segments.items for slot in segment.run.slots}, set(loaded))
-        # Step counts may differ within a segment: cut at every parameter that does not continue the one before it.
-        cut: set[Slot] = set()
-        for segment in self.segments.items:
-            extras = [loaded[slot.entry.spec.name].extra for slot in segment.run.slots]
-            keys = [set(loaded[slot.entry.spec.name].state) for slot in segment.run.slots]
-            if any(not _same(extras[0], other) for other in extras[1:]) or any(keys[0] != other for other in keys[1:]):
-                cut.update(segment.run.slots)
-        self.optim.state.clear()
-        self.segments.cut(cut)
-        for segment in self.segments.items:
-            self._load_segment(segment, loaded)
+        load_shards(self.segments, self.optim, loaded, counts_on_device=self._fused)
         self.publish_masters()
-
-    def _load_segment(self, segment: Segment, loaded: Mapping[str, LoadedShard]) -> None:
-        first = loaded[segment.run.slots[0].entry.spec.name]
-        state: dict[str, Any] = {key: _like_state(value, segment, self._fused) for key, value in first.extra.items()}
-        state |= {key: torch.zeros_like(segment.tensor, dtype=value.dtype) for key, value in first.state.items()}
-        for slot, where, (start, stop) in segment.parts():
-            shard = loaded[slot.entry.spec.name]
-            for name, value in (("master", shard.master), *shard.state.items()):
-                if value is not None and value.numel() != stop - start:
-                    raise ValueError(f"{slot.entry.spec.name}: {name} has {value.numel()} elements, this rank owns {stop - start}")
-            if shard.master is not None:
-                segment.tensor.view(-1)[where].copy_(shard.master.flatten())
-            for key, value in shard.state.items():
-                state[key].view(-1)[where].copy_(value.flatten())
-        if state:
-            self.optim.state[segment.tensor] = state
 
     def settle(self) -> None:
         """Wait until the weights of the last step have reached this rank's parameters."""
@@ -572,13 +516,3 @@ def _settle_rest(model: nn.Module, precision: PrecisionPolicy | None, trained: s
                 dist.broadcast(param.data, group=group, group_src=0)
     if precision is not None:
         precision.cast_buffers(model)
-
-
-def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
-def _like_state(value: torch.Tensor, segment: Segment, on_device: bool) -> torch.Tensor:
-    """A state entry that is not per element, where torch's kernels expect it: only fused kernels count steps on the device."""
-    device = segment.tensor.device if value.ndim or on_device else torch.device("cpu")
-    return value.detach().clone().to(device)
