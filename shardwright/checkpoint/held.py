@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ..interface.shards import kept_shard
 from ..spec import ParamSpec, get_spec
 from .boxes import Part, parts_of
 from .position import Position
@@ -74,12 +75,17 @@ def tied_names(model: nn.Module) -> Mapping[str, str]:
 
 
 def _held(spec: ParamSpec, tensor: torch.Tensor, position: Position, aliases: tuple[str, ...]) -> Held:
-    coordinate = position.coordinate(spec.axis)
-    if not isinstance(tensor, DTensor):
-        return Held(spec, coordinate, tuple(tensor.shape), 0, tensor.numel(), tensor.detach(), position.writes(spec), aliases)
-    start, stop, is_first = _dtensor_range(spec.name, tensor)
+    coordinate, shape = position.coordinate(spec.axis), tuple(tensor.shape)
+    kept = kept_shard(tensor)
+    if kept is not None:
+        start, stop, is_first, values = kept.start, kept.stop, kept.is_first, kept.read()
+    elif isinstance(tensor, DTensor):
+        start, stop, is_first = _dtensor_range(spec.name, tensor)
+        values = tensor.to_local().detach()
+    else:
+        return Held(spec, coordinate, shape, 0, tensor.numel(), tensor.detach(), position.writes(spec), aliases)
     is_writer = is_first and spec.name not in position.copies and (spec.is_sharded or coordinate == 0)
-    return Held(spec, coordinate, tuple(tensor.shape), start, stop, tensor.to_local().detach(), is_writer, aliases)
+    return Held(spec, coordinate, shape, start, stop, values, is_writer, aliases)
 
 
 def _dtensor_range(name: str, tensor: DTensor) -> tuple[int, int, bool]:

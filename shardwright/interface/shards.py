@@ -6,7 +6,7 @@ A checkpoint can so be written without communication (every rank writes what it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -57,3 +57,30 @@ class LoadedShard:
     master: torch.Tensor | None
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptShard:
+    """What a rank keeps of a parameter that is gathered only while it is used (ZeRO stage 3).
+
+    start, stop  flat, row-major range of the local tensor
+    is_first     whether this rank is the first of those that keep this range
+    read         gives its elements, flat: a live view, to be read or written before the model runs again
+    """
+
+    start: int
+    stop: int
+    is_first: bool
+    read: Callable[[], torch.Tensor]
+
+
+_ATTRIBUTE = "_shardwright_kept"
+
+
+def keep_shard(param: torch.Tensor, shard: KeptShard | None) -> None:
+    setattr(param, _ATTRIBUTE, shard)
+
+
+def kept_shard(param: torch.Tensor) -> KeptShard | None:
+    """None for a parameter that this rank has whole."""
+    return getattr(param, _ATTRIBUTE, None)

@@ -9,6 +9,8 @@ actions per rank; it can be printed, parsed, validated, simulated and drawn with
     SEND_F, RECV_F  SEND_F of stage s pairs with RECV_F of stage s + 1: the output of s travels
     SEND_B, RECV_B  SEND_B of stage s pairs with RECV_B of stage s - 1: the gradient of the input of s travels
     REDUCE          all weight gradients of the stage are complete: reduce them over data-parallel ranks (no microbatch)
+    GATHER, FREE    the weights of the stage are brought together from data-parallel ranks before its next F, B or I, and let go (no
+                    microbatch; ZeRO stage 3)
 
 Schedules (`schedules/`) write F, B, I and W only; `lowering` derives the others.
 """
@@ -36,17 +38,21 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
+    GATHER = "GATHER"
+    FREE = "FREE"
 
 
 KINDS = tuple(Kind)  # the number of a kind is its place here
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+NEEDS_WEIGHTS = frozenset({Kind.F, Kind.B, Kind.I})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+OF_STAGE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.FREE})  # of no microbatch
 
-_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W)(\d*)")
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|GATHER|FREE|F|B|I|W)(\d*)")
 
 
 class Action(NamedTuple):
-    """One step of one rank. `microbatch` is -1 for REDUCE, which belongs to the whole step."""
+    """One step of one rank. `microbatch` is -1 for what belongs to a stage alone."""
 
     kind: Kind
     stage: int
@@ -62,7 +68,7 @@ class Action(NamedTuple):
     def parse(text: str) -> Action:
         """The action that prints as `text`."""
         match = _PATTERN.fullmatch(text.strip())
-        if match is None or (match[2] == "REDUCE") != (match[3] == ""):
+        if match is None or (match[2] in OF_STAGE) != (match[3] == ""):
             raise ValueError(f"{text!r} is no action; actions look like 2F0, 0SEND_F3 or 1REDUCE")
         return Action(Kind(match[2]), int(match[1]), int(match[3] or -1))
 
@@ -155,7 +161,8 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
     """Check what holds for every correct schedule; raise ValueError with the table and the failing cell marked.
 
     Every stage runs every microbatch exactly once, on the rank that holds it: F, then B or I and later W (nothing but F when
-    `forward_only`). REDUCE, where present, comes once per stage and after its last weight gradient. That the stages can
+    `forward_only`). REDUCE, where present, comes once per stage and after its last weight gradient. Where a rank gathers, F, B and I
+    stand between a GATHER and the FREE of their stage. That the stages can
     run in their order without waiting for one another for ever is what `simulate` and `lower` check.
     """
     if len(actions) != placement.num_ranks:
@@ -164,6 +171,7 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
     for rank, rank_actions in enumerate(actions):
         seen: set[Action] = set()
         weights_done = dict.fromkeys(placement.stages_of(rank), 0)
+        gathers, gathered = any(action.kind is Kind.GATHER for action in rank_actions), set[int]()
 
         def fail(step: int, why: str, rank: int = rank) -> None:
             raise ValueError(f"bad schedule: {why} (rank {rank}, step {step})\n{table(actions, (rank, step))}")
@@ -172,6 +180,13 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
             kind, stage, microbatch = action
             if kind in TRANSFER and not (forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
                 continue
+            if kind in (Kind.GATHER, Kind.FREE):
+                if (stage in gathered) is (kind is Kind.GATHER):
+                    fail(step, f"{action} of a stage that is {'gathered already' if stage in gathered else 'not gathered'}")
+                gathered ^= {stage}
+                continue
+            if gathers and kind in NEEDS_WEIGHTS and stage not in gathered:
+                fail(step, f"{action} while the weights of stage {stage} are not gathered")
             if kind not in allowed:
                 fail(step, f"{action} does not belong into a forward-only schedule")
             if stage not in weights_done:

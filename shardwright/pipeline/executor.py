@@ -33,7 +33,7 @@ from .lowering import lower
 from .microbatch import batch_size, items_of, merge_outputs, split_batch
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
-from .runtime import PipelineRuntime, Reduction
+from .runtime import Gathering, PipelineRuntime, Reduction
 from .schedules import Schedule
 from .search import Found, message_cost, search
 from .simulate import Costs
@@ -234,11 +234,12 @@ class PipelineExecutor:
     loss_group    ranks that hold other samples of the same global batch (data parallel); None: no others
     tied_process_groups  see `tied.create_tied_process_groups`
     reduction     of the gradients of this rank's chunks; see `PipelineRuntime`
+    gathering     of their weights
+    gathered      of how many chunks weights are there at once, with `gathering`
     grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch when they are
                   *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
     device        where batches are moved; None: where the model's parameters are
     postpone_weights  see `PipelineRuntime`
-    after_step    called when all actions of a step are done
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
@@ -253,10 +254,11 @@ class PipelineExecutor:
         loss_group: dist.ProcessGroup | None = None,
         tied_process_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         reduction: Reduction | None = None,
+        gathering: Gathering | None = None,
+        gathered: int = 1,
         grad_factor: float = 1.0,
         device: torch.device | None = None,
         postpone_weights: bool = True,
-        after_step: Callable[[], None] | None = None,
         split_heads: Mapping[str, VocabShard] | None = None,
         cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
@@ -271,7 +273,7 @@ class PipelineExecutor:
         if cut.loss_check is not None:
             cut.loss_check.split_heads = self._split_heads
         self._cast_inputs = cast_inputs
-        self._after_step = after_step
+        self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
         self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
         self._step: _Step | None = None
@@ -289,6 +291,7 @@ class PipelineExecutor:
                 backward=self._backward,
                 backward_by_grad=self._backward_by_grad,
                 reduction=reduction,
+                gathering=gathering,
                 postpone_weights=postpone_weights,
                 deferred_bytes=settings.deferred_bytes,
                 parameters=cut.staged.model.parameters,
@@ -349,8 +352,6 @@ class PipelineExecutor:
                 self._run_alone(step)
             else:
                 self._run_pipeline(self.runtime, step)
-            if self._after_step is not None:
-                self._after_step()
         finally:
             self._step = None
         if not self.cut.holds_last_stage:
@@ -399,7 +400,7 @@ class PipelineExecutor:
         chunks = self.cut.placement.num_chunks
         schedule = schedules.get(self.cut.pp_style, ranks, num_microbatches, chunks, forward_only=not training)
         costs = self.cut.costs.actions(self.cut.staged.stages) if self.cut.costs is not None else None
-        return lower(schedule, overlap=settings.overlap_p2p, costs=costs, rank=self.cut.rank)
+        return lower(schedule, overlap=settings.overlap_p2p, costs=costs, rank=self.cut.rank, gathered=self._gathered)
 
     def forward(self, stage: int, received: Payload | None, index: int) -> Any:
         """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""

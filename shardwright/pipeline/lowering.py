@@ -1,4 +1,4 @@
-"""From compute-only schedules to what the runtime executes: SEND, RECV and REDUCE are derived, never written by hand.
+"""From compute-only schedules to what the runtime executes: SEND, RECV, REDUCE, GATHER and FREE are derived.
 
 [Note: why lowered schedules cannot deadlock]
 Simulate all ranks. Every transfer has a time: the end of the action that produced the data. SEND stands right after this action, and RECV
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .actions import KINDS, Action, ActionList, Kind
+from .actions import KINDS, NEEDS_WEIGHTS, Action, ActionList, Kind
 from .schedules import Schedule
 from .simulate import Costs, Run, simulate
 
@@ -33,18 +33,21 @@ _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
-def lower(schedule: Schedule, overlap: bool = True, costs: Costs | None = None, rank: int | None = None) -> Schedule:
-    """Add SEND_F, RECV_F, SEND_B, RECV_B and REDUCE to the compute actions.
+def lower(
+    schedule: Schedule, overlap: bool = True, costs: Costs | None = None, rank: int | None = None, gathered: int | None = None
+) -> Schedule:
+    """Add SEND_F, RECV_F, SEND_B, RECV_B and REDUCE to the compute actions, and GATHER and FREE where `gathered` is given.
 
     overlap  place receives so that they run while the rank computes, else blocking order (see the note above)
     costs    of the stages, when they are known to be unequal: receives are placed by them
     rank     whose list is wanted: it is made at once and the times of all ranks are let go of. Lists of others, which an error shows,
              can still be had; they take another simulation
+    gathered  of how many of its stages a rank has the weights at once, those that it needs next; None: of all, always
     """
     costs = Costs() if costs is None else costs
     if min(min(values) for values in costs.of_kind(schedule.placement.num_stages).values()) <= 0:
         raise ValueError("lowering orders transfers by time and needs costs above 0")
-    lists = _Lowered(schedule, overlap, costs)
+    lists = _Lowered(schedule, overlap, costs, gathered)
     if rank is not None:
         lists.make(rank)
     return Schedule(schedule.placement, lists)
@@ -53,8 +56,8 @@ def lower(schedule: Schedule, overlap: bool = True, costs: Costs | None = None, 
 class _Lowered(Sequence[Sequence[Action]]):
     """Lists of all ranks, each made when it is first looked at."""
 
-    def __init__(self, schedule: Schedule, overlap: bool, costs: Costs) -> None:
-        self._schedule, self._overlap, self._costs = schedule, overlap, costs
+    def __init__(self, schedule: Schedule, overlap: bool, costs: Costs, gathered: int | None) -> None:
+        self._schedule, self._overlap, self._costs, self._gathered = schedule, overlap, costs, gathered
         self._run: Run | None = None
         self._lists: dict[int, list[Action]] = {}
 
@@ -73,7 +76,8 @@ class _Lowered(Sequence[Sequence[Action]]):
 
     def make(self, rank: int, keep_times: bool = False) -> None:
         run = self._run if self._run is not None else simulate(self._schedule, self._costs).run
-        self._lists[rank] = list(_lower_rank(run, rank, self._overlap))
+        lowered = list(_lower_rank(run, rank, self._overlap))
+        self._lists[rank] = lowered if self._gathered is None else with_gathers(lowered, self._gathered)
         self._run = run if keep_times else None
 
 
@@ -133,3 +137,29 @@ def _neighbor(kinds: NDArray[np.int8]) -> NDArray[np.int64]:
 
 def _renamed(kinds: NDArray[np.int8], names: dict[Kind, Kind]) -> NDArray[np.int8]:
     return np.array([KINDS.index(names.get(kind, kind)) for kind in KINDS], dtype=np.int8)[kinds]
+
+
+def with_gathers(actions: Sequence[Action], most: int) -> list[Action]:
+    """`actions` of one rank with the weights of at most `most` of its stages gathered at once: of those that it needs next.
+
+    A GATHER stands before the action from which on its stage is among these, so that it runs while others compute; a FREE behind the
+    action that was the last for the time being.
+    """
+    upcoming: list[list[int]] = []  # at every action the next stages that need their weights, soonest first
+    following: list[int] = []
+    for action in reversed(actions):
+        if action.kind in NEEDS_WEIGHTS:
+            following = [action.stage, *(stage for stage in following if stage != action.stage)]
+        upcoming.append(following[:most])
+    upcoming.reverse()
+    result: list[Action] = []
+    held: list[int] = []
+    for action, wanted in zip(actions, upcoming, strict=True):
+        result += [Action(Kind.FREE, stage) for stage in held if stage not in wanted]
+        held = [stage for stage in held if stage in wanted]
+        for stage in wanted:
+            if stage not in held:
+                result.append(Action(Kind.GATHER, stage))
+                held.append(stage)
+        result.append(action)
+    return result + [Action(Kind.FREE, stage) for stage in held]

@@ -75,6 +75,26 @@ class Reduction(Protocol):
     def finish(self) -> None: ...
 
 
+class Gathering(Protocol):
+    """The weights of this rank's chunks, which data-parallel peers keep together.
+
+    begin, end  of a step, however it ends
+    gather      the chunk's weights are needed soon: start. The action GATHER
+    wait        they are needed now
+    free        they are not needed for a while. The action FREE
+    """
+
+    def begin(self) -> None: ...
+
+    def gather(self, chunk: int) -> None: ...
+
+    def wait(self, chunk: int) -> None: ...
+
+    def free(self, chunk: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class PipelineError(RuntimeError):
     """An action failed; the message says which, and the cause is the error it raised.
 
@@ -116,8 +136,8 @@ class PipelineRuntime:
     backward          of the loss of a microbatch (a loss scaler goes here); default `loss.backward()`
     backward_by_grad  of the other stages; default `torch.autograd.backward`
     reduction         told when weight gradients are made
-    postpone_weights  whether W actions compute weight gradients. False computes them in I, for parameters that only autograd's own
-                      hooks can follow (FSDP2 frees and reduces what it gathered when backward has passed it)
+    gathering         told when weights are needed, where they are not there all the time; schedules then have GATHER and FREE
+    postpone_weights  whether W actions compute weight gradients. False computes them in I
     deferred_bytes    what postponed weight gradients may hold; None: what they can hold without more memory than 1F1B needs
     parameters        of the stages, which are no activations
     """
@@ -131,6 +151,7 @@ class PipelineRuntime:
         backward: Callable[[Tensor], None] | None = None,
         backward_by_grad: BackwardByGrad | None = None,
         reduction: Reduction | None = None,
+        gathering: Gathering | None = None,
         postpone_weights: bool = True,
         deferred_bytes: int | None = None,
         parameters: Callable[[], Iterable[Tensor]] = tuple,
@@ -148,6 +169,7 @@ class PipelineRuntime:
         self._backward = backward if backward is not None else torch.autograd.backward
         self._backward_by_grad = backward_by_grad if backward_by_grad is not None else torch.autograd.backward
         self._reduction = reduction
+        self._gathering = gathering
         self._postpone_weights = postpone_weights
         self._deferred_bytes = deferred_bytes
         self._parameters = parameters
@@ -163,6 +185,8 @@ class PipelineRuntime:
             Kind.SEND_B: self._send_backward,
             Kind.RECV_B: self._receive_backward,
             Kind.REDUCE: self._reduce,
+            Kind.GATHER: self._gather,
+            Kind.FREE: self._free,
         }
         self._start_step((), False, False)
 
@@ -190,6 +214,8 @@ class PipelineRuntime:
         step = 0
         handlers, recorder = self._handlers, self.recorder
         try:
+            if self._gathering is not None:
+                self._gathering.begin()
             with torch.set_grad_enabled(training):
                 if recorder is not None:
                     recorder.start_step()
@@ -206,6 +232,9 @@ class PipelineRuntime:
         except Exception as error:
             self._abandon_step()
             raise self._failure(schedule, step, error) from error
+        finally:
+            if self._gathering is not None:
+                self._gathering.end()
         assert not self._live, self._live.keys()
         assert not self._receives, self._receives.keys()
         result = StepResult(self._losses, self._peak_live)
@@ -243,6 +272,7 @@ class PipelineRuntime:
             leaves = [t.requires_grad_() for t, meta in zip(tensors, header.tensors, strict=True) if meta.requires_grad]
             received = put_together(header, tensors)
             del tensors
+        self._wait_weights(stage)
         if self.recorder is not None:
             self.recorder.inputs_arrived()
         result = self._forward_of(stage, received, microbatch)
@@ -341,6 +371,7 @@ class PipelineRuntime:
                 grads = self._receives.pop((Kind.B, stage, microbatch)).wait_tensors()
                 if self._overlap:
                     self._sent.pop((stage, microbatch)).wait()  # it has arrived, for this is the answer: let go of the outputs
+        self._wait_weights(stage)
         if self.recorder is not None:
             self.recorder.inputs_arrived()
         with self.weight_grads.deferring((stage, microbatch)) if defer and self.weight_grads is not None else nullcontext():
@@ -359,6 +390,18 @@ class PipelineRuntime:
     def _reduce(self, stage: int, microbatch: int) -> None:
         if self._reduction is not None:
             self._reduction.end(self.placement.chunk_of(stage), last=True)
+
+    def _wait_weights(self, stage: int) -> None:
+        if self._gathering is not None:
+            self._gathering.wait(self.placement.chunk_of(stage))
+
+    def _gather(self, stage: int, microbatch: int) -> None:
+        if self._gathering is not None:
+            self._gathering.gather(self.placement.chunk_of(stage))
+
+    def _free(self, stage: int, microbatch: int) -> None:
+        if self._gathering is not None:
+            self._gathering.free(self.placement.chunk_of(stage))
 
     # Transfers -------------------------------------------------------------------------------------------------------
 

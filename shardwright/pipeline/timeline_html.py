@@ -13,9 +13,25 @@ from pathlib import Path
 from .actions import COMPUTE, Kind
 from .timeline import Timeline
 
-COLORS = {Kind.F: "#4c8bf5", Kind.B: "#2f9e5b", Kind.I: "#57b894", Kind.W: "#e8a33d", Kind.REDUCE: "#9b59b6"}
+COLORS = {
+    Kind.F: "#4c8bf5",
+    Kind.B: "#2f9e5b",
+    Kind.I: "#57b894",
+    Kind.W: "#e8a33d",
+    Kind.REDUCE: "#9b59b6",
+    Kind.GATHER: "#17a2b8",
+    Kind.FREE: "#8a939b",
+}
 WAIT = "#e3e3e3"
-LEGEND = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.REDUCE: "reduce"}
+LEGEND = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.REDUCE: "reduce",
+    Kind.GATHER: "gather weights",
+    Kind.FREE: "free weights",
+}
 
 _WIDTH, _LEFT, _ROW, _BAR = 1100, 60, 30, 24
 

@@ -1,4 +1,6 @@
-"""Data-parallel reduction of the chunks of a pipeline rank, each as soon as its own gradients are complete.
+"""What a pipeline rank shares with its data-parallel peers, chunk by chunk: gradients are reduced, weights are gathered.
+
+Gradients of a chunk are reduced as soon as its own are complete.
 
 At stages 0 and 1 gradients accumulate over the microbatches of a step, and the buckets of a chunk leave in its last backward (or last
 weight gradients), as each is complete. At stage 2 every microbatch's gradients leave like that, into the shards.
@@ -18,6 +20,7 @@ from ..pipeline.stage import StagedModel
 from ..spec import get_spec
 from ..zero.layout import SHARED
 from ..zero.optimizer import ZeroOptimizer
+from ..zero.unit_gatherer import UnitGatherer
 
 
 class ChunkReduction:
@@ -36,6 +39,29 @@ class ChunkReduction:
 
     def finish(self) -> None:
         self._optimizer.reduce_grad(SHARED)
+
+
+class ChunkGathering:
+    """Gathers the weights of chunks for the pipeline (`pipeline.runtime.Gathering`). Those that several chunks use stay for the step."""
+
+    def __init__(self, units: UnitGatherer) -> None:
+        self._units = units
+
+    def begin(self) -> None:
+        self._units.open_section(SHARED)
+
+    def gather(self, chunk: int) -> None:
+        self._units.open_section(chunk)
+
+    def wait(self, chunk: int) -> None:
+        self._units.wait_section(SHARED)
+        self._units.wait_section(chunk)
+
+    def free(self, chunk: int) -> None:
+        self._units.close_section(chunk)
+
+    def end(self) -> None:
+        self._units.end_backward()
 
 
 def sections_of(staged: StagedModel) -> dict[nn.Parameter, int]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,16 +27,17 @@ from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.deferring import let_weight_grads_wait
-from ..shardformer.init import LazyWeights
+from ..shardformer.init import LazyWeights, Materialization
 from ..shardformer.model import split_heads
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
-from ..zero.fsdp import FsdpOptimizer, free_gathered, keep_gathered, shard_model
 from ..zero.optimizer import ZeroOptimizer
+from ..zero.sharding import shard_untrained
+from ..zero.unit_gatherer import UnitGatherer
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
-from .chunk_reduction import ChunkReduction, sections_of
+from .chunk_reduction import ChunkGathering, ChunkReduction, sections_of
 from .config_form import read_config
 from .deferral import ZERO_BUBBLE
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
@@ -47,6 +47,9 @@ from .resolved import ResolvedLayout
 from .settings import HybridSettings
 from .shared_buffers import SharedBuffers, share_all
 from .without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
+
+# With a pipeline, at stage 3: the chunks of the F and the B that take turns, and the one that comes next.
+_CHUNKS_GATHERED = 3
 
 
 class HybridParallelPlugin(Plugin):
@@ -125,6 +128,7 @@ class HybridParallelPlugin(Plugin):
         self.mesh = ParallelMesh(pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size)
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
+        self._units: UnitGatherer | None = None  # of a model that is boosted without an optimizer at stage 3
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
@@ -240,7 +244,7 @@ class HybridParallelPlugin(Plugin):
     @property
     def _postpones_weights(self) -> bool:
         """Whether weight gradients can be computed apart from those of the inputs, by the schedule or by one that a search may choose."""
-        return self.pp_size > 1 and self.settings.pipeline.pp_style in (*ZERO_BUBBLE, "auto") and self.zero_stage < 3
+        return self.pp_size > 1 and self.settings.pipeline.pp_style in (*ZERO_BUBBLE, "auto")
 
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)
@@ -272,6 +276,7 @@ class HybridParallelPlugin(Plugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
+        self._units = None
         sharder = self._sharder(model)
         plan, self.layout = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.stage_manager = StageManager(plan.placement, self.mesh.coordinate("pp"))
@@ -290,13 +295,21 @@ class HybridParallelPlugin(Plugin):
         working = self._working_dtypes(model)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         cut.staged.cast_released(working)
+        making = None
         if weights is not None:
-            weights.materialize(model, {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}, get_current_device())
-        model.to(get_current_device())
+            coordinates = {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}
+            making = Materialization(weights, model, coordinates, get_current_device())
+            making.make_replaced()
+        if self.zero_stage < 3:  # else unit by unit
+            if making is not None:
+                making.make(list(model.parameters()))
+            model.to(get_current_device())
         if groups is not None:
             groups.rebind(model)
         tied = self._describe_tied(model, plan)
-        wrapped = self._optimizer(cut.staged, optimizer, tied)
+        wrapped = self._optimizer(cut.staged, optimizer, tied, None if making is None else making.make)
+        if making is not None:
+            making.finish()
         share_all(model, self.mixed_dp_group)
         executor = self._executor(cut, wrapped)
         boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped))
@@ -339,33 +352,22 @@ class HybridParallelPlugin(Plugin):
                 tied[name] = groups[group.ranks]
         return tied
 
-    def _optimizer(self, staged: StagedModel, optimizer: Optimizer | None, tied: dict[str, dist.ProcessGroup]) -> OptimizerWrapper | None:
+    def _optimizer(
+        self,
+        staged: StagedModel,
+        optimizer: Optimizer | None,
+        tied: dict[str, dist.ProcessGroup],
+        make: Callable[[Sequence[nn.Parameter]], Any] | None,
+    ) -> OptimizerWrapper | None:
         options, model = self.settings.reduction, staged.model
-        if self.zero_stage == 3:
-            replaced = shard_model(
-                model,
-                self.mesh,
-                self.policy,
-                communication_dtype=options.communication_dtype,
-                cpu_offload=options.cpu_offload,
-                reshard_after_forward=self.pp_size == 1,
-            )
-            if self.pp_size > 1:
-                keep_gathered(model)
-            if optimizer is None:
-                return None
-            return FsdpOptimizer(
-                optimizer,
-                model,
-                self.mesh,
-                replaced,
-                precision=self.policy,
-                scaler=self.settings.precision.scaler,
-                max_norm=options.max_norm,
-                tied_groups=tied,
-            )
+        sections = sections_of(staged) if self.pp_size > 1 else None
         if optimizer is None:
-            self._only_cast(model)
+            if self.zero_stage < 3:
+                self._only_cast(model)
+            else:
+                self._units = shard_untrained(
+                    model, self.mesh, self.policy, sections=sections, offload=options.cpu_offload, hooks=self.pp_size == 1, make=make
+                )
             return None
         return ZeroOptimizer(
             optimizer,
@@ -381,8 +383,9 @@ class HybridParallelPlugin(Plugin):
             overlap_allgather=options.overlap_allgather,
             cpu_offload=options.cpu_offload,
             launch_in_backward=self.pp_size == 1,
-            sections=sections_of(staged) if self.pp_size > 1 else None,
+            sections=sections,
             tied_groups=tied,
+            make=make,
         )
 
     def _only_cast(self, model: nn.Module) -> None:
@@ -406,6 +409,7 @@ class HybridParallelPlugin(Plugin):
         return share
 
     def _executor(self, cut: CutModel, optimizer: OptimizerWrapper | None) -> PipelineExecutor:
+        units = optimizer.units if isinstance(optimizer, ZeroOptimizer) else self._units
         return PipelineExecutor(
             cut,
             self.settings.pipeline.settings,
@@ -414,7 +418,8 @@ class HybridParallelPlugin(Plugin):
             reduction=ChunkReduction(optimizer) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
-            after_step=partial(free_gathered, cut.staged.model) if self.zero_stage == 3 and self.pp_size > 1 else None,
+            gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
+            gathered=_CHUNKS_GATHERED,
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
@@ -445,7 +450,7 @@ class HybridParallelPlugin(Plugin):
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
-        if not isinstance(optimizer, ZeroOptimizer | FsdpOptimizer):
+        if not isinstance(optimizer, ZeroOptimizer):
             raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
         with optimizer.no_sync():
             yield

@@ -19,8 +19,8 @@ from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
-from ..zero.fsdp import FsdpOptimizer, shard_model
 from ..zero.optimizer import ZeroOptimizer
+from ..zero.sharding import shard_untrained
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
 from .lora import add_lora
@@ -62,7 +62,7 @@ class LowLevelZeroPlugin(Plugin):
     zero_group_size          ZeRO-1.5: shard inside groups of this many ranks; None or <= 0 over all ranks, 1 not at all
     extra_dp_size            the same from the other side: number of such groups; give one of the two
     cast_inputs              cast floating-point inputs of the model to the working dtype
-    verbose                  print the layout of the buckets, at stage 3 that of the parameters, on rank 0
+    verbose                  print the layout of the buckets on rank 0
 
     Options that a combination has no use for are named in `without_effect` and once in the log.
     """
@@ -116,8 +116,11 @@ class LowLevelZeroPlugin(Plugin):
         if reduce_bucket_size_in_m <= 0:
             raise ValueError(f"reduce_bucket_size_in_m={reduce_bucket_size_in_m} must be positive (12 is usual)")
         check_communication_dtype(communication_dtype)
-        if stage == 3:
-            _check_stage_3(master_weights=master_weights, precision=precision, overlap_allgather=overlap_allgather)
+        if stage == 3 and overlap_allgather:
+            raise ValueError(
+                "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step, stage 3 gathers them "
+                "ahead of their layers anyway; use stage=1 or 2, or overlap_allgather=False"
+            )
         self.stage = stage
         self.precision = precision
         self.policy = PrecisionPolicy(precision)
@@ -169,14 +172,15 @@ class LowLevelZeroPlugin(Plugin):
         require_parameters(model)
         require_own_parameters(model, optimizer)
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
-        model = model.to(get_current_device())
         wrapped: OptimizerWrapper | None = None
-        if self.stage == 3:
-            wrapped = self._configure_stage_3(model, optimizer)
-        elif optimizer is None:
-            self._cast_only(model)
-        else:
+        if self.stage < 3:
+            model = model.to(get_current_device())
+        if optimizer is not None:
             wrapped = self._configure_flat(model, optimizer)
+        elif self.stage == 3:
+            shard_untrained(model, self.mesh, self.policy, offload=self.settings["cpu_offload"])
+        else:
+            self._cast_only(model)
         share_all(model, self.mesh.group("dp"))
         return Boosted(
             LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped),
@@ -203,21 +207,6 @@ class LowLevelZeroPlugin(Plugin):
                 print(f"bucket {bucket.index}: {len(plan.slots)} parameters, {plan.numel:,} elements of {plan.family.dtype}")
         return zero
 
-    def _configure_stage_3(self, model: nn.Module, optimizer: Optimizer | None) -> FsdpOptimizer | None:
-        renamed = shard_model(
-            model,
-            self.mesh,
-            self.policy,
-            communication_dtype=self.settings["communication_dtype"],
-            cpu_offload=self.settings["cpu_offload"],
-        )
-        if self.verbose and dist.get_rank() == 0:
-            for name, param in model.named_parameters():
-                print(f"{name}: {tuple(param.shape)}, {param.numel():,} elements over {self.mesh.size('zero')} ranks")
-        if optimizer is None:
-            return None
-        return FsdpOptimizer(optimizer, model, self.mesh, renamed, precision=self.policy, scaler=self.scaler, max_norm=self.max_norm)
-
     def _cast_only(self, model: nn.Module) -> None:
         dtypes = self.policy.dtypes(model)
         for name, param in model.named_parameters():
@@ -227,7 +216,7 @@ class LowLevelZeroPlugin(Plugin):
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
-        if not isinstance(optimizer, ZeroOptimizer | FsdpOptimizer):
+        if not isinstance(optimizer, ZeroOptimizer):
             raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
         with optimizer.no_sync():
             yield
@@ -248,15 +237,3 @@ def _group_size(zero_group_size: int | None, extra_dp_size: int) -> int | None:
             f"extra_dp_size={extra_dp_size} does not divide world_size={world}: it is the number of groups that shard by themselves"
         )
     return world // extra_dp_size
-
-
-def _check_stage_3(*, master_weights: bool, precision: str, overlap_allgather: bool) -> None:
-    if overlap_allgather:
-        raise ValueError(
-            "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step; use stage=1 or 2, or "
-            "overlap_allgather=False"
-        )
-    if not master_weights and precision != "fp32":
-        raise ValueError(
-            "master_weights=False with stage=3: FSDP2 keeps parameters in fp32 and casts them; use master_weights=True or stage 1, 2"
-        )

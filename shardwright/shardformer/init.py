@@ -14,13 +14,14 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.spec import ParamSpec, get_spec
+from shardwright.utils.modules import move_buffers
 
 from .lazy import Notes, notes_of
 
@@ -42,6 +43,9 @@ class WeightSource(Protocol):
 
     def close(self) -> None:
         """Free what reading has cached."""
+
+
+Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, and its names there
 
 
 class LazyWeights:
@@ -81,33 +85,33 @@ class LazyWeights:
         The parameter objects stay the same (but for recurrent modules), so optimizers built on them remain valid. Buffers move to
         `device`, and take the values of the checkpoint where it has them.
         """
-        params = {name: param for name, param in model.named_parameters() if param.is_meta}
-        for name, param in params.items():
-            self._check(name, param)
-        owners: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, held in module._parameters.items():
-                owners.setdefault(id(held), []).append((module, name))
-        for name, param in params.items():
-            spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
-            local = self._make(spec, _coordinate(spec, coordinates))
-            _fill(param, local, device or self._device(spec.name), owners[id(param)])
+        making = Materialization(self, model, coordinates, device)
+        made = making.make(list(model.parameters()))
+        making.finish()
+        return made
+
+    def fill(
+        self, name: str, param: nn.Parameter, coordinates: Mapping[str, int] | int, device: torch.device | str | None, owners: Owners
+    ) -> None:
+        """Make one parameter."""
+        spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
+        local = self._make(spec, _coordinate(spec, coordinates))
+        _fill(param, local, device or self._device(spec.name), owners)
+
+    def fill_buffers(self, model: nn.Module, coordinates: Mapping[str, int] | int, device: torch.device | str | None) -> None:
+        """Give buffers the values of the checkpoint, and free what making weights needed."""
         for name, buffer in model.named_buffers():
             spec = get_spec(buffer) or ParamSpec(name, tuple(buffer.shape))
             if self._source is not None and self._source.holds(spec.name):
                 buffer.copy_(self._source.read(spec, _coordinate(spec, coordinates)))
         target = device or next((notes.device for notes in self._notes.values() if notes.device is not None), None)
         if target is not None:
-            for module in model.modules():
-                for name, own in module._buffers.items():
-                    if own is not None:
-                        module._buffers[name] = own.to(target)
+            move_buffers(model, target)
         self._room = None
         if self._source is not None:
             self._source.close()
-        return len(params)
 
-    def _check(self, name: str, param: Tensor) -> None:
+    def check(self, name: str, param: Tensor) -> None:
         """Everything that can go wrong is found before the first weight is made."""
         spec = get_spec(param)
         full_name = spec.name if spec is not None else name
@@ -147,6 +151,40 @@ class LazyWeights:
     def _device(self, name: str) -> torch.device | str:
         notes = self._notes.get(name)
         return "cpu" if notes is None or notes.device is None else notes.device
+
+
+class Materialization:
+    """The weights of `model`, made in as many pieces as the caller likes: `make` for some parameters at a time, then `finish`.
+
+    The arguments are those of `LazyWeights.materialize`. Everything that can go wrong is found before the first weight is made.
+    """
+
+    def __init__(
+        self, weights: LazyWeights, model: nn.Module, coordinates: Mapping[str, int] | int = 0, device: torch.device | str | None = None
+    ) -> None:
+        self._weights, self._model, self._coordinates, self._device = weights, model, coordinates, device
+        self._names = {id(param): name for name, param in model.named_parameters() if param.is_meta}
+        for name, param in model.named_parameters():
+            if param.is_meta:
+                weights.check(name, param)
+        self._owners: dict[int, Owners] = {}
+        for module in model.modules():
+            for name, held in module._parameters.items():
+                self._owners.setdefault(id(held), []).append((module, name))
+
+    def make(self, params: Sequence[nn.Parameter]) -> int:
+        """Make those of `params` that are on the meta device; returns their number."""
+        missing = [param for param in params if param.is_meta]
+        for param in missing:
+            self._weights.fill(self._names[id(param)], param, self._coordinates, self._device, self._owners[id(param)])
+        return len(missing)
+
+    def make_replaced(self) -> None:
+        """Make those that become new objects (of recurrent modules), before anybody holds the old ones."""
+        self.make([param for param in self._model.parameters() if weakref.getweakrefcount(param)])
+
+    def finish(self) -> None:
+        self._weights.fill_buffers(self._model, self._coordinates, self._device)
 
 
 def _coordinate(spec: ParamSpec, coordinates: Mapping[str, int] | int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 
@@ -47,6 +48,14 @@ def separable_blocks(model: nn.Module) -> list[nn.Module]:
             for param in module.parameters(recurse=False):
                 owners.setdefault(id(param), set()).add(id(model))
     return [block for block in blocks if all(len(owners[id(param)]) == 1 for param in block.parameters())]
+
+
+def move_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """As `model.to(device)`, for the buffers alone."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _outermost(model: nn.Module, wanted: object, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

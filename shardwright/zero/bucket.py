@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
+from ..cluster.mesh import ParallelMesh
 from ..comm.compat import put_hook_last
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
@@ -79,6 +81,21 @@ class Groups:
         if self.replica is not None:
             groups.append(self.replica)
         return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+def zero_groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({})) -> Groups:
+    """The groups of a ZeRO stage."""
+
+    def group(axis: str) -> dist.ProcessGroup | None:
+        return mesh.group(axis) if mesh.size(axis) > 1 else None
+
+    return Groups(
+        shard=group("zero") if stage > 0 else None,
+        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
+        everyone=group("dp_sp"),
+        axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
+        tied=dict(tied),
+    )
 
 
 class _Window:

@@ -23,7 +23,7 @@ from ..comm.compat import without_torch_function
 from ..precision.grad_state import GradState
 from ..precision.policy import HALF
 from ..utils.tensors import multiply_
-from .layout import BucketPlan, Slot
+from .layout import FROZEN, BucketPlan, Slot
 
 # Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the view.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -94,6 +94,15 @@ class Bucket:
         """This rank's part of the working parameters."""
         return self.flat[self.low : self.high]
 
+    @property
+    def is_trained(self) -> bool:
+        return self.plan.slots[0].entry.group != FROZEN
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """[numel]: what the parameters are views of."""
+        return self.flat
+
     @torch.no_grad()
     def adopt(self, group: dist.ProcessGroup | None) -> None:
         """Move the parameters' values in, take the first rank's where `group` is given, and turn the parameters into views.
@@ -158,14 +167,19 @@ class Bucket:
             ]
             for slot in assigned:
                 param, view = slot.entry.param, self.view(self.flat, slot)
-                if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
-                    raise ValueError(
-                        f"{slot.entry.name}.data = a tensor of {_describe(param)} after boost: the optimizer knows this parameter as "
-                        f"{_describe(view)}; assign one like that, or change the model before booster.boost"
-                    )
+                self._check_assigned(slot, view)
                 view.copy_(param)
                 param.data = view
                 self._follow(slot)
+
+    @staticmethod
+    def _check_assigned(slot: Slot, view: torch.Tensor) -> None:
+        param = slot.entry.param
+        if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+            raise ValueError(
+                f"{slot.entry.name}.data = a tensor of {_describe(param)} after boost: the optimizer knows this parameter as "
+                f"{_describe(view)}; assign one like that, or change the model before booster.boost"
+            )
 
     @torch.no_grad()
     def take_edits(self, written: Collection[nn.Parameter]) -> None:
@@ -181,7 +195,7 @@ class Bucket:
         if part is not None:
             where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
             master = self.master[where]
-            working = self.own_flat[where].to(master.device)
+            working = self.seen[self.low : self.high][where].to(master.device)
             master.copy_(torch.where(working == master.to(working.dtype), master, working.to(master.dtype)))
 
     def whole_gradient(self, slot: Slot) -> torch.Tensor:
@@ -234,7 +248,7 @@ class Bucket:
         return sum(storage.nbytes() for storage in tensors.values())
 
     def _tensors(self) -> list[torch.Tensor]:
-        own = [self.flat, self.master, self.shard_grad, self.step_grad]
+        own = [self.flat, self.master, *((self.shard_grad, self.step_grad) if self.is_trained else ())]
         return own + [tensor for tensor in (self.grads, self.carry) if tensor is not None]
 
 

@@ -25,7 +25,7 @@ from .param_guard import ParamGuard
 class ParamGatherer:
     """Copies masters into the working parameters and gathers them.
 
-    guard   of the parameters, set before the first `publish`
+    guard   of the parameters
     """
 
     guard: ParamGuard
@@ -45,6 +45,9 @@ class ParamGatherer:
         self.overlap = overlap
         self._hooks = self._install(model) if overlap else []
         self._release = weakref.finalize(self, _end, self._hooks, self._pending)  # modules may outlive this
+
+    def begin(self, guard: ParamGuard) -> None:
+        self.guard = guard
 
     def _install(self, model: nn.Module) -> list[Any]:
         me, hooks = weakref.ref(self), []

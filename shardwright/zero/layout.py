@@ -16,7 +16,7 @@ lies in one shard (optimizers that look at matrices).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 from ..spec import ParamSpec
 
 ALIGN = 16  # elements: keeps every parameter on a 32-byte border in bf16, as vectorised kernels and TMA want
+FROZEN = -1  # the param group of parameters that nobody trains
 SHARED = -1  # the section of parameters that several parts use
 SHARD_ALIGN = 256  # elements: shards of every size are sums of the same blocks of the gradient norm
 
@@ -52,7 +53,7 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One trainable parameter: its number in model order, its full name, and the optimizer's param group that holds it."""
+    """One parameter: its number in model order, its full name, and the optimizer's param group that holds it, or `FROZEN`."""
 
     index: int
     name: str
@@ -85,13 +86,14 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """One bucket: `numel` elements in `shards` equal parts; `slots` ascending by start."""
+    """One bucket: `numel` elements in `shards` equal parts; `slots` ascending by start. `unit`: which unit it belongs to, at stage 3."""
 
     family: Family
     slots: tuple[Slot, ...]
     shard_numel: int
     shards: int
     whole: bool
+    unit: int = 0
 
     @property
     def numel(self) -> int:
@@ -149,6 +151,20 @@ def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole
     # Sorting is stable: within a section, plain buckets keep the order in which backward fills them.
     closed.sort(key=lambda members: (members[0].family.section, not members[0].family.is_plain))
     return [plan(members[0].family, members, shards) for members in closed]
+
+
+def plan_unit_buckets(units: Sequence[Sequence[Entry]], shards: int, whole: bool) -> list[BucketPlan]:
+    """One bucket per unit and family, in launch order: within a section plain ones first, and the units that backward ends with last."""
+    plan = _plan_whole if whole else _plan_flat
+    plans: list[BucketPlan] = []
+    first = [min((entry.index for entry in entries), default=0) for entries in units]
+    for unit in sorted(range(len(units)), key=lambda unit: -first[unit]):
+        families: dict[Family, list[Entry]] = {}
+        for entry in units[unit]:
+            families.setdefault(entry.family, []).append(entry)
+        plans += [replace(plan(family, members, shards), unit=unit) for family, members in families.items()]
+    plans.sort(key=lambda plan: (plan.family.section, not plan.family.is_plain))
+    return plans
 
 
 def _plan_flat(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:

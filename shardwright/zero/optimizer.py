@@ -1,11 +1,12 @@
-"""The optimizer of ZeRO stages 0, 1 and 2: mixed precision, gradient reduction and sharded steps behind one wrapper.
+"""The optimizer of all ZeRO stages: mixed precision, gradient reduction and sharded steps behind one wrapper.
 
     stage 0   every rank holds all masters and states; gradients are all-reduced
     stage 1   masters and states are sharded over the sub-group, gradients are reduced once per step
     stage 2   as 1, and between microbatches only the shards of gradients are kept
+    stage 3   as 2, and working parameters exist only while their unit runs (see `unit_gatherer`)
 
 What to reduce over which axis is read from each parameter's `ParamSpec` and the mesh. Bytes per parameter and rank in bf16 with
-AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2: 2 + (4 + 12)/k.
+AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2: 2 + (4 + 12)/k, stage 3: (4 + 12)/k.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec
 from ..utils.device import get_current_device
-from .bucket import GradReducer, Groups
+from .bucket import GradReducer, zero_groups
 from .buffers import HAS_GRAD_DTYPE, Bucket
 from .collectives import SUMMED, can_be_summed
 from .data_writes import DataWrites
@@ -41,7 +42,9 @@ from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .script_reads import ScriptReads
 from .segments import Segments
+from .sharding import shard_units
 from .shards import LoadedShard, ParamShard, list_shards, load_shards
+from .unit_gatherer import UnitGatherer
 
 
 class ZeroOptimizer(MixedPrecisionOptimizer):
@@ -50,11 +53,11 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     optim                 any optimizer over parameters of `model`, not stepped yet
     model                 the module
     mesh                  which ranks share parameters
-    stage                 0, 1 or 2
+    stage                 0, 1, 2 or 3
     precision             working dtypes; default: leave the model's
     scaler                settings of the loss scaler, for fp16
     max_norm              clip the global norm at each step, 0 for no clipping
-    bucket_size_in_m      elements per bucket in millions
+    bucket_size_in_m      elements per bucket in millions; at stage 3 buckets follow the layers
     communication_dtype   dtype of gradients on the wire, None for that in which they accumulate
     overlap_communication reduce while backward runs
     overlap_allgather     gather updated parameters while the next forward runs
@@ -64,6 +67,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                           (`expect_gradients`, `reduce_grad`)
     sections              for such runtimes: the part of the model that a parameter belongs to, or `layout.SHARED`; default: part 0
     tied_groups           group of the ranks with a copy, per tied name
+    gathered_ahead        stage 3: how many units are gathered before they are needed; None: as many as take the memory of the largest
+    make                  stage 3: called with parameters just before their values are read, to make what does not exist yet
     gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the number of
                           data-parallel ranks (their mean, summed over sequence-parallel ranks)
     """
@@ -87,18 +92,22 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         launch_in_backward: bool = True,
         sections: Mapping[nn.Parameter, int] | None = None,
         tied_groups: Mapping[str, dist.ProcessGroup] | None = None,
+        gathered_ahead: int | None = None,
+        make: Callable[[Sequence[nn.Parameter]], Any] | None = None,
         gradient_divisor: float | None = None,
     ) -> None:
-        if stage not in (0, 1, 2):
-            raise ValueError(f"stage={stage} of ZeroOptimizer must be 0, 1 or 2; stage 3 is FsdpOptimizer")
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={stage} of ZeroOptimizer must be 0, 1, 2 or 3")
         if bucket_size_in_m <= 0:
             raise ValueError(f"bucket_size_in_m={bucket_size_in_m} must be positive (12 is usual)")
         if communication_dtype is not None and not can_be_summed(communication_dtype):
             raise ValueError(f"communication_dtype={communication_dtype} {SUMMED}")
         check_supported(optim)
         elementwise = is_elementwise(optim)
-        entries = collect_entries(optim, model, precision, whole=not elementwise, part=sections is not None, sections=sections)
-        device = entries[0].param.device if entries else get_current_device()
+        entries = collect_entries(
+            optim, model, precision, whole=not elementwise, placed=stage < 3, part=sections is not None, sections=sections
+        )
+        device = entries[0].param.device if entries and stage < 3 else get_current_device()
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
         super().__init__(
             optim,
@@ -112,13 +121,35 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.mesh = mesh
         self.model = model
         self.cpu_offload = cpu_offload
-        self.groups = _groups(mesh, stage, tied_groups or {})
+        self.groups = zero_groups(mesh, stage, tied_groups or {})
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
-        plans = plan_buckets(entries, self.groups.shards, int(bucket_size_in_m * 1_000_000), whole=not elementwise)
-        self.buckets = [self._filled_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
+        self._data = DataWrites()
+        self.units: UnitGatherer | None = None
+        self.buckets: list[Bucket]
+        if stage < 3:
+            plans = plan_buckets(entries, self.groups.shards, int(bucket_size_in_m * 1_000_000), whole=not elementwise)
+            self.buckets = [self._filled_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
+            _settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
+        else:
+            self.units = shard_units(
+                model,
+                entries,
+                self.groups,
+                device,
+                self._data,
+                precision=precision,
+                sections=sections,
+                whole=not elementwise,
+                master_weights=master_weights,
+                offload=cpu_offload,
+                ahead=gathered_ahead,
+                hooks=launch_in_backward,
+                make=make,
+            )
+            self.buckets = [bucket for bucket in self.units.buckets if bucket.is_trained]
+            plans = [bucket.plan for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.make_gradients(full=stage < 2)
-        _settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
         self.segments = Segments(self.buckets, optim)
         self._counted = {bucket.index: self._ranges_to_count(bucket) for bucket in self.buckets}
         self._others = OtherBackwards(self)
@@ -135,19 +166,22 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             on_final=self._bucket_is_final,
             on_outside=self._others.arrived,
         )
-        self.gatherer = ParamGatherer(self.buckets, self.groups.shard, model, device, overlap_allgather)
+        self.gatherer: ParamGatherer | UnitGatherer
+        self.gatherer = self.units or ParamGatherer(self.buckets, self.groups.shard, model, device, overlap_allgather)
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
         self._agreed = False  # whether the ranks have agreed on which parameters got a gradient
         self._all_touched = torch.ones(len(entries), dtype=torch.uint8, device=device)
         self._inside = 0  # contexts of `plain_parameters`
         self._reads = ScriptReads(self)
-        self._data = DataWrites()
         copied = {slot.entry.param for bucket in self.buckets if bucket.has_copies for slot in bucket.plan.slots}
-        self.guard = ParamGuard([entry.param for entry in entries], copied, self._reads, self.gatherer, self._data)
+        guarded = [entry.param for entry in entries]
+        if self.units is not None:
+            guarded, copied = self.units.params, set(self.units.params)
+        self.guard = ParamGuard(guarded, copied, self._reads, self.gatherer, self._data)
         self.guard.show(asks=False, watches=True)
-        self.gatherer.guard = self.guard
-        if stage == 2 and not launch_in_backward and HAS_GRAD_DTYPE:
+        self.gatherer.begin(self.guard)
+        if stage >= 2 and not launch_in_backward and HAS_GRAD_DTYPE:
             for bucket in self.buckets:  # whole gradients accumulate over the microbatches of a step, as those of stage 1 do
                 for slot in bucket.plan.slots:
                     slot.entry.param.grad_dtype = bucket.master_dtype
@@ -245,6 +279,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _after_backward(self) -> None:
         self.reducer.end_backward()
+        if self.units is not None and self.reducer.launch_in_backward:
+            self.units.end_backward()
 
     def expect_gradients(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
         """For runtimes: the gradients of one microbatch are about to come; see `GradReducer.open`."""
@@ -376,6 +412,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         super().zero_grad(set_to_none)
         self.guard.show(asks=False, watches=self._inside == 0)
         self.reducer.clear(keep_zeros=not set_to_none)
+        if self.units is not None:
+            self.units.reset()
         self._norm_parts.clear()
         self._agreed = False
         self._reads.dropped.clear()
@@ -399,6 +437,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _take_edits(self) -> None:
         """Masters follow parameters that were written to: load_state_dict, copy_, nn.init, `param.data = tensor`, `param.data.mul_()`."""
+        if self.units is not None:
+            self.units.take_edits()
+            return
         written = self._data.take()
         for bucket in self.buckets:
             bucket.take_assigned()
@@ -442,6 +483,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         """Take masters from the working parameters as they are, rounded; what a script writes to them is noticed without it."""
         self.gatherer.wait()
         self._take_edits()
+        if self.units is not None:
+            self.units.publish()
+            return
         for bucket in self.buckets:
             if bucket.has_copies:
                 bucket.master.copy_(bucket.own_flat)
@@ -481,29 +525,20 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def bytes(self) -> int:
         """Bytes kept between steps for parameters, gradients, masters and optimizer states on this rank."""
         states = [value for state in self.optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(bucket.bytes() for bucket in self.buckets) + sum(value.numel() * value.itemsize for value in states)
+        buckets = self.buckets if self.units is None else self.units.buckets
+        return sum(bucket.bytes() for bucket in buckets) + sum(value.numel() * value.itemsize for value in states)
 
     def release(self) -> None:
         """Take hooks off the model and give its parameters storage of their own; the optimizer is of no use afterwards."""
         self.gatherer.wait()
         self.guard.show(asks=False, watches=False)
-        self.gatherer.remove_hooks()
         self.reducer.remove_hooks()
+        if isinstance(self.gatherer, UnitGatherer):
+            self.gatherer.release()
+            return
+        self.gatherer.remove_hooks()
         for bucket in self.buckets:
             bucket.release()
-
-
-def _groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup]) -> Groups:
-    def group(axis: str) -> dist.ProcessGroup | None:
-        return mesh.group(axis) if mesh.size(axis) > 1 else None
-
-    return Groups(
-        shard=group("zero") if stage > 0 else None,
-        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
-        everyone=group("dp_sp"),
-        axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
-        tied=dict(tied),
-    )
 
 
 def _settle_rest(model: nn.Module, precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -36,8 +36,12 @@ def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
     return grad
 
 
+def set_own_gradient(param: nn.Parameter, value: torch.Tensor | None) -> None:
+    _GRAD.__set__(param, value)
+
+
 def drop_own_gradient(param: nn.Parameter) -> None:
-    _GRAD.__set__(param, None)
+    set_own_gradient(param, None)
 
 
 class GradientReads(Protocol):
@@ -133,10 +137,9 @@ class ParamGuard:
             shown = kind.classes[asks, False, watches and kind.watched]
             if shown is not kind.shown:
                 kind.shown = shown
+                pending = kind.classes[asks, True, watches and kind.watched]
                 for param in kind.params:
-                    param.__class__ = shown
-                for param in self._pending:
-                    self._swap(param)
+                    param.__class__ = pending if param in self._pending else shown
 
     def values_pending(self, params: Iterable[nn.Parameter], pending: bool) -> None:
         for param in params:

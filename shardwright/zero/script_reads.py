@@ -9,6 +9,7 @@ from torch import nn
 
 from ..precision.grad_state import GradState
 from .layout import Slot
+from .param_guard import own_gradient, set_own_gradient
 
 if TYPE_CHECKING:
     from .optimizer import ZeroOptimizer
@@ -32,7 +33,9 @@ class ScriptReads:
 
     def read_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         optimizer = self._optimizer
-        slot = optimizer.reducer.slots[param]
+        slot = optimizer.reducer.slots.get(param)
+        if slot is None:
+            return own_gradient(param)  # frozen
         if slot.entry.index in self.dropped:
             return None
         self._require_whole(slot)
@@ -44,7 +47,10 @@ class ScriptReads:
     def write_gradient(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """None for every parameter is zero_grad; None for some of them is refused when it would matter."""
         optimizer = self._optimizer
-        slot = optimizer.reducer.slots[param]
+        slot = optimizer.reducer.slots.get(param)
+        if slot is None:
+            set_own_gradient(param, value)
+            return
         if value is None:
             self.dropped.add(slot.entry.index)
             if len(self.dropped) == self._num_params:

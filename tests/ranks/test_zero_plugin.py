@@ -39,10 +39,7 @@ def boosted_run(plan: Plan, rank: int, world_size: int, *, explicit: bool = True
         schedule.step()
         optim.zero_grad()
         trace.losses.append(total)
-        if options.get("stage") == 3:
-            trace.weights.append({name: param.full_tensor() for name, param in model.named_parameters()})
-        else:
-            trace.weights.append({name: param.detach().clone() for name, param in model.named_parameters()})
+        trace.weights.append({name: param.detach().clone() for name, param in model.named_parameters()})
     return trace
 
 

@@ -1,0 +1,405 @@
+"""Stage 3: parameters are gathered before their unit runs and freed behind it, forward and backward.
+
+    forward    a unit is gathered when one of its modules is called, and those that follow it in the order of the last forward are
+               started ahead, as far as `ahead` reaches; behind the call it is freed. What ends the forward stays: backward begins there
+    backward   a gradient that arrives at the output of a module gathers its unit again, and starts those before it; when the gradients of
+               all its inputs are there it is freed, at the latest when backward ends
+
+A pipeline says itself which sections it needs when (`open_section`, `close_section`); then no hooks are installed.
+
+[Note: who looks at a freed parameter] Outside of these windows a parameter is *pending* (see `param_guard`): an operation on it shows its
+bucket, which all ranks of the sub-group must do alike, and from then on until the next step it has values that last. So weights used
+away from their module, state dicts and averages of weights are right, at the price of memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..cluster import job
+from ..interface.shards import KeptShard, keep_shard
+from ..utils.pytree import tree_leaves
+from .data_writes import DataWrites
+from .param_guard import ParamGuard
+from .sharded_bucket import ShardedBucket
+from .units import ParamUnit
+
+
+class _Unit:
+    """needed    how many forwards and backwards use it now, `opened` of them backwards
+    kept      stays when nobody needs it, until a backward is through with it
+    lasting   stays until the step: a backward that makes a graph of its own keeps the parameters for another one
+    calls     of its modules that are running, the innermost last
+    """
+
+    def __init__(self, buckets: list[ShardedBucket]) -> None:
+        self.buckets = buckets
+        self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
+        self.filled = self.ready = False  # gathered or on its way; gathered
+        self.needed = self.opened = 0
+        self.kept = self.lasting = False
+        self.calls: list[_Use | None] = []
+
+
+class _Use:
+    """One call of a unit's module, until its backward is through.
+
+    inputs   how many gradients of inputs tell that; 0: the end of the backward does
+    """
+
+    __slots__ = ("arrived", "inputs", "is_open", "unit")
+
+    def __init__(self, unit: _Unit) -> None:
+        self.unit = unit
+        self.inputs = self.arrived = 0
+        self.is_open = False
+
+
+class UnitGatherer:
+    """Gathers and frees the buckets of `units`, which are numbered as in `BucketPlan.unit`.
+
+    group     the ZeRO sub-group; None for one rank
+    is_first  whether this rank's shards are those that are saved, of all ranks that keep the same
+    ahead     how many units are gathered before they are needed; None: as many as take the memory of the largest one, and no more
+    hooks     whether the modules' calls gather and free
+    guard     of the parameters
+    """
+
+    guard: ParamGuard
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ParamUnit],
+        buckets: Sequence[ShardedBucket],
+        group: dist.ProcessGroup | None,
+        data: DataWrites,
+        *,
+        is_first: bool = True,
+        ahead: int | None = None,
+        hooks: bool = True,
+    ) -> None:
+        earlier = _GATHERERS.get(model)
+        if earlier is not None:
+            earlier.release()
+        _GATHERERS[model] = self
+        self.buckets = list(buckets)
+        of_unit: list[list[ShardedBucket]] = [[] for _ in units]
+        for bucket in buckets:
+            of_unit[bucket.plan.unit].append(bucket)
+        self._units = [_Unit(held) for held in of_unit]
+        self._places = {slot.entry.param: (bucket, slot) for bucket in buckets for slot in bucket.plan.slots}
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._data = data
+        self._ahead = ahead
+        self._room = max((unit.num_bytes for unit in self._units), default=0)
+        self._order: list[_Unit] = []  # of the last forward
+        self._position: dict[_Unit, int] = {}
+        self._seen: dict[_Unit, None] = {}  # in this forward
+        self._open: dict[_Use, None] = {}
+        self._generation = job.generation()
+        for param, (bucket, slot) in self._places.items():
+            start, stop, _ = bucket.values_of(slot)
+            keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), param)))
+        self._hooks = self._install(model, units) if hooks else []
+        self._sections = self._by_section()
+
+    def _by_section(self) -> dict[int, list[_Unit]]:
+        found: dict[int, list[_Unit]] = {}
+        for unit in self._units:
+            for section in {bucket.plan.family.section for bucket in unit.buckets}:
+                found.setdefault(section, []).append(unit)
+        return found
+
+    def _install(self, model: nn.Module, units: Sequence[ParamUnit]) -> list[Any]:
+        hooks: list[Any] = []
+        for unit, described in zip(self._units, units, strict=True):
+            for module in described.modules:
+                stays = module is model  # it would be freed and gathered again at once
+                hooks.append(module.register_forward_hook(partial(self._after_forward, unit, stays)))
+                hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True))
+        hooks.append(model.register_forward_hook(lambda *_: self._end_forward()))
+        hooks.append(model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True))
+        return hooks
+
+    # Forward.
+
+    def _begin_forward(self) -> None:
+        self._close_uses()
+        for unit in self._units:
+            unit.kept = False
+            unit.needed = 0
+            unit.calls.clear()
+        self._seen = {}
+
+    def _end_forward(self) -> None:
+        if list(self._seen) != self._order:
+            self._order = list(self._seen)
+            self._position = {unit: place for place, unit in enumerate(self._order)}
+        self._sweep()
+
+    def _before_forward(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._bring(unit)
+        if unit.opened:
+            return None  # computed again, for the backward that holds it
+        unit.needed += 1
+        self._seen.setdefault(unit)
+        self._start_ahead(unit, 1)
+        if not torch.is_grad_enabled():
+            unit.calls.append(None)
+            return None
+        use = _Use(unit)
+        unit.calls.append(use)
+        noted = partial(self._note_input, use)
+        renamed = _replaced(noted, args), _replaced(noted, kwargs)
+        return renamed if use.inputs else None
+
+    def _note_input(self, use: _Use, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values under a name of this call's own, whose gradient is complete when the call's backward is."""
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            return tensor
+        alias = tensor.view_as(tensor)
+        use.inputs += 1
+        alias.register_hook(partial(self._input_done, use))
+        return alias
+
+    def _after_forward(self, unit: _Unit, stays: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.opened or not unit.calls:
+            return
+        use = unit.calls.pop()
+        unit.needed -= 1
+        if use is not None:
+            comes_back = False
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    comes_back = True
+                    leaf.register_hook(partial(self._output_asked, use))
+            if comes_back and (stays or (self._order and unit is self._order[-1])):
+                unit.kept = True
+        self._free_unneeded(unit)
+
+    # Backward.
+
+    def _output_asked(self, use: _Use, grad: torch.Tensor) -> None:
+        unit = use.unit
+        if use.is_open:
+            return
+        use.is_open, use.arrived = True, 0
+        self._open[use] = None
+        unit.needed += 1
+        unit.opened += 1
+        unit.kept = False
+        unit.lasting = unit.lasting or torch.is_grad_enabled()
+        self._bring(unit)
+        self._start_ahead(unit, -1)
+
+    def _input_done(self, use: _Use, grad: torch.Tensor) -> None:
+        use.arrived += 1
+        if use.is_open and use.arrived == use.inputs:
+            self._close(use)
+
+    def _close(self, use: _Use) -> None:
+        use.is_open = False
+        del self._open[use]
+        use.unit.needed -= 1
+        use.unit.opened -= 1
+        self._free_unneeded(use.unit)
+
+    def _close_uses(self) -> None:
+        for use in list(self._open):
+            self._close(use)
+
+    def end_backward(self) -> None:
+        """What backward has not freed by itself: units whose inputs need no gradient, and those that were started in vain."""
+        self._close_uses()
+        for unit in self._units:
+            unit.kept = False
+            unit.needed = 0
+        self._sweep()
+
+    # Sections, for pipelines.
+
+    def open_section(self, section: int) -> None:
+        """Start gathering what the section needs."""
+        for unit in self._sections.get(section, ()):
+            unit.needed += 1
+            if not unit.filled:
+                self._start(unit)
+
+    def wait_section(self, section: int) -> None:
+        for unit in self._sections.get(section, ()):
+            self._bring(unit)
+
+    def close_section(self, section: int) -> None:
+        for unit in self._sections.get(section, ()):
+            unit.needed -= 1
+            self._free_unneeded(unit)
+
+    # One unit.
+
+    def _bring(self, unit: _Unit) -> None:
+        if unit.ready:
+            return
+        if not unit.filled:
+            self._start(unit)
+        for bucket in unit.buckets:
+            bucket.finish_gather()
+            if bucket.shown is None:
+                self.guard.values_pending(bucket.params, False)
+        unit.ready = True
+
+    def _start(self, unit: _Unit) -> None:
+        if any(bucket.shown is not None for bucket in unit.buckets):
+            self._take_shown()
+        for bucket in unit.buckets:
+            bucket.start_gather(self._group)
+        unit.filled = True
+
+    def _start_ahead(self, unit: _Unit, direction: int) -> None:
+        """Start the units that come after (1) or came before (-1) `unit` in the last forward."""
+        place = self._position.get(unit)
+        if place is None:
+            return
+        started = taken = 0
+        while 0 <= (place := place + direction) < len(self._order):
+            other = self._order[place]
+            taken += other.num_bytes
+            if (started and taken > self._room) if self._ahead is None else started >= self._ahead:
+                return
+            started += 1
+            if not other.filled:
+                self._start(other)
+
+    def _free_unneeded(self, unit: _Unit) -> None:
+        if unit.needed == 0 and unit.filled and not unit.kept and not unit.lasting:
+            self._free(unit)
+
+    def _free(self, unit: _Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.free()
+            if bucket.shown is None:
+                self.guard.values_pending(bucket.params, True)
+        unit.filled = unit.ready = False
+
+    def _sweep(self) -> None:
+        for unit in self._units:
+            self._free_unneeded(unit)
+
+    # Scripts.
+
+    def values_wanted(self, params: Iterable[nn.Parameter]) -> None:
+        """See `param_guard.ValueReads`."""
+        for bucket in {self._places[param][0]: None for param in params}:
+            if bucket.shown is None:
+                bucket.take_assigned()
+                bucket.show(self._group)
+                self.guard.values_pending(bucket.params, False)
+
+    def show_all(self) -> None:
+        self.values_wanted(self._places)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self._places)
+
+    def _take_shown(self) -> None:
+        """Let masters follow what scripts have written to parameters that they were shown."""
+        written = self._data.take()
+        for unit in self._units:
+            for bucket in unit.buckets:
+                bucket.take_edits(written)
+
+    def take_edits(self) -> None:
+        """Free everything, with the masters up to date; parameters that a script has seen keep their values."""
+        self._close_uses()
+        for unit in self._units:
+            unit.needed = unit.opened = 0
+            unit.kept = unit.lasting = False
+            if unit.filled:
+                self._free(unit)
+            for bucket in unit.buckets:
+                bucket.take_assigned()
+        self._take_shown()
+
+    # What the optimizer asks for, as of `ParamGatherer`.
+
+    def publish(self) -> None:
+        """The masters have changed: what is gathered from here on is new. Everything has been freed by `take_edits`."""
+        for bucket in self.buckets:
+            self._hide(bucket)
+
+    def _hide(self, bucket: ShardedBucket) -> None:
+        if bucket.shown is not None:
+            bucket.hide()
+            self.guard.values_pending(bucket.params, True)
+
+    def wait(self) -> None:
+        """Nothing is on its way between steps."""
+
+    def begin(self, guard: ParamGuard) -> None:
+        """Parameters are pending from here on."""
+        self.guard = guard
+        guard.values_pending(self._places, True)
+
+    def reset(self) -> None:
+        """Forget a step that failed."""
+        if self._generation != job.generation():
+            self._generation = job.generation()
+            for unit in self._units:
+                for bucket in unit.buckets:
+                    bucket.abandon()
+                    if unit.filled and bucket.shown is None:
+                        self.guard.values_pending(bucket.params, True)
+                unit.filled = unit.ready = False
+        if self._open:
+            self.take_edits()
+
+    def release(self) -> None:
+        """Leave the model with parameters of its own, and without hooks. Collective."""
+        self.take_edits()
+        self.show_all()
+        for hook in self._hooks:
+            hook.remove()
+        for bucket in self.buckets:
+            bucket.release()
+        for param in self._places:
+            keep_shard(param, None)
+
+    def read_kept(self, param: nn.Parameter) -> torch.Tensor:
+        bucket, slot = self._places[param]
+        unit = self._units[bucket.plan.unit]
+        if unit.filled:
+            self._free(unit)
+        bucket.take_assigned()
+        if bucket.shown is not None:
+            self._take_shown()
+            self._hide(bucket)
+        return bucket.values_of(slot)[2]
+
+
+# What a model that is boosted again must be given back by.
+_GATHERERS: weakref.WeakKeyDictionary[nn.Module, UnitGatherer] = weakref.WeakKeyDictionary()
+
+
+def _read_kept(gatherer: weakref.ref[UnitGatherer], param: nn.Parameter) -> torch.Tensor:
+    here = gatherer()
+    assert here is not None
+    return here.read_kept(param)
+
+
+def _replaced(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """`tree` with the tensors in plain containers replaced. Other objects stay the very ones: a module may write to a cache."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(_replaced(function, part) for part in tree)
+    if type(tree) is dict:
+        return {key: _replaced(function, part) for key, part in tree.items()}
+    return tree
