@@ -27,7 +27,7 @@ def recover(timeout: float = 60) -> None:
 
     Every process group keeps its identity and gets new connections. Call `optimizer.zero_grad()` next: the gradients of the failed step are
     those of some microbatches on some ranks. Random generators are seeded anew, alike on all ranks. gloo only, four times per process; not
-    under FSDP2 (ZeRO stage 3, TorchFSDPPlugin), and not where the optimizer had begun to change weights: BrokenJobError on all ranks.
+    under TorchFSDPPlugin, and not where the optimizer had begun to change weights: BrokenJobError on all ranks.
     """
     job = jobs.current()
     if job is None:

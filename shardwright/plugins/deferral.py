@@ -37,10 +37,10 @@ class WeightWork(NamedTuple):
         return self.postponed / self.all if self.all else 0.0
 
 
-def weight_work(model: nn.Module, plan: CutPlan, specs: Mapping[int, ParamSpec], postponing: bool) -> list[WeightWork]:
-    """The work of every stage; without `postponing` none of it can wait."""
+def weight_work(model: nn.Module, plan: CutPlan, specs: Mapping[int, ParamSpec]) -> list[WeightWork]:
+    """The work of every stage."""
     assert plan.survey is not None
-    waiting = [module for module in model.modules() if can_wait(module)] if postponing else []
+    waiting = [module for module in model.modules() if can_wait(module)]
     deferring = {id(param) for module in waiting for param in module.parameters(recurse=False)}
     params = dict(model.named_parameters(remove_duplicate=False))
     tables, visited = lookup_tables(model), visited_share(model)
@@ -67,18 +67,9 @@ def costs_with(work: Sequence[WeightWork]) -> Costs:
     return Costs(input_grad=[2.0 - stage.share for stage in work], weight_grad=[stage.share for stage in work])
 
 
-def expected_share(zero_stage: int) -> float:
-    """Share of the weight-gradient work that can be postponed, as far as known before the model is cut: about all of it, or nothing."""
-    return 1.0 if zero_stage < 3 else 0.0
-
-
-def deferral_warning(pp_style: str, share: float, zero_stage: int, bubble: float | None, possible: float | None) -> str | None:
+def deferral_warning(pp_style: str, share: float, bubble: float | None, possible: float | None) -> str | None:
     """What to know about a zero-bubble schedule that cannot postpone most of what it should; None where it can."""
     if share >= 0.9:
         return None
     leaves = f"; its bubble is {bubble:.1%} where {possible:.1%} would be possible" if bubble is not None and possible is not None else ""
-    if zero_stage == 3:
-        why = "zero_stage=3 reduces gradients inside of backward; zero_stage=1 or 2 can postpone them"
-    else:
-        why = "convolutions cannot wait"
-    return f"pp_style={pp_style!r} postpones {share:.0%} of the weight-gradient work here: {why}{leaves}"
+    return f"pp_style={pp_style!r} postpones {share:.0%} of the weight-gradient work here: convolutions cannot wait{leaves}"

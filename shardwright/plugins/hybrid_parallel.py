@@ -37,7 +37,7 @@ from ..zero.sharding import shard_untrained
 from ..zero.unit_gatherer import UnitGatherer
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
-from .chunk_reduction import ChunkGathering, ChunkReduction, sections_of
+from .chunks import CHUNKS_GATHERED, ChunkGathering, ChunkReduction, sections_of
 from .config_form import read_config
 from .deferral import ZERO_BUBBLE
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
@@ -47,9 +47,6 @@ from .resolved import ResolvedLayout
 from .settings import HybridSettings
 from .shared_buffers import SharedBuffers, share_all
 from .without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
-
-# With a pipeline, at stage 3: the chunks of the F and the B that take turns, and the one that comes next.
-_CHUNKS_GATHERED = 3
 
 
 class HybridParallelPlugin(Plugin):
@@ -419,7 +416,7 @@ class HybridParallelPlugin(Plugin):
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
             gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
-            gathered=_CHUNKS_GATHERED,
+            gathered=CHUNKS_GATHERED,
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,

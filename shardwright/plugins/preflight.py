@@ -11,6 +11,7 @@ The model is whole and unsharded here, and may lie on the meta device. All numbe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,8 +26,10 @@ from torch.optim import Optimizer
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
 from ..pipeline import schedules
+from ..pipeline.actions import Kind
 from ..pipeline.balance import by_rank
 from ..pipeline.executor import CutPlan, plan_cut
+from ..pipeline.lowering import with_gathers
 from ..pipeline.microbatch import microbatch_sizes
 from ..pipeline.partition import chain_costs
 from ..pipeline.schedules import Schedule
@@ -39,10 +42,12 @@ from ..spec import ParamSpec
 from ..utils.argument_types import is_whole
 from ..zero.buffers import master_dtype
 from ..zero.entries import collect_entries
-from ..zero.layout import BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets
+from ..zero.layout import FROZEN, SHARED, BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets, plan_unit_buckets
+from ..zero.units import find_param_units
 from .base import require_own_parameters, require_parameters
-from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, expected_share, weight_work
-from .resolved import RankShape, ResolvedLayout, StageShape, Traffic, size
+from .chunks import CHUNKS_GATHERED
+from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
+from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .settings import HybridSettings
 from .step_memory import held_note
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
@@ -89,7 +94,7 @@ def preflight(
         mesh.size("pp"),
         layer_lists=lists,
         example_inputs=examples,
-        deferred=expected_share(settings.reduction.zero_stage),
+        deferred=1.0,
         message_copies=mesh.size("tp"),
     )
     decisions = sharder.prepare() if sharder is not None else []
@@ -162,7 +167,7 @@ class _Resolver:
         costs = self._stage_costs()
         tokens = Tokens.of(self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize())
         traffic = [
-            *self._data_traffic(shapes[busiest][1], shapes[busiest][0], microbatches),
+            *self._data_traffic(shapes[busiest][1], microbatches),
             *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens),
         ]
@@ -187,7 +192,7 @@ class _Resolver:
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
             traffic=tuple(traffic),
-            notes=(*self._notes(microbatches), *self._gradient_notes(microbatches, max(shape.trained for shape, _ in shapes))),
+            notes=(*self._notes(microbatches), *self._gradient_notes(microbatches)),
             warnings=tuple(self._warnings(microbatches, bubble)),
         )
 
@@ -253,48 +258,49 @@ class _Resolver:
         dtypes = self.precision.dtypes(self.model)
         tied = {alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names}
         trained = {id(entry.param): entry for entry in self.entries}
-        entries: list[Entry] = []
-        frozen = 0
+        entries: dict[nn.Parameter, Entry] = {}
         for name, spec, shape in zip(names, specs, shapes, strict=True):
             entry = trained.get(id(params[name]))
-            if entry is None:
-                frozen += math.prod(shape) * dtypes[name].itemsize
-                continue
-            local = nn.Parameter(
-                torch.empty(shape, dtype=params[name].dtype, device="meta"), requires_grad=params[name].is_floating_point()
-            )
-            family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], 0)
-            entries.append(Entry(len(entries), name, local, spec, entry.group, family))
-        if self.settings.reduction.zero_stage == 3:
-            return self._fsdp_shape(rank, amounts[fullest], entries, frozen), []
-        return self._bucket_shape(rank, amounts[fullest], entries, frozen)
+            kind = params[name]
+            local = nn.Parameter(torch.empty(shape, dtype=kind.dtype, device="meta"), requires_grad=kind.is_floating_point())
+            family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], self._section(rank, name, tied))
+            entries[kind] = Entry(len(entries), name, local, spec, FROZEN if entry is None else entry.group, family)
+        return self._bucket_shape(rank, amounts[fullest], entries)
 
-    def _bucket_shape(self, rank: int, parameters: int, entries: Sequence[Entry], frozen: int) -> tuple[RankShape, list[BucketPlan]]:
+    def _section(self, rank: int, name: str, tied: Mapping[str, str]) -> int:
+        """The chunk that a parameter belongs to, where chunks are gathered and reduced apart (see `chunks.sections_of`)."""
+        if self.plan.survey is None:
+            return 0
+        held = self.plan.placement.stages_of(rank)
+        chunks = [chunk for chunk, stage in enumerate(held) if name in self.plan.survey.parameters(self.plan.stages, stage)]
+        return SHARED if name in tied or len(chunks) != 1 else chunks[0]
+
+    def _bucket_shape(self, rank: int, parameters: int, entries: Mapping[nn.Parameter, Entry]) -> tuple[RankShape, list[BucketPlan]]:
+        """Bytes by bucket. `entries` by the parameters of the whole model."""
         options = self.settings.reduction
         whole = self.optimizer is not None and not is_elementwise(self.optimizer)
-        plans = plan_buckets(entries, self._sharing, int(options.bucket_size_in_m * 1_000_000), whole)
+        trained = [entry for entry in entries.values() if entry.group != FROZEN]
+        others = [entry for entry in entries.values() if entry.group == FROZEN]
+        if options.zero_stage == 3:
+            sections = {param: entry.family.section for param, entry in entries.items()}
+            units = [[entries[param] for param in unit.params] for unit in find_param_units(self.model, sections)]
+            plans = plan_unit_buckets([[e for e in unit if e.group != FROZEN] for unit in units], self._sharing, whole)
+            kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in units], self._sharing, False)
+            weights = sum(plan.shard_numel * plan.family.dtype.itemsize for plan in kept)
+        else:
+            plans = plan_buckets(trained, self._sharing, int(options.bucket_size_in_m * 1_000_000), whole)
+            weights = sum(entry.numel * entry.family.dtype.itemsize for entry in others)
         states = _states_per_element(self.optimizer)
-        weights, gradients, masters, state_bytes = frozen, 0, 0, 0
+        gradients, masters, state_bytes = 0, 0, 0
         for plan in plans:
             working, master = plan.family.dtype, master_dtype(plan.family.dtype, True)
-            weights += plan.numel * working.itemsize
+            weights += plan.numel * working.itemsize if options.zero_stage < 3 else 0
             gradients += (plan.numel if options.zero_stage < 2 else plan.shard_numel) * master.itemsize
-            masters += plan.shard_numel * master.itemsize if master != working or options.cpu_offload else 0
+            copied = options.zero_stage == 3 or options.cpu_offload or master != working
+            masters += plan.shard_numel * master.itemsize if copied else 0
             state_bytes += states * plan.shard_numel * master.itemsize
-        trained, shard = sum(entry.numel for entry in entries), sum(plan.shard_numel for plan in plans)
-        return RankShape(rank, parameters, trained, shard, weights, gradients, masters, state_bytes), plans
-
-    def _fsdp_shape(self, rank: int, parameters: int, entries: Sequence[Entry], frozen: int) -> RankShape:
-        """Stage 3 shards dim 0 of every parameter; parameters are their own masters."""
-        shard = trained_bytes = 0
-        for entry in entries:
-            shape = tuple(entry.param.shape) or (1,)
-            part = -(-shape[0] // self._sharing) * math.prod(shape[1:])
-            shard += part
-            trained_bytes += part * max(entry.family.dtype.itemsize, 4)
-        trained = sum(entry.numel for entry in entries)
-        weights = trained_bytes + frozen // self._sharing
-        return RankShape(rank, parameters, trained, shard, weights, trained_bytes, 0, _states_per_element(self.optimizer) * trained_bytes)
+        numel, shard = sum(entry.numel for entry in trained), sum(plan.shard_numel for plan in plans)
+        return RankShape(rank, parameters, numel, shard, weights, gradients, masters, state_bytes), plans
 
     # One step.
 
@@ -334,7 +340,7 @@ class _Resolver:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
         if self.plan.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
             return None
-        return weight_work(self.model, self.plan, self.specs, self.settings.reduction.zero_stage < 3)
+        return weight_work(self.model, self.plan, self.specs)
 
     @property
     def _deferred(self) -> float | None:
@@ -347,15 +353,13 @@ class _Resolver:
             decision for decision in self.decisions if any(id(decision.site.module.get_parameter(name)) in ids for name in decision.specs)
         ]
 
-    def _data_traffic(self, plans: Sequence[BucketPlan], shape: RankShape, microbatches: int | None) -> list[Traffic]:
+    def _data_traffic(self, plans: Sequence[BucketPlan], microbatches: int | None) -> list[Traffic]:
         if self.mesh.size("dp") == 1 or not self.entries:
             return []
         options = self.settings.reduction
-        if options.zero_stage == 3:
-            return self._fsdp_traffic(shape, microbatches)
         replicas = self.mesh.size("zero_replica") if options.zero_stage else self.mesh.size("dp_sp")
         found = []
-        rounds = microbatches if options.zero_stage == 2 else 1
+        rounds = microbatches if options.zero_stage >= 2 else 1
         totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         for plan in plans:
             wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
@@ -364,32 +368,25 @@ class _Resolver:
         what = {
             "reduce_scatter": "gradients, reduce-scatter",
             "all_reduce": "gradients, all-reduce" + (" of shards over sub-groups" if options.zero_stage else ""),
-            "all_gather": "updated weights, all-gather",
+            "all_gather": "updated weights, all-gather" if options.zero_stage < 3 else "weights, all-gather before use",
         }
+        gathers = self._gathers(microbatches) if options.zero_stage == 3 else 1
         for kind, amount in totals.items():
             if amount:
-                times = rounds if kind == "reduce_scatter" else 1
+                times = {"reduce_scatter": rounds, "all_gather": gathers}.get(kind, 1)
                 found.append(Traffic("dp", what[kind], _times(times, len(plans)), _times(times, int(amount))))
         return found
 
-    def _fsdp_traffic(self, shape: RankShape, microbatches: int | None) -> list[Traffic]:
-        k, replicas = self._sharing, self.mesh.size("zero_replica")
-        whole = shape.trained * self._activation_itemsize() * (k - 1) // k
-        wire = self.settings.reduction.communication_dtype or torch.float32
-        # With a pipeline they stay gathered for the whole step; without one each microbatch gathers them for forward and backward.
-        gathers = 1 if self.mesh.size("pp") > 1 else _times(microbatches, 2)
-        rounds = microbatches if self.mesh.size("pp") > 1 else 1  # FSDP2 reduces in every backward of a pipeline
-        groups = len(self.plan.units) // self.mesh.size("pp") + 1
-        found = [
-            Traffic("dp", "weights, all-gather before use", _times(gathers, groups), _times(gathers, whole)),
-            Traffic(
-                "dp", "gradients, reduce-scatter", _times(rounds, groups), _times(rounds, shape.trained * wire.itemsize * (k - 1) // k)
-            ),
+    def _gathers(self, microbatches: int | None) -> int | None:
+        """How often stage 3 gathers weights in a step: for the forward and the backward of every microbatch; in a pipeline as the schedule
+        says, on the rank and chunk that does it most often."""
+        if self.mesh.size("pp") == 1 or microbatches is None:
+            return _times(microbatches, 2)
+        counts = [
+            Counter(action.stage for action in with_gathers(actions, CHUNKS_GATHERED) if action.kind is Kind.GATHER)
+            for actions in self._actions(microbatches).actions
         ]
-        if replicas > 1:
-            sent = 2 * (replicas - 1) * shape.shard * wire.itemsize // replicas
-            found.append(Traffic("dp", "gradients, all-reduce of shards over sub-groups", groups, sent))
-        return found
+        return max(max(count.values()) for count in counts)
 
     def _notes(self, microbatches: int | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
@@ -420,7 +417,7 @@ class _Resolver:
         found = []
         if self._deferred is not None:
             possible = None if microbatches is None else simulate(self._actions(microbatches)).bubble
-            found.append(deferral_warning(self.plan.pp_style, self._deferred, self.settings.reduction.zero_stage, bubble, possible))
+            found.append(deferral_warning(self.plan.pp_style, self._deferred, bubble, possible))
         config = pipeline.gradient_checkpoint_config
         ratio = config.gradient_checkpointing_ratio if config is not None else None
         if ratio and not self._recomputes():
@@ -435,22 +432,12 @@ class _Resolver:
             )
         return [text for text in found if text is not None]
 
-    def _gradient_notes(self, microbatches: int | None, trained: int) -> list[str]:
+    def _gradient_notes(self, microbatches: int | None) -> list[str]:
         """Gradients that are kept within a step beside those of `RankShape`, which are kept between steps."""
         stage, pipeline = self.settings.reduction.zero_stage, self.mesh.size("pp") > 1
-        if not self.entries or microbatches == 1 or stage < 2:
+        if not self.entries or microbatches == 1 or stage < 2 or not pipeline:
             return []
-        if pipeline:
-            return [f"ZeRO-{stage} with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
-        if stage == 2:
-            return []
-        working = max(entry.family.dtype.itemsize for entry in self.entries)
-        wire = self.settings.reduction.communication_dtype
-        kept = wire if wire is not None else torch.float64 if working == 8 else torch.float32
-        return [
-            f"ZeRO-3 without a pipeline keeps whole gradients in {str(kept).removeprefix('torch.')} between the microbatches of a step: "
-            f"{size(trained * kept.itemsize)} at the peak beside the shards"
-        ]
+        return [f"ZeRO-{stage} with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
 
 
 def _over_mean(costs: NDArray[np.float64]) -> float | None:

@@ -58,7 +58,6 @@ class Rule(NamedTuple):
 
 _ALONE = "there is one data-parallel rank, so nothing is exchanged"
 _SCALE = "only precision='fp16' scales the loss"
-_FSDP_OVERLAP = "ZeRO-3 always reduces gradients while backward runs"
 
 HYBRID: Sequence[Rule] = (
     Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
@@ -68,9 +67,7 @@ HYBRID: Sequence[Rule] = (
         "pp_size=1 has no pipeline",
     ),
     Rule(("deferred_bytes",), lambda facts: facts.pp == 1, "pp_size=1 has no pipeline"),
-    Rule(
-        ("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb' and 'zbv' postpone weight gradients, up to zero_stage=2"
-    ),
+    Rule(("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb' and 'zbv' postpone weight gradients"),
     Rule(("auto_memory",), lambda facts: facts.pp == 1 or facts.pp_style != "auto", "only pp_style='auto' searches"),
     Rule(("dp_outside",), lambda facts: facts.pp == 1 or facts.dp == 1, "only pipeline and data-parallel ranks can change places"),
     Rule(("make_vocab_size_divisible_by",), lambda facts: facts.tp == 1, "tp_size=1 keeps the vocabulary whole"),
@@ -78,15 +75,13 @@ HYBRID: Sequence[Rule] = (
     Rule(("sequence_parallelism_mode",), lambda facts: True, "enable_sequence_parallelism=False"),
     Rule(("ddp_bucket_cap_mb",), lambda facts: facts.stage > 0, "zero_stage=0 alone uses it; from stage 1 on zero_bucket_size_in_m counts"),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 0, "zero_stage=0 takes ddp_bucket_cap_mb"),
-    Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "zero_stage=3 reduces layer by layer"),
+    Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at zero_stage=3"),
     Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_communication",), lambda facts: facts.stage == 3, _FSDP_OVERLAP),
     Rule(("overlap_communication",), lambda facts: facts.pp > 1, "a pipeline reduces gradients once, behind its last microbatch"),
     Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
     Rule(("find_unused_parameters",), lambda facts: True, "parameters without a gradient are always found"),
-    Rule(("gradient_as_bucket_view",), lambda facts: facts.stage < 3, "gradients always are views of buckets"),
-    Rule(("gradient_as_bucket_view",), lambda facts: facts.stage == 3, "zero_stage=3 has no buckets"),
+    Rule(("gradient_as_bucket_view",), lambda facts: True, "gradients always are views of buckets"),
     Rule(("static_graph",), lambda facts: True, "nothing here is faster for a graph that never changes"),
 )
 
@@ -94,10 +89,9 @@ LOW_LEVEL_ZERO: Sequence[Rule] = (
     Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
     Rule(("master_weights",), lambda facts: facts.precision == "fp32", "parameters in fp32 are their own masters"),
     Rule(("cast_inputs",), lambda facts: facts.precision == "fp32", "precision='fp32' casts no inputs"),
-    Rule(("reduce_bucket_size_in_m",), lambda facts: facts.stage == 3, "stage=3 reduces layer by layer"),
+    Rule(("reduce_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at stage=3"),
     Rule(("communication_dtype",), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_communication",), lambda facts: facts.stage == 3, _FSDP_OVERLAP),
     Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
 )
 

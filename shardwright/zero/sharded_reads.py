@@ -2,9 +2,6 @@
 
 `param.data = tensor` replaces what DTensor shows of itself, and neither the shard that is trained nor the one that is gathered: outside of
 forwards and steps parameters get a class that copies the values. (Inside, the class is DTensor, which torch's kernels know.)
-
-With data parallelism alone a gradient is a DTensor that knows all of its parts, and torch's functions on it are right. Along tensor and
-pipeline axes DTensor knows nothing of the other ranks, and in fp16 gradients carry the loss scale.
 """
 
 from __future__ import annotations
@@ -20,23 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..comm.compat import TENSOR_DATA, has_gradient_hooks
-from .param_guard import METADATA
-from .script_reads import INSTEAD
-
-
-class RefusedGradient(DTensor):
-    """What `param.grad` is made for as long as it must not be read: the class is swapped, the tensor stays (as in `param_guard`)."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise ValueError(
-            "param.grad: between backward and zero_grad this rank's gradient is a part of the model's (tensor or pipeline parallelism at "
-            f"ZeRO stage 3), or carries the loss scale of fp16, and torch.nn.utils.clip_grad_norm_ would be wrong; {INSTEAD}"
-        )
 
 
 HOOKS = (

@@ -105,9 +105,9 @@ class UnitGatherer:
         self._seen: dict[_Unit, None] = {}  # in this forward
         self._open: dict[_Use, None] = {}
         self._generation = job.generation()
-        for param, (bucket, slot) in self._places.items():
+        for number, (param, (bucket, slot)) in enumerate(self._places.items()):  # a parameter that knew itself would live for ever
             start, stop, _ = bucket.values_of(slot)
-            keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), param)))
+            keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), number)))
         self._hooks = self._install(model, units) if hooks else []
         self._sections = self._by_section()
 
@@ -372,8 +372,9 @@ class UnitGatherer:
         for param in self._places:
             keep_shard(param, None)
 
-    def read_kept(self, param: nn.Parameter) -> torch.Tensor:
-        bucket, slot = self._places[param]
+    def read_kept(self, number: int) -> torch.Tensor:
+        """This rank's part of a parameter, in the master; what is gathered is forgotten, because it may be written to."""
+        bucket, slot = list(self._places.values())[number]
         unit = self._units[bucket.plan.unit]
         if unit.filled:
             self._free(unit)
@@ -388,10 +389,10 @@ class UnitGatherer:
 _GATHERERS: weakref.WeakKeyDictionary[nn.Module, UnitGatherer] = weakref.WeakKeyDictionary()
 
 
-def _read_kept(gatherer: weakref.ref[UnitGatherer], param: nn.Parameter) -> torch.Tensor:
+def _read_kept(gatherer: weakref.ref[UnitGatherer], number: int) -> torch.Tensor:
     here = gatherer()
     assert here is not None
-    return here.read_kept(param)
+    return here.read_kept(number)
 
 
 def _replaced(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -29,10 +29,11 @@ class ParamUnit(NamedTuple):
 def find_param_units(model: nn.Module, sections: Mapping[nn.Parameter, int] | None = None) -> list[ParamUnit]:
     """All parameters of `model`, each in one unit, in the model's order; empty units are left out.
 
-    sections  parts of the model that are run apart (pipeline chunks): no unit reaches over two of them
+    sections  parts of the model that are run apart (pipeline chunks): no unit reaches over two of them. Parameters that are not
+              listed count as held by other ranks
     """
     found: list[ParamUnit] = []
-    taken: set[nn.Parameter] = set()
+    taken = set[nn.Parameter]() if sections is None else {param for param in model.parameters() if param not in sections}
     for block in separable_blocks(model):
         params = tuple(param for param in block.parameters() if param not in taken)
         taken.update(params)

@@ -100,13 +100,15 @@ def _pipeline(**style: Any) -> HybridParallelPlugin:
     return HybridParallelPlugin(precision="fp32", pp_size=2, num_microbatches=2, **style)
 
 
-def _recover_in_a_v(rank: int, world: int, tmp: str) -> None:
+def _recover_in_the_middle(rank: int, world: int, tmp: str) -> None:
     join(rank, world)
-    _recovered(rank, world, lambda: _pipeline(pp_style="zbv", num_model_chunks=2), "backward", tmp)
+    _recovered(rank, world, lambda: _pipeline(pp_style="zbv", num_model_chunks=2), "backward", f"{tmp}/0")
+    _recovered(rank, world, lambda: LowLevelZeroPlugin(stage=3, precision="fp32"), "backward", f"{tmp}/1")
+    _recovered(rank, world, lambda: LowLevelZeroPlugin(stage=3, precision="fp32"), "forward", f"{tmp}/2")
 
 
-def test_pipelines_recover_from_a_backward_that_failed(tmp_path: Any) -> None:
-    run_ranks(_recover_in_a_v, 2, str(tmp_path), debug="OFF", timeout=60)
+def test_steps_are_undone_that_failed_in_their_middle(tmp_path: Any) -> None:
+    run_ranks(_recover_in_the_middle, 2, str(tmp_path), debug="OFF", timeout=60)
 
 
 def _recover_from_all(rank: int, world: int, tmp: str) -> str:
@@ -135,9 +137,8 @@ def test_training_after_recovery_is_that_which_never_failed(tmp_path: Any) -> No
 def _refuse_fsdp(rank: int, world: int) -> list[str]:
     join(rank, world)
     told = []
-    for plugin in (TorchFSDPPlugin(), LowLevelZeroPlugin(stage=3, precision="fp32")):
-        run = _Run(plugin)
-        run.step(0)
+    run = _Run(TorchFSDPPlugin())
+    run.step(0)
     run.fails = "forward" if rank == 1 else ""
     try:
         run.step(1)
@@ -151,7 +152,7 @@ def _refuse_fsdp(rank: int, world: int) -> list[str]:
 
 def test_what_fsdp_cannot_forget_is_refused_on_every_rank() -> None:
     for recovering, stepping in run_ranks(_refuse_fsdp, 2, debug="OFF", timeout=60):
-        assert "ZeRO stage 3" in recovering
+        assert "TorchFSDPPlugin" in recovering
         assert "last checkpoint" in recovering
         assert "in forward" in stepping
         assert "recover()" not in stepping  # advice that could not be followed

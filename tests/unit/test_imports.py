@@ -51,7 +51,6 @@ TRANSFORMERS_ALLOWED = (
 # File and why it may use private names of torch; each use states the version it was checked on.
 PRIVATE_TORCH_ALLOWED = {
     "comm/compat": "names that changed between versions",
-    "zero/fsdp": "hooks of fully_shard",
     "checkpoint/describe": "describing shards to the checkpoint format",
     "cluster/launch": "the store of the fake backend and that of the default group, which have no public name",
     "cluster/groups": "all groups of the process, and the backends behind them",

@@ -22,6 +22,9 @@ from ..zero.layout import SHARED
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.unit_gatherer import UnitGatherer
 
+# Of how many chunks a rank has the weights at stage 3: those of the F and the B that take turns, and the one that comes next.
+CHUNKS_GATHERED = 3
+
 
 class ChunkReduction:
     """Tells `optimizer` when gradients of which chunk are made (`pipeline.runtime.Reduction`)."""
