@@ -60,9 +60,21 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
+def graph_time(tensor: torch.Tensor) -> int:
+    """When in its thread's history the operation that made `tensor` was recorded. Checked on torch 2.11 and 2.13: `Node._sequence_nr`."""
+    assert tensor.grad_fn is not None
+    number: int = tensor.grad_fn._sequence_nr()
+    return number
+
+
 def has_hooks_on_gradient(tensor: torch.Tensor) -> bool:
     """Whether `register_hook` has put hooks on the gradient of `tensor`. Torch has no public name for it (2.11 to 2.13)."""
     return bool(tensor._backward_hooks)
+
+
+# What a `__torch_function__` is asked when somebody looks at the hooks of a tensor. Checked on torch 2.11 to 2.13.
+_TENSOR: Any = torch.Tensor
+HOOK_LISTS = (_TENSOR._post_accumulate_grad_hooks.__get__, _TENSOR._backward_hooks.__get__)
 
 
 def put_hook_last(tensor: torch.Tensor, number: int) -> None:

@@ -34,7 +34,7 @@ from torch import nn
 
 from ..cluster import job
 from ..cluster.mesh import ParallelMesh
-from ..comm.compat import put_hook_last
+from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
 from ..precision.grad_state import GradState
@@ -237,9 +237,10 @@ class GradReducer:
 
     def _let_scripts_hook_first(self, window: _Window) -> None:
         """A script's hooks change gradients before they leave."""
-        for bucket in window.buckets:
-            for slot in bucket.plan.slots:
-                put_hook_last(slot.entry.param, self._hook_numbers[slot])
+        with without_torch_function():  # nobody is asked about hooks
+            for bucket in window.buckets:
+                for slot in bucket.plan.slots:
+                    put_hook_last(slot.entry.param, self._hook_numbers[slot])
 
     def open(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
         """For runtimes: gradients of one microbatch in `section` are about to come. What they complete leaves at once.

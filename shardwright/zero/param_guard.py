@@ -24,10 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..comm.compat import TENSOR_DATA
+from ..comm.compat import HOOK_LISTS, TENSOR_DATA
 from ..utils.pytree import tree_leaves
 
-_GRAD: Any = torch.Tensor.grad  # the descriptors
+_TENSOR: Any = torch.Tensor
+_GRAD = _TENSOR.grad  # the descriptor
 
 
 def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -83,15 +84,29 @@ METADATA: set[Any] = {
         "_version",
     )
 } | {
+    *HOOK_LISTS,
     _GRAD.__set__,
+    _TENSOR.requires_grad.__set__,
     torch.Tensor.__len__,
     torch.Tensor.dim,
     torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_contiguous,
     torch.Tensor.is_floating_point,
     torch.Tensor.numel,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.requires_grad_,
     torch.Tensor.size,
+    torch.Tensor.storage_offset,
     torch.Tensor.stride,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
 }
+if hasattr(torch.Tensor, "grad_dtype"):
+    METADATA |= {_TENSOR.grad_dtype.__get__, _TENSOR.grad_dtype.__set__}
 
 
 class _Kind:

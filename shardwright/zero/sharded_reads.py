@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from ..comm.compat import TENSOR_DATA, has_gradient_hooks
 
-
 HOOKS = (
     "param.register_hook, or any gradient hook from before boost, under FSDP2 (stage=3, TorchFSDPPlugin): gradients are made for gathered "
     "parameters, and it would never be called. After boost, param.register_post_accumulate_grad_hook(hook) sees this rank's shard of "

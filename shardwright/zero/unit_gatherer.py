@@ -14,8 +14,10 @@ away from their module, state dicts and averages of weights are right, at the pr
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
+from ..comm.compat import graph_time
 from ..interface.shards import KeptShard, keep_shard
+from ..logging import get_dist_logger
 from ..utils.pytree import tree_leaves
 from .data_writes import DataWrites
 from .param_guard import ParamGuard
@@ -52,13 +56,15 @@ class _Use:
     """One call of a unit's module, until its backward is through.
 
     inputs   how many gradients of inputs tell that; 0: the end of the backward does
+    first, last   graph times of what the call recorded
     """
 
-    __slots__ = ("arrived", "inputs", "is_open", "unit")
+    __slots__ = ("arrived", "first", "inputs", "is_open", "last", "unit")
 
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
         self.inputs = self.arrived = 0
+        self.first = self.last = -1
         self.is_open = False
 
 
@@ -103,6 +109,7 @@ class UnitGatherer:
         self._order: list[_Unit] = []  # of the last forward
         self._position: dict[_Unit, int] = {}
         self._seen: dict[_Unit, None] = {}  # in this forward
+        self._uses: list[_Use] = []  # of this forward, as they ended
         self._open: dict[_Use, None] = {}
         self._generation = job.generation()
         for number, (param, (bucket, slot)) in enumerate(self._places.items()):  # a parameter that knew itself would live for ever
@@ -125,7 +132,7 @@ class UnitGatherer:
                 stays = module is model  # it would be freed and gathered again at once
                 hooks.append(module.register_forward_hook(partial(self._after_forward, unit, stays)))
                 hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True))
-        hooks.append(model.register_forward_hook(lambda *_: self._end_forward()))
+        hooks.append(model.register_forward_hook(lambda _, args, output: self._end_forward(output)))
         hooks.append(model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True))
         return hooks
 
@@ -138,8 +145,16 @@ class UnitGatherer:
             unit.needed = 0
             unit.calls.clear()
         self._seen = {}
+        self._uses = []
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, output: Any) -> None:
+        """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights, logits of routers)."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                made = graph_time(leaf)
+                use = next((use for use in self._uses if use.first <= made < use.last), None)
+                if use is not None:
+                    leaf.register_hook(partial(self._output_asked, use))
         if list(self._seen) != self._order:
             self._order = list(self._seen)
             self._position = {unit: place for place, unit in enumerate(self._order)}
@@ -167,6 +182,7 @@ class UnitGatherer:
             return tensor
         alias = tensor.view_as(tensor)
         use.inputs += 1
+        use.first = graph_time(alias) if use.first < 0 else use.first
         alias.register_hook(partial(self._input_done, use))
         return alias
 
@@ -176,13 +192,16 @@ class UnitGatherer:
         use = unit.calls.pop()
         unit.needed -= 1
         if use is not None:
-            comes_back = False
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    comes_back = True
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    use.last = max(use.last, graph_time(leaf))
                     leaf.register_hook(partial(self._output_asked, use))
-            if comes_back and (stays or (self._order and unit is self._order[-1])):
-                unit.kept = True
+            if use.last >= 0:
+                if use.first < 0:
+                    use.first = max((other.last for other in self._uses), default=-1) + 1
+                if not stays:
+                    self._uses.append(use)
+                unit.kept = stays or bool(self._order and unit is self._order[-1])
         self._free_unneeded(unit)
 
     # Backward.
@@ -299,7 +318,8 @@ class UnitGatherer:
         for bucket in {self._places[param][0]: None for param in params}:
             if bucket.shown is None:
                 bucket.take_assigned()
-                bucket.show(self._group)
+                with told_when_alone(bucket):
+                    bucket.show(self._group)
                 self.guard.values_pending(bucket.params, False)
 
     def show_all(self) -> None:
@@ -384,6 +404,27 @@ class UnitGatherer:
             self._hide(bucket)
         return bucket.values_of(slot)[2]
 
+
+@contextmanager
+def told_when_alone(bucket: ShardedBucket) -> Iterator[None]:
+    """Say what this rank waits for when others do not come."""
+    name = bucket.plan.slots[0].entry.name
+    timer = threading.Timer(
+        _PATIENCE,
+        lambda: get_dist_logger().warning(
+            f"rank {dist.get_rank()} has waited {_PATIENCE} s for the others to read {name} and what is stored with it: at ZeRO stage 3 "
+            "parameters are gathered when a script reads them, which all ranks must do alike (not under `if rank == 0`)"
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_PATIENCE = 10  # seconds
 
 # What a model that is boosted again must be given back by.
 _GATHERERS: weakref.WeakKeyDictionary[nn.Module, UnitGatherer] = weakref.WeakKeyDictionary()
