@@ -31,6 +31,7 @@ import functools
 import gc
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
@@ -101,12 +102,27 @@ def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: A
         _shared.clear()
         _made.clear()
         _shared_by = dist.group.WORLD
+        _forget_meshes()
         _jobs += dist.get_world_size() > 1
     if key not in _shared or _shared[key] not in distributed_c10d._world.pg_map:  # the script may have destroyed it
         _made[key] = _made.get(key, 0) + 1
+        if _made[key] > 1:
+            _forget_meshes()
         with _named(repr(("shardwright", _jobs, key, ranks, _made[key]))):
             _shared[key] = new_group(ranks, **options)
     return _shared[key]
+
+
+def _forget_meshes() -> None:
+    """Let torch forget meshes of groups that are gone.
+
+    DTensors keep what came of an operation together with the mesh that it was first done on, and take meshes of the same ranks for the
+    same. Checked on torch 2.13: after a step, HSDP's parameters had the mesh of the job before.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager
