@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 BEYOND_THE_LIMIT = 60.0  # seconds after which a test that no signal could end ends the whole run
 
+_limit = pytest.StashKey[float]()
 _stderr = 2
 
 
@@ -25,13 +27,30 @@ def pytest_configure(config: pytest.Config) -> None:
         _stderr = os.dup(2)  # not the file that the output of a test goes to
 
 
+# A test over its limit fails by a signal and the next one runs; one that waits where no signal is heard must not wait for ever. Around
+# the timer of pytest-timeout, which knows every way to say a limit.
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test over its limit fails by a signal and the next one runs; one that waits where no signal is heard must not wait for ever."""
-    marker = item.get_closest_marker("timeout")
-    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[None]:
+    item.stash[_limit] = settings.timeout
+    _end_the_run_after(settings.timeout)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A failure has stopped all timers: a debugger might have been started."""
+    if _limit in item.stash:
+        _end_the_run_after(item.stash[_limit])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> Iterator[None]:
+    faulthandler.cancel_dump_traceback_later()
+    return (yield)
+
+
+def _end_the_run_after(limit: float) -> None:
     faulthandler.dump_traceback_later(limit + BEYOND_THE_LIMIT, exit=True, file=_stderr)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()

@@ -18,7 +18,10 @@ destroyed one: then they wait for each other under different names. So shared gr
 [Note: forks]
 The end of a gloo group waits for its threads, which a forked child does not have. A group that nobody needs any more lies about until
 Python collects garbage, and where that happens in the child, a worker of a DataLoader say, it hangs (gdb: `~ProcessGroupGloo`). So what
-is there at a fork is frozen, which keeps the child's collector away from it.
+is there at a fork is frozen, which keeps the child's collector away from it, and the parent's goes on with it afterwards. Where
+something is frozen already, by a script or because this is a child that forks itself, the parent is left as it is: `gc.unfreeze` knows no
+part of what is frozen, and would undo the script's own, or give what was kept out of a child to its collector. Then only the child
+freezes, when it begins.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ import functools
 import gc
 import hashlib
 import os
+import sys
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,6 +45,7 @@ _NOBODY_SENDS = 0x7FFFFFF0  # a tag
 _SPARE_TYPES = ("CUSTOM", "UCC", "MPI", "XCCL")
 MOST_RECOVERIES = len(_SPARE_TYPES)
 
+_fork = threading.local()  # `froze`: whether the fork that this thread is at froze anything
 _timeout: timedelta | None = None
 _shared: dict[Hashable, dist.ProcessGroup] = {}
 _shared_by: dist.ProcessGroup | None = None
@@ -61,7 +67,18 @@ def get_timeout() -> timedelta | None:
 @functools.cache
 def keep_out_of_forks() -> None:
     """No child that is forked from now on ends the groups of this process. See [Note: forks]."""
-    os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+    os.register_at_fork(before=_freeze, after_in_parent=_unfreeze, after_in_child=gc.freeze)
+
+
+def _freeze() -> None:
+    _fork.froze = gc.get_freeze_count() == 0
+    if _fork.froze:
+        gc.freeze()
+
+
+def _unfreeze() -> None:
+    if _fork.froze:
+        gc.unfreeze()
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
@@ -85,12 +102,27 @@ def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: A
         _shared.clear()
         _made.clear()
         _shared_by = dist.group.WORLD
+        _forget_meshes()
         _jobs += dist.get_world_size() > 1
     if key not in _shared or _shared[key] not in distributed_c10d._world.pg_map:  # the script may have destroyed it
         _made[key] = _made.get(key, 0) + 1
+        if _made[key] > 1:
+            _forget_meshes()
         with _named(repr(("shardwright", _jobs, key, ranks, _made[key]))):
             _shared[key] = new_group(ranks, **options)
     return _shared[key]
+
+
+def _forget_meshes() -> None:
+    """Let torch forget meshes of groups that are gone.
+
+    DTensors keep what came of an operation together with the mesh that it was first done on, and take meshes of the same ranks for the
+    same. Checked on torch 2.13: after a step, HSDP's parameters had the mesh of the job before.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager

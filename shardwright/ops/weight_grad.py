@@ -63,7 +63,15 @@ class _Waiting(NamedTuple):
     part: Part | None
     compute: Compute
     held: tuple[tuple[int, int], ...]  # (address, bytes) of the memory that waits with it
+    tensors: Sequence[Tensor]  # that wait with it, and
+    versions: list[int]  # how often each had been edited
 
+
+_EDITED = (
+    "the gradient of a weight of shape {shape} waits, as pp_style 'zb' and 'zbv' have it, and what it is computed from was edited in place "
+    "meanwhile, as a buffer is that every forward updates: multiply with a copy of it (buffer.clone()), or let nothing wait "
+    "(deferred_bytes=0)"
+)
 
 _active: list[WeightGradStore | None] = []  # innermost last; process-wide, because on CUDA backward runs on a thread of the engine
 _any_store = False
@@ -109,7 +117,9 @@ class WeightGradStore:
             if not self._users[address]:
                 self.bytes += size
             self._users[address] += 1
-        self._queues.setdefault(self._key, deque()).append(_Waiting(param, part, compute, memory))
+        self._queues.setdefault(self._key, deque()).append(
+            _Waiting(param, part, compute, memory, held, [tensor._version for tensor in held])
+        )
         met = self._met.setdefault(self._key, {})
         met[param] = met.get(param, 0) + 1
         while self.bytes > self.limit and self._run_first(lambda key: True):
@@ -164,12 +174,14 @@ class WeightGradStore:
 
     @torch.no_grad()  # the computation too: x and dy may belong to graphs
     def _take(self, key: Hashable, queue: deque[_Waiting]) -> Parameter:
-        param, part, compute, held = queue.popleft()  # which frees x and dy before the next gradient is computed
+        param, part, compute, held, tensors, versions = queue.popleft()  # which frees x and dy before the next gradient is computed
         for address, size in held:
             self._users[address] -= 1
             if not self._users[address]:
                 del self._users[address]
                 self.bytes -= size
+        if [tensor._version for tensor in tensors] != versions:
+            raise ValueError(_EDITED.format(shape=tuple(param.shape)))
         _accumulate(param, part, compute)
         self._met[key][param] -= 1
         return param

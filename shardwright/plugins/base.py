@@ -19,6 +19,7 @@ from ..interface import ModelWrapper, OptimizerWrapper
 from ..optim.kind import check_closures
 from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
+from ..utils.overlap import overlapping
 from .dataloader import build_dataloader
 from .lora import whole_tensor
 from .own_loader import check_dataloader, shard_dataloader
@@ -205,6 +206,22 @@ def require_own_parameters(model: nn.Module, optimizer: Optimizer | None) -> Non
             f"model={type(model).__name__}: build the optimizer on this model's parameters before "
             "booster.boost (and after anything that replaces them, such as LoRA)"
         )
+
+
+def require_separate_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Refuse a parameter that is trained and shares memory with another one: it is about to get memory of its own."""
+    if optimizer is None:
+        return
+    trained = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+    named = dict(model.named_parameters())
+    for one, other in overlapping(named.items()):
+        if named[one] in trained or named[other] in trained:
+            alike = named[one].data_ptr() == named[other].data_ptr() and named[one].shape == named[other].shape
+            tie = f"tie them as one parameter before the optimizer is built (model.{other} = model.{one}), or " if alike else ""
+            raise ValueError(
+                f"parameters {one} and {other} are two parameters in the same memory, which would train apart here: {tie}give one memory "
+                f"of its own (model.{other}.data = model.{other}.data.clone())"
+            )
 
 
 def require_precision(precision: str, supported: list[str], field: str = "precision") -> None:

@@ -22,7 +22,16 @@ from ..utils.device import get_current_device
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.sharding import shard_untrained
 from .agreement import agree_on_arguments, agree_on_boost
-from .base import Boosted, Plugin, mesh_position, require_own_parameters, require_parameters, require_precision, require_process_group
+from .base import (
+    Boosted,
+    Plugin,
+    mesh_position,
+    require_own_parameters,
+    require_parameters,
+    require_precision,
+    require_process_group,
+    require_separate_parameters,
+)
 from .lora import add_lora
 from .settings import check_communication_dtype
 from .shared_buffers import share_all
@@ -171,6 +180,7 @@ class LowLevelZeroPlugin(Plugin):
     ) -> Boosted:
         require_parameters(model)
         require_own_parameters(model, optimizer)
+        require_separate_parameters(model, optimizer)
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         wrapped: OptimizerWrapper | None = None
         if self.stage < 3:

@@ -44,7 +44,7 @@ from ..zero.buffers import master_dtype
 from ..zero.entries import collect_entries
 from ..zero.layout import FROZEN, SHARED, BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets, plan_unit_buckets
 from ..zero.units import find_param_units
-from .base import require_own_parameters, require_parameters
+from .base import require_own_parameters, require_parameters, require_separate_parameters
 from .chunks import CHUNKS_GATHERED
 from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
@@ -120,6 +120,7 @@ def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: Precisi
     """Model and optimizer by themselves; returns what is trained."""
     require_parameters(model)
     require_own_parameters(model, optimizer)
+    require_separate_parameters(model, optimizer)
     on_meta = [name for name, param in model.named_parameters() if param.is_meta]
     if on_meta and LazyWeights.of(model) is None:
         raise ValueError(

@@ -25,7 +25,15 @@ from ..utils.errors import divisors
 from ..utils.modules import separable_blocks
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .agreement import agree_on_boost
-from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_precision, require_process_group
+from .base import (
+    Boosted,
+    Plugin,
+    require_own_parameters,
+    require_parameters,
+    require_precision,
+    require_process_group,
+    require_separate_parameters,
+)
 from .without_effect import warn_once
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -143,6 +151,7 @@ class TorchFSDPPlugin(Plugin):
     ) -> Boosted:
         require_parameters(model)
         require_own_parameters(model, optimizer)
+        require_separate_parameters(model, optimizer)
         blocks = self._blocks(model)
         if any(param.is_meta for param in model.parameters()) and self.param_init_fn is None:
             raise ValueError(

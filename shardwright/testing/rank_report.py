@@ -28,7 +28,7 @@ class RankOutcome:
 
     @property
     def failed(self) -> bool:
-        return self.failure is not None or (self.exitcode is not None and self.exitcode != 0)
+        return self.failure is not None or (self.exitcode is not None and (self.exitcode != 0 or not self.finished))
 
     @property
     def when(self) -> float:
@@ -49,14 +49,14 @@ class RankOutcome:
             return f"killed by {_signal_name(-self.exitcode)}"
         if self.exitcode > 0:
             return f"exited with code {self.exitcode}"
-        return "ended normally"
+        return "ended normally" if self.finished else "exited with code 0 before its function returned"
 
     def details(self) -> str:
         """All that is known about the end of this rank."""
         if self.failure is not None:
             return self.failure.traceback.rstrip()
         parts = []
-        if self.exitcode is not None and self.exitcode != 0:
+        if self.exitcode is not None and self.failed:
             parts.append(f"rank {self.rank} was {self.summary()}" if self.exitcode < 0 else f"rank {self.rank} {self.summary()}")
             if self.exitcode > 0 and not self.stacks and not self.output:
                 parts.append('(before its function was called; does the script lack the `if __name__ == "__main__":` guard?)')

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright import Booster
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.testing import adamw, zoo
 
 from .table import mistake, refused
@@ -559,3 +559,32 @@ def foreign_import(rank: int, world: int) -> None:
     ):
         with refused(said, by=ImportError):
             importlib.import_module(module)
+
+
+class TiedByData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight.data = self.embed.weight.data
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.embed(ids))
+
+
+@mistake(
+    symptom="`model.head.weight.data = model.embed.weight.data`, to tie two weights",
+    gets="refused at boost wherever weights move: two parameters in one memory would train apart",
+    fix="`model.head.weight = model.embed.weight`, before the optimizer is built",
+)
+def tied_by_data(rank: int, world: int) -> None:
+    plugins: list[Any] = [LowLevelZeroPlugin(stage=stage, precision="fp32") for stage in (1, 3)]
+    for plugin in (*plugins, HybridParallelPlugin(precision="fp32"), TorchFSDPPlugin()):
+        model = TiedByData()
+        with refused("embed.weight and head.weight are two parameters in the same memory", r"model\.head\.weight = model\.embed\.weight"):
+            Booster(plugin=plugin).boost(model, adamw(model))
+    model = TiedByData()
+    model.head.weight = model.embed.weight
+    Booster(plugin=plugins[0]).boost(model, adamw(model))
+    frozen = TiedByData().requires_grad_(False)
+    frozen.extra = nn.Linear(2, 2)
+    Booster(plugin=plugins[0]).boost(frozen, adamw(frozen))  # nothing moves apart

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright import Booster
@@ -163,3 +165,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(plugin: str) -> None:
     for result in run_ranks(mixed, 2, plugin, "fp16", True):
         assert [moved for _, moved in result["losses"]] == [True, False, True]
         assert result["scale"] == 2.0**15
+
+
+def _hsdp_in_two_jobs(rank: int, world_size: int, store: str) -> list[torch.Tensor]:
+    """The weights after a step of each job."""
+    weights = []
+    for job in range(2):
+        if job:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        boosted, optimizer, *_ = Booster(plugin=TorchFSDPPlugin(shard_size=2)).boost(model, torch.optim.AdamW(model.parameters()))
+        optimizer.backward(boosted(torch.ones(2, 4)).sum())
+        optimizer.step()
+        weights.append(boosted.unwrap().weight.full_tensor())
+    return weights
+
+
+def test_hsdp_in_a_second_job_of_the_same_processes(tmp_path: Path) -> None:
+    for first, second in run_ranks(_hsdp_in_two_jobs, 4, str(tmp_path / "store"), debug="OFF"):
+        assert torch.equal(first, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Collecting(Dataset):
         return 4
 
     def __getitem__(self, index: int) -> Any:
+        fork_and_wait()  # a library that a worker uses may do so
         gc.collect()
         return torch.tensor(index)
 
@@ -27,6 +29,13 @@ class Collecting(Dataset):
 def leave_as_garbage(group: dist.ProcessGroup | None) -> None:
     cycle: dict[str, Any] = {"group": group}
     cycle["itself"] = cycle
+
+
+def fork_and_wait() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def read_with_workers(rank: int, world: int) -> None:
@@ -39,6 +48,9 @@ def read_with_workers(rank: int, world: int) -> None:
     assert [int(batch) for batch in batches] == [0, 1, 2, 3]
     assert gc.get_freeze_count() == 0, "the rank itself goes on collecting"
     assert gc.collect() > 0
+    gc.freeze()  # the script's own
+    fork_and_wait()
+    assert gc.get_freeze_count() > 0
 
 
 def test_workers_do_not_wait_for_threads_of_dropped_groups() -> None:

@@ -176,6 +176,8 @@ def die_on_one(rank: int, world_size: int, how: str) -> None:
         elif how == "exit":
             print("last words", flush=True)
             os._exit(3)
+        elif how == "vanish":
+            os._exit(0)
         else:
             sys.exit("had enough")
     dist.barrier()
@@ -187,6 +189,7 @@ def die_on_one(rank: int, world_size: int, how: str) -> None:
         ("kill", r"rank 1 was killed by SIGKILL$"),
         ("crash", r"rank 1 was killed by SIGSEGV\nFatal Python error: Segmentation fault(.|\n)* in die_on_one"),
         ("exit", r"rank 1 exited with code 3\nlast output:\n  last words$"),
+        ("vanish", r"rank 1 exited with code 0 before its function returned$"),
         ("leave", r"SystemExit: had enough$"),
     ],
 )

@@ -200,3 +200,22 @@ def test_the_limit_counts_shared_memory_once_and_the_oldest_go_first() -> None:
     store.limit = 0
     put(0, "c")
     assert store.pending("c") == store.bytes == 0
+
+
+@pytest.mark.parametrize("remedy", ["", "copy", "limit"])
+def test_inputs_that_are_edited_while_a_gradient_waits(remedy: str) -> None:
+    weight, running = nn.Parameter(torch.ones(2, 3)), torch.ones(4, 3)
+    store = WeightGradStore(0 if remedy == "limit" else 1 << 20)
+    for _ in range(2):
+        with PostponeWeightGrads():
+            running.mul_(2.0)
+            product = F.linear(running.clone() if remedy == "copy" else running, weight)
+        with store.deferring():
+            product.sum().backward()
+    if remedy:
+        store.run()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, torch.full((2, 3), 4 * (2.0 + 4.0)))
+    else:
+        with pytest.raises(ValueError, match=r"shape \(2, 3\) waits(.|\n)*edited in place"):
+            store.run()

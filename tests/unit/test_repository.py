@@ -144,3 +144,31 @@ def test_every_test_file_is_collected(pytestconfig: pytest.Config) -> None:
     passed_over = pytestconfig.getini("norecursedirs")
     parts = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
     assert not [part for part in parts if any(fnmatch(part, pattern) for pattern in passed_over)]
+
+
+WITH_LIMITS = """
+import time
+import pytest
+
+def test_within_the_limit_of_the_command_line():
+    time.sleep(1)
+
+@pytest.fixture
+def endless():
+    yield
+    time.sleep(100)
+
+@pytest.mark.timeout(timeout=0.5)
+def test_that_fails_before_what_never_ends(endless):
+    assert False
+"""
+
+
+def test_time_limits_are_those_that_were_said(tmp_path: Path) -> None:
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(re.sub(r"(?m)^BEYOND_THE_LIMIT = \S+", "BEYOND_THE_LIMIT = 0.1", conftest))
+    (tmp_path / "test_limits.py").write_text(WITH_LIMITS)
+    command = [sys.executable, "-m", "pytest", "-v", "-o", "timeout=0.1", "-o", "timeout_method=signal", "--timeout=30", str(tmp_path)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "test_within_the_limit_of_the_command_line PASSED" in run.stdout
+    assert "in endless" in run.stderr, "ended, with the place where it was"

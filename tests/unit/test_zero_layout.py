@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwright.spec import ParamSpec, Piece, even_pieces
+from shardwright.utils.overlap import overlapping
 from shardwright.zero.layout import ALIGN, SHARD_ALIGN, Entry, closed_form_bytes, family_of, plan_buckets, plan_runs
 
 
@@ -118,3 +119,16 @@ def test_bucket_size_is_checked(bad: int) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="bucket_size_in_m"):
         ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, None, bucket_size_in_m=bad)  # type: ignore[arg-type]
+
+
+def test_parameters_that_share_elements_are_told_from_neighbors_in_one_memory() -> None:
+    whole = torch.zeros(4, 9)
+    columns = {f"columns {start}": whole[:, start : start + 3] for start in (0, 3, 6)}
+    halves = dict(zip(("first", "second"), torch.zeros(8).split(4), strict=True))
+    apart = {**columns, **halves, "none": torch.zeros(0), "meta": torch.zeros(3, device="meta"), "alone": torch.zeros(2)}
+    assert overlapping(apart.items()) == []
+    assert set(overlapping({**columns, "row": whole[1]}.items())) == {(name, "row") for name in columns}
+    assert set(overlapping({**columns, "column": whole[:, 4]}.items())) == {("columns 3", "column")}
+    assert overlapping({"one": whole, "transposed": whole.t()}.items()) == [("one", "transposed")]
+    assert overlapping({"strided": whole[:, ::2], "bytes": whole.view(torch.uint8)[:, 8:12]}.items()) == [("strided", "bytes")]
+    assert overlapping({"strided": whole[:, ::2], "bytes": whole.view(torch.uint8)[:, 4:8]}.items()) == []
