@@ -117,12 +117,14 @@ def _forget_meshes() -> None:
     """Let torch forget meshes of groups that are gone.
 
     DTensors keep what came of an operation together with the mesh that it was first done on, and take meshes of the same ranks for the
-    same. Checked on torch 2.13: after a step, HSDP's parameters had the mesh of the job before.
+    same. Checked on torch 2.13: after a step, HSDP's parameters had the mesh of the job before. Other versions may not have the function.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
-        _clear_sharding_prop_cache()
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)
+        if clear is not None:
+            clear()
 
 
 @contextlib.contextmanager
