@@ -22,9 +22,6 @@ from ..zero.layout import SHARED
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.unit_gatherer import UnitGatherer
 
-# Of how many chunks a rank has the weights at stage 3: those of the F and the B that take turns, and the one that comes next.
-CHUNKS_GATHERED = 3
-
 
 class ChunkReduction:
     """Tells `optimizer` when gradients of which chunk are made (`pipeline.runtime.Reduction`)."""
@@ -65,6 +62,11 @@ class ChunkGathering:
 
     def end(self) -> None:
         self._units.end_backward()
+
+
+def chunks_gathered(ahead: int | None) -> int:
+    """Of how many chunks a rank has the weights at once at stage 3. By default those of an F and a B that take turns, and the next one."""
+    return 3 if ahead is None else 1 + ahead
 
 
 def sections_of(staged: StagedModel) -> dict[nn.Parameter, int]:

@@ -37,7 +37,7 @@ from ..zero.sharding import shard_untrained
 from ..zero.unit_gatherer import UnitGatherer
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
-from .chunks import CHUNKS_GATHERED, ChunkGathering, ChunkReduction, sections_of
+from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .config_form import read_config
 from .deferral import ZERO_BUBBLE
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
@@ -116,6 +116,7 @@ class HybridParallelPlugin(Plugin):
         example_inputs: Any = None,
         layer_costs: list[float] | None = None,
         auto_memory: float = 1.5,
+        gather_ahead: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)
@@ -361,10 +362,17 @@ class HybridParallelPlugin(Plugin):
         if optimizer is None:
             if self.zero_stage < 3:
                 self._only_cast(model)
-            else:
-                self._units = shard_untrained(
-                    model, self.mesh, self.policy, sections=sections, offload=options.cpu_offload, hooks=self.pp_size == 1, make=make
-                )
+                return None
+            self._units = shard_untrained(
+                model,
+                self.mesh,
+                self.policy,
+                sections=sections,
+                offload=options.cpu_offload,
+                ahead=options.gather_ahead,
+                hooks=self.pp_size == 1,
+                make=make,
+            )
             return None
         return ZeroOptimizer(
             optimizer,
@@ -382,6 +390,7 @@ class HybridParallelPlugin(Plugin):
             launch_in_backward=self.pp_size == 1,
             sections=sections,
             tied_groups=tied,
+            gathered_ahead=options.gather_ahead,
             make=make,
         )
 
@@ -416,7 +425,7 @@ class HybridParallelPlugin(Plugin):
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
             gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
-            gathered=CHUNKS_GATHERED,
+            gathered=chunks_gathered(self.settings.reduction.gather_ahead),
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,

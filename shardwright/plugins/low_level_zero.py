@@ -33,7 +33,7 @@ from .base import (
     require_separate_parameters,
 )
 from .lora import add_lora
-from .settings import check_communication_dtype
+from .settings import check_communication_dtype, check_gather_ahead
 from .shared_buffers import share_all
 from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
 
@@ -70,6 +70,8 @@ class LowLevelZeroPlugin(Plugin):
     master_weights           False steps half-precision parameters directly
     zero_group_size          ZeRO-1.5: shard inside groups of this many ranks; None or <= 0 over all ranks, 1 not at all
     extra_dp_size            the same from the other side: number of such groups; give one of the two
+    gather_ahead             stage 3: how many layers are gathered before they are needed; None: as many as take the memory of the largest
+                             part of the model
     cast_inputs              cast floating-point inputs of the model to the working dtype
     verbose                  print the layout of the buckets on rank 0
 
@@ -108,6 +110,7 @@ class LowLevelZeroPlugin(Plugin):
         extra_dp_size: int = 1,
         *,
         zero_group_size: int | None = None,
+        gather_ahead: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(LowLevelZeroPlugin.__init__, arguments)
@@ -125,6 +128,7 @@ class LowLevelZeroPlugin(Plugin):
         if reduce_bucket_size_in_m <= 0:
             raise ValueError(f"reduce_bucket_size_in_m={reduce_bucket_size_in_m} must be positive (12 is usual)")
         check_communication_dtype(communication_dtype)
+        check_gather_ahead(gather_ahead)
         if stage == 3 and overlap_allgather:
             raise ValueError(
                 "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step, stage 3 gathers them "
@@ -144,6 +148,7 @@ class LowLevelZeroPlugin(Plugin):
             "overlap_allgather": overlap_allgather,
             "cpu_offload": cpu_offload,
             "master_weights": master_weights,
+            "gathered_ahead": gather_ahead,
         }
         group_size = _group_size(zero_group_size, extra_dp_size)
         validate_sizes(dist.get_world_size(), pp=1, tp=1, sp=1, dp=None, zero_group_size=group_size)
@@ -188,7 +193,7 @@ class LowLevelZeroPlugin(Plugin):
         if optimizer is not None:
             wrapped = self._configure_flat(model, optimizer)
         elif self.stage == 3:
-            shard_untrained(model, self.mesh, self.policy, offload=self.settings["cpu_offload"])
+            shard_untrained(model, self.mesh, self.policy, offload=self.settings["cpu_offload"], ahead=self.settings["gathered_ahead"])
         else:
             self._cast_only(model)
         share_all(model, self.mesh.group("dp"))

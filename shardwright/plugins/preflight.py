@@ -45,7 +45,7 @@ from ..zero.entries import collect_entries
 from ..zero.layout import FROZEN, SHARED, BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets, plan_unit_buckets
 from ..zero.units import find_param_units
 from .base import require_own_parameters, require_parameters, require_separate_parameters
-from .chunks import CHUNKS_GATHERED
+from .chunks import chunks_gathered
 from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .settings import HybridSettings
@@ -384,7 +384,11 @@ class _Resolver:
         if self.mesh.size("pp") == 1 or microbatches is None:
             return _times(microbatches, 2)
         counts = [
-            Counter(action.stage for action in with_gathers(actions, CHUNKS_GATHERED) if action.kind is Kind.GATHER)
+            Counter(
+                action.stage
+                for action in with_gathers(actions, chunks_gathered(self.settings.reduction.gather_ahead))
+                if action.kind is Kind.GATHER
+            )
             for actions in self._actions(microbatches).actions
         ]
         return max(max(count.values()) for count in counts)

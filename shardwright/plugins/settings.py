@@ -18,7 +18,7 @@ from ..pipeline.schedules import get_placement
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.policies.base import Policy
-from ..utils.argument_types import check_types
+from ..utils.argument_types import check_types, is_whole
 from ..utils.errors import one_of
 from ..zero.collectives import SUMMED, can_be_summed
 
@@ -229,7 +229,10 @@ class ReductionSettings:
     zero_bucket_size_in_m   elements per bucket in millions, for zero_stage >= 1
     ddp_bucket_cap_mb       megabytes of fp32 gradients per bucket, for zero_stage=0
     broadcast_buffers       every training forward starts with rank 0's persistent buffers (running statistics) on all data-parallel ranks
-    find_unused_parameters  parameters without a gradient are always found, at no cost; refused at stage 3, which cannot
+    gather_ahead            zero_stage=3: how many layers (in a pipeline: chunks) are gathered before they are needed. None: as many layers
+                            as take the memory of the largest part of the model, two chunks
+    find_unused_parameters  parameters without a gradient are always found, at no cost; refused at stage 3, where all ranks must use the
+                            same layers
     static_graph, gradient_as_bucket_view
                             wishes of DistributedDataParallel that always hold here: gradients are views of buckets
     """
@@ -247,6 +250,7 @@ class ReductionSettings:
     check_reduction: bool
     gradient_as_bucket_view: bool
     static_graph: bool
+    gather_ahead: int | None
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
@@ -257,10 +261,11 @@ class ReductionSettings:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)")
         check_communication_dtype(self.communication_dtype)
+        check_gather_ahead(self.gather_ahead)
         if self.find_unused_parameters and self.zero_stage == 3:
             raise ValueError(
-                "find_unused_parameters=True with zero_stage=3: every rank must use the same parameters in a step, because all ranks "
-                "gather them together; use zero_stage=0, 1 or 2, where unused parameters are always found"
+                "find_unused_parameters=True with zero_stage=3: every rank must use the same layers in a step, because all ranks gather "
+                "them together (parameters that no rank uses are found without it); use zero_stage=0, 1 or 2, where ranks may differ"
             )
         if self.check_reduction:
             raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel and has no counterpart; leave it False")
@@ -308,6 +313,11 @@ class HybridSettings:
         settings.pipeline.check(settings.layout.pp_size)
         settings.layout.check(settings.reduction.zero_stage)
         return settings
+
+
+def check_gather_ahead(ahead: Any) -> None:
+    if ahead is not None and not (is_whole(ahead) and ahead >= 0):
+        raise ValueError(f"gather_ahead={ahead!r} must be a whole number of layers of at least 0, or None to let memory decide")
 
 
 def check_communication_dtype(dtype: object) -> None:

@@ -135,6 +135,12 @@ def layer_calls(plugin: type, settings: dict[str, Any]) -> int:
     return len(calls)
 
 
+def actions(plugin: type, settings: dict[str, Any]) -> str:
+    """What the first rank of a pipeline does in a step."""
+    _, model, _ = boosted(plugin(**settings), build(num_hidden_layers=8))
+    return str(model.executor._lowered(4, True).actions[0])
+
+
 def loss_scales(plugin: type, settings: dict[str, Any]) -> list[float]:
     """The loss scale over overflows and clean steps, as the boosted optimizer's scaler moves it."""
     _, _, optimizer = boosted(plugin(**settings))

@@ -110,7 +110,14 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "max_norm": [Changes(see.step_size, 0.5, F32)],
     "broadcast_buffers": [Changes(see.buffers, False), Idle(False, world=1)],
     "ddp_bucket_cap_mb": [Changes(see.traffic, 0.01, F32), Idle(0.01, {"zero_stage": 1})],
-    "find_unused_parameters": [Idle(True), Refused(True, "every rank must use the same parameters", {"zero_stage": 3})],
+    "gather_ahead": [
+        Changes(see.traffic, 0, {**F32, "zero_stage": 3}),
+        Changes(see.actions, 0, {**CHUNKS, "zero_stage": 3}, world=4),
+        Idle(1),
+        Idle(1, {"zero_stage": 3}, world=1),
+        Refused(-1, "gather_ahead=-1 must be a whole number"),
+    ],
+    "find_unused_parameters": [Idle(True), Refused(True, "every rank must use the same layers", {"zero_stage": 3})],
     "check_reduction": [Refused(True, "check_reduction=True was withdrawn")],
     "gradient_as_bucket_view": [Idle(True), Idle(True, {"zero_stage": 3})],
     "static_graph": [Idle(True)],
@@ -128,7 +135,7 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     ],
     "overlap_communication": [
         Changes(see.traffic, False, {**F32, "zero_stage": 1, "zero_bucket_size_in_m": 0.002}),
-        Idle(False, {"zero_stage": 3}),
+        Changes(see.traffic, False, {**F32, "zero_stage": 3}),
         Idle(False, PIPE, world=4),
         Idle(False, world=1),
     ],
@@ -195,7 +202,7 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
     ],
     "overlap_communication": [
         Changes(see.traffic, False, {**F32, "reduce_bucket_size_in_m": 0.002}),
-        Idle(False, {"stage": 3}),
+        Changes(see.traffic, False, {**F32, "stage": 3}),
         Idle(False, world=1),
     ],
     "overlap_allgather": [
@@ -204,7 +211,7 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
         Idle(True, {"zero_group_size": 1}),
     ],
     "cpu_offload": [Changes(see.masters, True, F32), Refused("yes", "use True")],
-    "master_weights": [Changes(see.masters, False), Refused(False, "master_weights=False with stage=3", {"stage": 3}), Idle(False, F32)],
+    "master_weights": [Changes(see.masters, False), Changes(see.masters, False, {"stage": 3}), Idle(False, F32)],
     "verbose": [Changes(see.printed, True), Changes(see.printed, True, {"stage": 3})],
     "cast_inputs": [Changes(see.input_dtype, False), Idle(False, F32)],
     "fp8_communication": [Refused(True, "fp8_communication=True")],
@@ -214,7 +221,12 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
         Refused(3, "extra_dp_size=3 does not divide"),
         Refused(2, "say the same thing", {"zero_group_size": 2}),
     ],
-    "zero_group_size": [Changes(see.traffic, 2, F32, world=4)],
+    "zero_group_size": [Changes(see.traffic, 2, F32, world=4), Changes(see.traffic, 2, {**F32, "stage": 3}, world=4)],
+    "gather_ahead": [
+        Changes(see.traffic, 0, {**F32, "stage": 3}),
+        Idle(1, F32),
+        Refused(-1, "gather_ahead=-1 must be a whole number", {"stage": 3}),
+    ],
 }
 
 DDP_OPTIONS: dict[str, list[Any]] = {
