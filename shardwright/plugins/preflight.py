@@ -398,9 +398,6 @@ class _Resolver:
         notes = [str(note) for note in (self.plan.found, self._held_note(microbatches)) if note is not None]
         if self.optimizer is None:
             notes.append("no optimizer was given: bytes are those of the weights alone")
-        reduction = self.settings.reduction
-        if ranks > 1 and self.mesh.size("dp") > 1 and reduction.zero_stage < 3 and reduction.overlap_communication:
-            notes.append("gradients are reduced once, behind the last microbatch: overlap_communication finds nothing to overlap with")
         if microbatches is not None and microbatches < ranks:
             notes.append(
                 f"{microbatches} microbatches on {ranks} pipeline ranks leave ranks idle; num_microbatches={2 * ranks} would fill them"

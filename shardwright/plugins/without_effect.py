@@ -78,7 +78,6 @@ HYBRID: Sequence[Rule] = (
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at zero_stage=3"),
     Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_communication",), lambda facts: facts.pp > 1, "a pipeline reduces gradients once, behind its last microbatch"),
     Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
     Rule(("gather_ahead",), lambda facts: facts.stage < 3, "only zero_stage=3 gathers weights before they are used"),
     Rule(("gather_ahead",), lambda facts: facts.sharing == 1, "no other rank shares the weights"),

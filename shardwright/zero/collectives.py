@@ -44,9 +44,13 @@ def reduce_scatter_in_place(flat: torch.Tensor, group: dist.ProcessGroup, scratc
     works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in _from(rank, ranks)]
 
     def add() -> torch.Tensor:
-        for buffer in arrived:  # in rank order, so that a run repeats bit by bit
-            mine.add_(buffer)
-        return mine
+        # In rank order, so that runs repeat bit by bit, and so do layouts in which another rank owns an element.
+        terms = [*arrived[:rank], mine, *arrived[rank:]]
+        if ranks == 2:
+            return mine.add_(arrived[0])
+        for term in terms[1:]:
+            terms[0].add_(term)
+        return mine if rank == 0 else mine.copy_(terms[0])
 
     return Messages("reduce_scatter", works, add, keep=(flat, arrived))
 

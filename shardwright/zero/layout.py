@@ -24,10 +24,11 @@ from torch import nn
 
 from ..spec import ParamSpec
 
-ALIGN = 16  # elements: keeps every parameter on a 32-byte border in bf16, as vectorised kernels and TMA want
+# Elements. Parameters and shards that begin at multiples of it are sums of the same blocks of the gradient norm in every layout, and
+# vectorised kernels and TMA get the borders they want.
+ALIGN = 256
 FROZEN = -1  # the param group of parameters that nobody trains
 SHARED = -1  # the section of parameters that several parts use
-SHARD_ALIGN = 256  # elements: shards of every size are sums of the same blocks of the gradient norm
 
 
 class Family(NamedTuple):
@@ -120,8 +121,8 @@ class Run(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-def aligned(numel: int, to: int = ALIGN) -> int:
-    return -(-numel // to) * to
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
 
 
 def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole: bool) -> list[BucketPlan]:
@@ -173,7 +174,7 @@ def _plan_flat(family: Family, members: Iterable[Entry], shards: int) -> BucketP
     for entry in sorted(members, key=lambda entry: entry.group):
         slots.append(Slot(entry, offset))
         offset += aligned(entry.numel)
-    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards), SHARD_ALIGN), shards, whole=False)
+    return BucketPlan(family, tuple(slots), aligned(-(-offset // shards)), shards, whole=False)
 
 
 def _plan_whole(family: Family, members: Iterable[Entry], shards: int) -> BucketPlan:

@@ -37,7 +37,7 @@ from .data_writes import DataWrites
 from .entries import collect_entries
 from .exchange import SharedRows
 from .gather import ParamGatherer
-from .layout import ALIGN, BucketPlan, plan_buckets
+from .layout import BucketPlan, plan_buckets
 from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .script_reads import ScriptReads
@@ -378,16 +378,19 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         ):
             return [(0, bucket.plan.shard_numel)]  # with its padding, which is zero
         ranges: list[tuple[int, int]] = []
+        filled = -1  # the end of the slot before, where any of it was counted
         for slot in bucket.plan.slots_in(bucket.shard):
             spec = slot.entry.spec
+            before, filled = filled, -1
             for start, stop in owned_ranges(spec, self.mesh.coordinate(spec.axis)):
                 low, high = max(slot.start + start, bucket.low) - bucket.low, min(slot.start + stop, bucket.high) - bucket.low
                 if low >= high:
                     continue
-                if ranges and low - ranges[-1][1] < ALIGN and start == 0:  # only zeros of alignment in between
+                if ranges and ranges[-1][1] == before and start == 0:  # only zeros of alignment in between
                     ranges[-1] = (ranges[-1][0], high)
                 else:
                     ranges.append((low, high))
+                filled = slot.stop - bucket.low
         return ranges
 
     def _counts_replica(self, bucket: Bucket) -> bool:

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ..comm.compat import TENSOR_DATA, has_gradient_hooks
 
 HOOKS = (
-    "param.register_hook, or any gradient hook from before boost, under FSDP2 (stage=3, TorchFSDPPlugin): gradients are made for gathered "
+    "param.register_hook, or any gradient hook from before boost, under TorchFSDPPlugin: gradients are made for gathered "
     "parameters, and it would never be called. After boost, param.register_post_accumulate_grad_hook(hook) sees this rank's shard of "
-    "the reduced gradient; stages 1 and 2 and TorchDDPPlugin call all hooks"
+    "the reduced gradient; LowLevelZeroPlugin and TorchDDPPlugin call all hooks"
 )
 
 
@@ -80,7 +80,7 @@ def stepping_on_dtensors(optim: Optimizer) -> Iterator[None]:
             raise
         raise ValueError(
             f"optimizer={type(optim).__name__} cannot step on sharded parameters (DTensors: {str(error).splitlines()[0]}). Use "
-            "LowLevelZeroPlugin or HybridParallelPlugin at stage 1 or 2, which give it whole parameters, or another optimizer; "
+            "LowLevelZeroPlugin or HybridParallelPlugin, which give it whole parameters at all stages, or another optimizer; "
             "foreach=False and fused=False help some"
         ) from error
 
@@ -95,7 +95,7 @@ def through_gathered_weights() -> Iterator[None]:
             raise
         raise ValueError(
             "a backward that needs weights which FSDP2 has freed (a gradient penalty): compute the penalty first, then the model's outputs "
-            "for the loss, and call backward once on the sum, or use stage 1 or 2"
+            "for the loss, and call backward once on the sum, or use LowLevelZeroPlugin"
         ) from error
 
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.booster import Booster
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 
 SAMPLES = 8
-NEEDS_REDUCED = ("norm", "clip_norm", "clip_value", "inspect", "zero_grad", "zero_in_place", "step")  # at stage 3
 TINY_BUCKET = 300e-6  # elements in millions: several buckets
 
 
@@ -123,10 +121,8 @@ class Pair:
     def refuses(self, name: str) -> bool:
         if name in ("backward", "backward_no_sync", "pipeline"):
             return self.stepped
-        if self.sequence.stage == 3 and self.unsynced and name in NEEDS_REDUCED:
-            return True  # FSDP2 reduces in backward only
         if name in ("torch_clip", "groups_clip", "read"):
-            if self.world == 1 or self.sequence.stage == 3 or not self.has_gradients:
+            if self.world == 1 or not self.has_gradients:
                 return False
             return self.sequence.stage > 0 or self.unsynced
         return False
@@ -206,23 +202,18 @@ class Pair:
         self.unsynced = False
 
     def do_torch_clip(self, number: int, params: Any = None) -> None:
-        if self.sequence.stage == 3 and self.unsynced:
-            return  # FSDP2 keeps what no_sync accumulates out of sight
         most = 0.05 * (1 + number % 7)
         norm = nn.utils.clip_grad_norm_(self.model.parameters() if params is None else params, most)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self.same(norm, float(nn.utils.clip_grad_norm_(self.plain.parameters(), most)), "torch's norm")
+        self.same(float(norm), float(nn.utils.clip_grad_norm_(self.plain.parameters(), most)), "torch's norm")
 
     def do_groups_clip(self, number: int) -> None:
         self.do_torch_clip(number, [param for group in self.optim.param_groups for param in group["params"]])
 
     def do_read(self, _: int) -> None:
-        if self.sequence.stage == 3 and self.unsynced:
-            return
         for (name, param), plain in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             got, wanted = param.grad, plain.grad
             if got is not None or wanted is not None:
-                got = torch.zeros_like(plain) if got is None else whole(got)
+                got = torch.zeros_like(plain) if got is None else got
                 self.same(got, torch.zeros_like(plain) if wanted is None else wanted, f"{name}.grad")
 
     def do_inspect(self, _: int) -> None:
@@ -236,15 +227,7 @@ class Pair:
         torch.manual_seed(number)
         state = {name: value + 0.01 * torch.randn_like(value) for name, value in self.plain.state_dict().items()}
         self.plain.load_state_dict(state)
-        if self.sequence.stage == 3:
-            return self._write_all(state)
         self.model.load_state_dict(state)
-        return None
-
-    def _write_all(self, state: dict[str, torch.Tensor]) -> None:
-        for name, param in self.model.named_parameters():
-            with torch.no_grad():
-                param.copy_(dist_like(state[name], param))
 
     def do_edit(self, number: int) -> None:
         for module in (self.model, self.plain):
@@ -264,16 +247,15 @@ class Pair:
 
     def do_average(self, _: int) -> None:
         """What an average of weights over a list made before boost sees, right now."""
-        params = self.captured if self.sequence.stage < 3 else list(self.model.parameters())
-        for captured, plain in zip(params, self.plain.parameters(), strict=True):
-            self.same(whole(captured.detach().clone()), plain.detach(), "a captured parameter")
+        for captured, plain in zip(self.captured, self.plain.parameters(), strict=True):
+            self.same(captured.detach().clone(), plain.detach(), "a captured parameter")
 
     def do_save(self, _: int) -> None:
         ours = copy.deepcopy(self.optim.state_dict())
         self.saved = (ours, copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optim.state_dict()))
 
     def do_restore(self, _: int) -> None:
-        if self.saved is None or (self.sequence.optimizer == "own step" and self.sequence.stage == 3):
+        if self.saved is None:
             return
         ours, weights, states = self.saved
         self.optim.load_state_dict(copy.deepcopy(ours))
@@ -283,7 +265,7 @@ class Pair:
     def do_zero_grad(self, number: int) -> None:
         if number % 3 == 1:
             self.model.zero_grad()
-        elif number % 3 == 2 and self.sequence.stage < 3:
+        elif number % 3 == 2:
             for param in self.model.parameters():
                 param.grad = None
         else:
@@ -327,17 +309,7 @@ class Pair:
 
     def compare(self) -> None:
         for (name, param), plain in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
-            self.same(whole(param.detach()), plain.detach(), name)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def dist_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, param.device_mesh, param.placements)  # type: ignore[attr-defined]
+            self.same(param.detach(), plain.detach(), name)
 
 
 def without(sequence: Sequence, position: int) -> Sequence:

@@ -57,8 +57,6 @@ class LayoutPair(Pair):
         if name == "restore" and self.saved is None:
             return False
         if name in ("torch_clip", "groups_clip", "read") and self.has_gradients:
-            if self.sequence.stage == 3:
-                return self.is_split or self.sequence.half == "fp16"
             return self.is_split or (self.world > 1 and (self.sequence.stage > 0 or self.unsynced))
         return super().refuses(name)
 
@@ -96,8 +94,6 @@ class LayoutPair(Pair):
             self.norm = self._plain_norm() if self.has_gradients else 0.0
 
     def do_read(self, number: int) -> None:
-        if self.sequence.stage == 3 and self.unsynced:
-            return
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad.norm()

@@ -259,7 +259,10 @@ def test_example_inputs_come_in_every_form_of_a_batch(world: Callable[[int], Non
 FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
     ("num_microbatches={2 * pp_size} is a good start", lambda: HybridParallelPlugin(pp_size=2, num_microbatches=4)),
     ("leave zero_group_size out", lambda: (HybridParallelPlugin(zero_stage=0), HybridParallelPlugin(zero_stage=1, zero_group_size=2))),
-    ("use zero_stage=0, 1 or 2, where unused", lambda: [HybridParallelPlugin(zero_stage=s, find_unused_parameters=True) for s in range(3)]),
+    (
+        "use zero_stage=0, 1 or 2, where ranks may differ",
+        lambda: [HybridParallelPlugin(zero_stage=s, find_unused_parameters=True) for s in range(3)],
+    ),
     ("when they are sharded; use zero_stage=1", lambda: HybridParallelPlugin(zero_stage=1, cpu_offload=True)),
     ("use zero_stage=1 or 2, or overlap_allgather", lambda: HybridParallelPlugin(zero_stage=2, overlap_allgather=True)),
     ("in which ranks can sum, such as torch.bfloat16", lambda: HybridParallelPlugin(communication_dtype=torch.bfloat16)),
@@ -276,7 +279,6 @@ FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
         lambda: HybridParallelPlugin.from_config({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}),
     ),
     ("use stage=1 or 2, or", lambda: LowLevelZeroPlugin(stage=2, overlap_allgather=True)),
-    ("use master_weights=True or stage 1, 2", lambda: LowLevelZeroPlugin(stage=2, master_weights=False)),
     ("pass precision= to the plugin instead", lambda: Booster(plugin=HybridParallelPlugin(precision="fp16"))),
     ("use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))", lambda: Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))),
     ("build it inside shardwright.lazy.LazyInitContext()", lambda: _lazy()),

@@ -136,7 +136,6 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "overlap_communication": [
         Changes(see.traffic, False, {**F32, "zero_stage": 1, "zero_bucket_size_in_m": 0.002}),
         Changes(see.traffic, False, {**F32, "zero_stage": 3}),
-        Idle(False, PIPE, world=4),
         Idle(False, world=1),
     ],
     "overlap_allgather": [
@@ -166,7 +165,6 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "deferred_bytes": [
         Idle(0),
         Idle(0, PIPE),
-        Idle(0, {**PIPE, "pp_style": "zb", "zero_stage": 3}),
         Refused(-1, "at least 0", {**PIPE, "pp_style": "zb"}),
     ],  # see test_pipeline_deferral
     "gradient_checkpoint_config": [Changes(see.layer_calls, HALF), Changes(see.report, HALF, PIPE)],

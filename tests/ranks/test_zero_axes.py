@@ -66,7 +66,7 @@ def local_gradient(name: str, step: int, mesh: ParallelMesh, stage_rank: int) ->
 
 
 def axes(rank: int, world_size: int, tp: int, pp: int, stage: int) -> None:
-    layout.SHARD_ALIGN = layout.ALIGN  # so that these small parameters are cut
+    layout.ALIGN = 16  # so that these small parameters are cut
     mesh = ParallelMesh(tp=tp, pp=pp)
     model = Local(mesh)
     full = {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in FULL.items()}

@@ -188,7 +188,6 @@ def bad_input(rank: int, world_size: int) -> None:
         (lambda: LowLevelZeroPlugin(norm_type=1.0), "norm_type=1.0"),
         (lambda: LowLevelZeroPlugin(fp8_communication=True), "fp8_communication"),
         (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale=0.5"),
-        (lambda: LowLevelZeroPlugin(stage=3, master_weights=False), "master_weights=False"),
         (lambda: boost(frozen, sgd(frozen)), "no trainable parameters"),
         (lambda: boost(nn.Linear(2, 2), sgd(whole)), "not in"),
         (lambda: boost(stepped, used), "stepped already"),

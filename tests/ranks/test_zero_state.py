@@ -33,6 +33,7 @@ def bitwise(rank: int, world_size: int) -> None:
             assert_bitwise(train(plan, full, rank, world_size, stage=1, explicit=True, **options), one, f"{options}")
         if plan.accumulation == 1:
             assert_bitwise(train(plan, full, rank, world_size, stage=2), one, "stage 2")
+            assert_bitwise(train(plan, full, rank, world_size, stage=3), one, "stage 3")
         if world_size == 2:
             assert_bitwise(train(plan, none, rank, world_size, stage=0, explicit=True), one, "stage 0")
             assert_bitwise(train(plan, none, rank, world_size, stage=1, explicit=True), one, "k = 1")
@@ -66,7 +67,7 @@ def memory(rank: int, world_size: int) -> None:
         if size > world_size:
             continue
         mesh = ParallelMesh(zero_group_size=size)
-        for stage, expected in ((0, 2 + 4 + 12), (1, 2 + 4 + 12 / size), (2, 2 + (4 + 12) / size)):
+        for stage, expected in ((0, 2 + 4 + 12), (1, 2 + 4 + 12 / size), (2, 2 + (4 + 12) / size), (3, (4 + 12) / size)):
             model = Wide()
             numel = sum(param.numel() for param in model.parameters())
             optim = ZeroOptimizer(
@@ -81,16 +82,18 @@ def memory(rank: int, world_size: int) -> None:
 
             step()
             step()
-            assert abs(optim.bytes() / numel / expected - 1) < 0.01, (
+            rounding = 0.015 if stage == 3 else 0.01  # there buckets are single layers
+            assert abs(optim.bytes() / numel / expected - 1) < rounding, (
                 f"stage {stage}, k {size}: {optim.bytes() / numel} bytes, not {expected}"
             )
             largest = max(b.plan.numel for b in optim.buckets) * 4
             assert optim.reducer.pool.bytes <= 4 * largest  # two in flight, each a bucket and what arrives
+            gc.collect()  # optimizers before this one
             before = live_bytes(), optim.reducer.pool.allocated
             for _ in range(3):
                 step()
             after = live_bytes(), optim.reducer.pool.allocated
-            assert after == before, f"stage {stage}, k {size}: memory grows in the steady state"
+            assert after == before, f"stage {stage}, k {size}: memory grows in the steady state, {before} to {after}"
             optim.release()
 
 
@@ -105,7 +108,7 @@ def memory_at_boost(rank: int, world_size: int) -> None:
         return broadcast(*args, **kwargs)
 
     dist.broadcast = noting
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         seen.clear()
         model = Wide()
         loaded = live_bytes()

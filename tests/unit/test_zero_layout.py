@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.spec import ParamSpec, Piece, even_pieces
 from shardwright.utils.overlap import overlapping
-from shardwright.zero.layout import ALIGN, SHARD_ALIGN, Entry, closed_form_bytes, family_of, plan_buckets, plan_runs
+from shardwright.zero.layout import ALIGN, Entry, closed_form_bytes, family_of, plan_buckets, plan_runs
 
 
 def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = torch.float32) -> list[Entry]:
@@ -39,7 +39,7 @@ def test_every_element_has_one_place_and_one_owner(shapes: list, shards: int, bu
         assert all(one.stop <= two.start for one, two in itertools.pairwise(ordered))
         assert ordered[-1].stop <= plan.numel
         assert all(slot.start % ALIGN == 0 for slot in plan.slots)
-        assert whole or plan.shard_numel % SHARD_ALIGN == 0
+        assert whole or plan.shard_numel % ALIGN == 0
         covered = 0
         for shard in range(shards):
             runs = plan_runs(plan, shard)
