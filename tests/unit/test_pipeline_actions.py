@@ -17,7 +17,7 @@ def test_actions_print_and_parse_back() -> None:
         assert parse_list(format_list(rank_actions)) == rank_actions
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2REDUCE1", "2F-1", "2SEND0"])
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2REDUCE1", "2F-1", "2SEND0", "2GATHER0", "FREE"])
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no action"):
         Action.parse(text)
@@ -52,6 +52,9 @@ def test_bad_placements_are_refused(arguments: tuple[int, int, str]) -> None:
         ("0F0 0F1 1B0 0B1", "holds stages"),
         ("0F0 0F1 0B0 0B2", "only 2 microbatches"),
         ("0F0 0F1 0B0 0REDUCE 0B1", "before the last weight gradient"),
+        ("0GATHER 0F0 0FREE 0F1 0B0 0B1", "weights of stage 0 are not gathered"),
+        ("0GATHER 0F0 0GATHER 0F1 0B0 0B1", "gathered already"),
+        ("0GATHER 0F0 0F1 0B0 0B1 0FREE 0FREE", "not gathered"),
     ],
 )
 def test_validation_finds_what_is_wrong(first_rank: str, why: str) -> None:

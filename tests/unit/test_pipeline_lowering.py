@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import COMPUTE, TRANSFER, Action, Kind, validate
+from shardwright.pipeline.actions import COMPUTE, NEEDS_WEIGHTS, TRANSFER, Action, Kind, validate
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.schedules import Schedule
 from shardwright.pipeline.simulate import Costs
@@ -155,3 +155,27 @@ def test_overlap_posts_receives_while_computing() -> None:
 def test_costs_must_be_positive() -> None:
     with pytest.raises(ValueError, match="above 0"):
         lower(schedules.get("1f1b", 2, 2), costs=Costs(forward=0))
+
+
+@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("gpipe", 1)])
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_weights_are_gathered_for_what_comes_next(style: str, chunks: int, most: int) -> None:
+    """Never more stages than allowed, always the one that runs, the next ones as early as they may be; freed ones are needed later."""
+    plain = lower(schedules.get(style, 2, 8, chunks))
+    lowered = lower(schedules.get(style, 2, 8, chunks), gathered=most)
+    validate(lowered.actions, lowered.placement, 8)
+    for actions, without in zip(lowered.actions, plain.actions, strict=True):
+        assert [action for action in actions if action.kind not in (Kind.GATHER, Kind.FREE)] == without
+        held: list[int] = []
+        for place, action in enumerate(actions):
+            if action.kind is Kind.GATHER:
+                held.append(action.stage)
+                assert len(held) <= most
+            elif action.kind is Kind.FREE:
+                held.remove(action.stage)
+            elif action.kind in NEEDS_WEIGHTS:
+                coming = dict.fromkeys(later.stage for later in actions[place:] if later.kind in NEEDS_WEIGHTS)
+                assert set(held) == set(list(coming)[:most])
+        assert not held
+        if most >= chunks:
+            assert sum(action.kind is Kind.GATHER for action in actions) == chunks, "once per step"
