@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..comm.compat import without_torch_function
 from ..utils.pytree import tree_leaves
 
 
@@ -46,7 +47,8 @@ class SavedBytes:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.bytes = 0
-        self._met = Storages(parameters)
+        with without_torch_function():  # where they lie is no question about their values
+            self._met = Storages(parameters)
 
     def note(self, value: Any) -> None:
         """Count the tensors in `value`."""

@@ -346,7 +346,7 @@ def _output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwarg
     ]
     try:
         for table, name, tensor in places:
-            on_meta = tensor.detach().to("meta")
+            on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             table[name] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad(), without_data():
