@@ -7,6 +7,8 @@ kept is counted by that tensor itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -38,3 +40,8 @@ class DataWrites:
                 self._handed_out[param] = alias, alias._version
         self._asked = set()
         return found
+
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """What was handed out of these is no longer theirs."""
+        for param in params:
+            self._handed_out.pop(param, None)

@@ -39,6 +39,7 @@ from .units import ParamUnit
 class _Unit:
     """needed    how many forwards and backwards use it now, `opened` of them backwards
     kept      stays when nobody needs it, until a backward is through with it
+    repeated  its modules were called several times in one forward, between which it stays
     lasting   stays until the step: a backward that makes a graph of its own keeps the parameters for another one
     calls     of its modules that are running, the innermost last
     """
@@ -48,7 +49,7 @@ class _Unit:
         self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
         self.filled = self.ready = False  # gathered or on its way; gathered
         self.needed = self.opened = 0
-        self.kept = self.lasting = False
+        self.kept = self.lasting = self.repeated = False
         self.calls: list[_Use | None] = []
 
 
@@ -158,6 +159,9 @@ class UnitGatherer:
         if list(self._seen) != self._order:
             self._order = list(self._seen)
             self._position = {unit: place for place, unit in enumerate(self._order)}
+        if not torch.is_grad_enabled():
+            for unit in self._seen:
+                unit.kept = False
         self._sweep()
 
     def _before_forward(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -165,6 +169,7 @@ class UnitGatherer:
         if unit.opened:
             return None  # computed again, for the backward that holds it
         unit.needed += 1
+        unit.repeated = unit.repeated or (unit in self._seen and not self._open)  # else computed again, for a backward
         self._seen.setdefault(unit)
         self._start_ahead(unit, 1)
         if not torch.is_grad_enabled():
@@ -202,6 +207,7 @@ class UnitGatherer:
                 if not stays:
                     self._uses.append(use)
                 unit.kept = stays or bool(self._order and unit is self._order[-1])
+        unit.kept = unit.kept or unit.repeated
         self._free_unneeded(unit)
 
     # Backward.
@@ -214,7 +220,7 @@ class UnitGatherer:
         self._open[use] = None
         unit.needed += 1
         unit.opened += 1
-        unit.kept = False
+        unit.kept = unit.repeated
         unit.lasting = unit.lasting or torch.is_grad_enabled()
         self._bring(unit)
         self._start_ahead(unit, -1)
@@ -357,6 +363,7 @@ class UnitGatherer:
 
     def _hide(self, bucket: ShardedBucket) -> None:
         if bucket.shown is not None:
+            self._data.forget(bucket.params)
             bucket.hide()
             self.guard.values_pending(bucket.params, True)
 

@@ -273,6 +273,54 @@ def test_pipelines_gather_the_chunks_that_they_need_next(style: str, number: int
     run_ranks(chunks, 4, style, number, timeout=60)
 
 
+class Recurrent(nn.Module):
+    """One block for all layers, as ALBERT has it, and one that is called in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            x = x + self.layers[0](x)
+        return self.layers[1](x).square().mean()
+
+
+def call_again(rank: int, world: int) -> None:
+    """A layer that runs five times is gathered once for them, once for their backwards, and once without gradients."""
+    x = torch.randn(4, 16, dtype=torch.float64)
+    plain, model = Recurrent(), Recurrent()
+    plain_optim = torch.optim.SGD(plain.parameters(), lr=0.1)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=3, precision="fp32"))
+    model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        watch = Watch()
+        with watch.installed():
+            booster.backward(model(x), optim)
+            trained = [name for kind, name in watch.events if kind == "gather" and "layers.0" in name]
+            with torch.no_grad():
+                model(x)
+            assert watch.bytes == 0
+        if step:
+            assert len(trained) <= 2
+        model.unwrap().layers[0][0].weight.data.clamp_(-0.2, 0.2)  # hands out the values
+        optim.step()
+        optim.zero_grad()
+        assert not optim._data._handed_out, "values that were handed out do not stay"
+        plain(x).backward()
+        plain.layers[0][0].weight.data.clamp_(-0.2, 0.2)
+        plain_optim.step()
+        plain_optim.zero_grad()
+    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_layer_that_runs_several_times_is_gathered_once() -> None:
+    run_ranks(call_again, 2, timeout=60)
+
+
 def weights_alone(rank: int, world: int) -> None:
     """A model without an optimizer."""
     plain = build()
