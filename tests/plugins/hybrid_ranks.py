@@ -126,8 +126,8 @@ class Run:
         before = list(model.named_parameters())
         self.model, self.optimizer, *_ = self.booster.boost(model, OPTIMIZERS[self.habits.optimizer](model))
         self.optimizer: Any = self.optimizer
-        # Parameters stay the objects they were, unless layers or FSDP2 replace them.
-        stay = self.mesh.size("tp") == self.mesh.size("pp") == 1 and getattr(self.plugin, "zero_stage", None) != 3 and not self.layout.zero
+        # Parameters stay the objects they were, unless layers are replaced.
+        stay = self.mesh.size("tp") == self.mesh.size("pp") == 1
         self.captured = before if stay else list(self.model.named_parameters())
 
     @property

@@ -54,10 +54,10 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["zero_stage"] = rng.choice([0, 1, 1, 2, 3])
     if plugin["zero_stage"] and dp > 1:
         plugin["zero_group_size"] = rng.choice([None, *(k for k in range(1, dp + 1) if dp % k == 0)])
-    if (
-        plugin.get("pp_style") in ("zb", "zbv") and plugin["zero_stage"] < 3
-    ):  # with draws of its own, so that other layouts stay what they are
+    if plugin.get("pp_style") in ("zb", "zbv"):  # with draws of its own, so that other layouts stay what they are
         plugin["deferred_bytes"] = random.Random(f"deferred {seed}").choice([None, None, 0, 20_000, 200_000])
+    if plugin["zero_stage"] == 3:
+        plugin["gather_ahead"] = random.Random(f"ahead {seed}").choice([None, None, 0, 1, 3])
     if plugin["zero_stage"] in (1, 2):
         plugin["overlap_allgather"] = rng.random() < 0.5
         plugin["zero_bucket_size_in_m"] = rng.choice([12, 0.005])
@@ -105,11 +105,10 @@ def _as_zero_plugin(rng: random.Random, layout: Layout) -> Layout:
     plugin = {
         "stage": max(old["zero_stage"], 1),
         "zero_group_size": old.get("zero_group_size"),
-        "overlap_communication": old["overlap_communication"] or old["zero_stage"] == 3,
+        "overlap_communication": old["overlap_communication"],
         "reduce_bucket_size_in_m": 12 if old["zero_stage"] == 3 else old.get("zero_bucket_size_in_m", 12),
     }
-    if "overlap_allgather" in old:
-        plugin["overlap_allgather"] = old["overlap_allgather"]
+    plugin |= {name: old[name] for name in ("overlap_allgather", "gather_ahead") if name in old}
     return replace(layout, plugin=plugin, zero=True, calls=False)
 
 
@@ -141,9 +140,9 @@ def _with_habits(rng: random.Random, layout: Layout) -> Layout:
         habits["wire"] = "fp32" if layout.dtype == "fp64" else "bf16"
     if habits.get("half") or habits.get("wire"):
         habits["optimizer"] = rng.choice(["sgd", "own adagrad"] if whole else ["sgd"])  # whose steps follow the size of gradients
-    if stage == 3:  # whose refusals are known: norms before the reduction, and states in DTensors
-        habits["read_norm"] = habits["read_norm"] and habits["bare"]
-        habits["resume"] = bool(habits.get("resume")) and "own" not in habits.get("optimizer", "")
+    if stage == 3 and not habits.get("half") and random.Random(f"wire {layout.seed}").random() < 0.12:
+        habits["wire"] = "fp32" if layout.dtype == "fp64" else "bf16"
+        habits["optimizer"] = "sgd"
     return replace(layout, habits=Habits(**habits))
 
 
