@@ -22,7 +22,7 @@ from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..ops.vocab_mode import as_scripts_see, detached
 from ..ops.vocab_shard import VocabShard
-from ..utils.tensors import map_tensors, to_device
+from ..utils.tensors import map_tensors
 from . import schedules
 from .balance import ChainCosts
 from .checkpointing import PipelineGradientCheckpointConfig
@@ -30,9 +30,10 @@ from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
 from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
-from .microbatch import batch_size, items_of, merge_outputs, split_batch
+from .microbatch import batch_size, items_of, merge_outputs
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
+from .ready import as_microbatches
 from .runtime import Gathering, PipelineRuntime, Reduction
 from .schedules import Schedule
 from .search import Found, message_cost, search
@@ -242,6 +243,7 @@ class PipelineExecutor:
     postpone_weights  see `PipelineRuntime`
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
+    equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
     """
 
@@ -262,14 +264,17 @@ class PipelineExecutor:
         split_heads: Mapping[str, VocabShard] | None = None,
         cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
+        equal_numbers: bool = False,
     ) -> None:
         self.cut = cut
+        self._equal_numbers = equal_numbers
         self.settings = settings
         self.grad_factor = grad_factor
         self._loss_group = loss_group
         self._tied_process_groups = dict(tied_process_groups or {})
         self._device = device
         self._split_heads = dict(split_heads or {})
+        self._loss_check = cut.loss_check
         if cut.loss_check is not None:
             cut.loss_check.split_heads = self._split_heads
         self._cast_inputs = cast_inputs
@@ -318,6 +323,14 @@ class PipelineExecutor:
             raise ValueError("layer_costs needs a pipeline: with one stage there is nothing to cut")
         return self.cut.costs.measured(self.cut.staged.stages, measured)
 
+    def check_batch(self, batch: Any) -> None:
+        """ValueError for a batch that has no microbatches."""
+        self._split(batch, None)
+
+    def _split(self, batch: Any, device: torch.device | None) -> tuple[Any, list[Any]]:
+        settings = self.settings
+        return as_microbatches(batch, settings.num_microbatches, settings.microbatch_size, device, self._equal_numbers)
+
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""
         if self._same_batch is not None:
@@ -334,10 +347,10 @@ class PipelineExecutor:
         if not hasattr(data_iter, "__next__"):
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
-        batch = to_device(next(data_iter), self._batch_device())
-        if isinstance(batch, Mapping):
-            _refuse_router_loss(batch.get("output_router_logits", False))
-        microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
+        batch, microbatches = self._split(next(data_iter), self._batch_device())
+        for microbatch in microbatches:
+            if isinstance(microbatch, Mapping):
+                _refuse_router_loss(microbatch.get("output_router_logits", False))
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
         loss = GlobalLoss(
@@ -361,13 +374,20 @@ class PipelineExecutor:
 
     def _check_loss(self, step: _Step) -> None:
         """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
-        check = self.cut.loss_check
-        if check is None or not (step.training or step.want_loss):
+        if not (step.training or step.want_loss):
             return
         if self.runtime is None and not step.loss.is_watched and not self._split_heads:
             return
+        check = self._loss_check
+        if check is None and step.loss.is_ready and self.runtime is None and not self._split_heads:
+            # One rank that was told of no microbatches, and the whole model is here. A model that cannot be copied is asked every time.
+            check = self._loss_check = LossCheck.of(self.cut.staged.model, self.cut.staged.units)
+        if check is None:
+            step.loss.refuse_uncounted()
+            return
         check.follow_mode(self.cut.staged.model.training)
-        step.loss.checked = check.check(step.loss.criterion, step.microbatches, step.shape_keys(), step.loss.is_watched, step.training)
+        keys, loss = step.shape_keys(), step.loss
+        loss.checked = check.check(loss.criterion, step.microbatches, keys, loss.is_watched, step.training, loss.is_ready)
 
     def sync_tied_gradients(self) -> None:
         """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
@@ -408,7 +428,8 @@ class PipelineExecutor:
         assert step is not None
 
         def watch(seen: Any) -> AbstractContextManager[Any]:
-            return step.loss.watch(index, seen)
+            unused = step.loss.is_ready and not (step.training or step.want_loss)  # and nobody has found out how to count
+            return nullcontext() if unused else step.loss.watch(index, seen)
 
         payload, output = self.cut.staged.run(stage, received, self._cast_inputs(step.microbatches[index]), watch)
         if payload is not None:

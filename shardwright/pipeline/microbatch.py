@@ -31,6 +31,8 @@ _SAMPLE_NAMES = (
 # Per-batch bookkeeping of transformers that is never one row per sample.
 _WHOLE_NAMES = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 
+OTHER_ROWS = -1  # in place of a dim: rows that are neither one per sample nor one for all (patches of images, say)
+
 Batch = Any  # dict, list or tuple of tensors and other values, or one tensor
 
 
@@ -47,9 +49,14 @@ def batch_size(batch: Batch) -> int:
     """B, read from the entry that says it most plainly."""
     entries = [(key, value) for key, value in items_of(batch) if isinstance(value, torch.Tensor) and value.dim() > 0]
     if not entries:
+        made = isinstance(batch, list | tuple) and batch and all(isinstance(entry, Mapping) for entry in batch)
         raise ValueError(
             f"a batch of type {type(batch).__name__} without any tensor of one or more dims cannot be split into microbatches; "
-            "pass a dict, list or tuple of tensors, or one tensor, with samples on dim 0"
+            + (
+                f"if these {len(batch)} dicts are the microbatches, say so: shardwright.Microbatches(batch)"
+                if made
+                else "pass a dict, list or tuple of tensors, or one tensor, with samples on dim 0"
+            )
         )
     named = dict(entries)
     for name in _SAMPLE_NAMES:
@@ -60,8 +67,8 @@ def batch_size(batch: Batch) -> int:
     return value.shape[1] if _has_leading_axes(key, value) else value.shape[0]
 
 
-def batch_dim(key: Any, value: Any, samples: int) -> int | None:
-    """The dim of `value` that counts samples, or None when every microbatch gets all of it."""
+def find_batch_dim(key: Any, value: Any, samples: int) -> int | None:
+    """The dim of `value` that counts samples; None when every microbatch gets all of it, `OTHER_ROWS` when it counts something else."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or key in _WHOLE_NAMES:
         return None
     if _has_leading_axes(key, value) and value.shape[1] == samples:
@@ -70,9 +77,19 @@ def batch_dim(key: Any, value: Any, samples: int) -> int | None:
         return 0
     if value.shape[0] == 1 or (_has_leading_axes(key, value) and value.shape[1] == 1):
         return None
+    return OTHER_ROWS
+
+
+def batch_dim(key: Any, value: Any, samples: int) -> int | None:
+    """The dim of `value` that counts samples, or None when every microbatch gets all of it."""
+    dim = find_batch_dim(key, value, samples)
+    if dim != OTHER_ROWS:
+        return dim
     raise ValueError(
         f"the batch cannot be split into microbatches: it has {samples} samples, but {_label(key)} has shape {tuple(value.shape)}; "
-        f"every tensor needs {samples} (or 1, to give all of it to each microbatch) on dim 0, position_ids of three dims on dim 1"
+        f"every tensor needs {samples} (or 1, to give all of it to each microbatch) on dim 0, position_ids of three dims on dim 1. "
+        "Where rows of a tensor are something else, let the iterator give the microbatches themselves: "
+        "shardwright.Microbatches([first, second, ...])"
     )
 
 

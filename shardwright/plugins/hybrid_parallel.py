@@ -428,6 +428,7 @@ class HybridParallelPlugin(Plugin):
             gathered=chunks_gathered(self.settings.reduction.gather_ahead),
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
+            equal_numbers=self.zero_stage >= 2 and self.dp_size > 1,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
         )
 

@@ -1,0 +1,107 @@
+"""Mistakes in microbatches that the script makes itself, and in batches with rows that are not samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwright
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import adamw, zoo
+
+from .table import mistake, refused
+
+
+def boosted(world: int, **settings: Any) -> tuple[Booster, nn.Module, Any]:
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=min(world, 2), precision="fp32", **settings))
+    model = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=2)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    return booster, model, optimizer
+
+
+def microbatches(booster: Booster, *sizes: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
+    replica = booster.plugin.data_parallel[1]  # type: ignore[union-attr]
+    return [
+        zoo.inputs("llama-causal-lm", batch_size=samples, seq_len=length, seed=10 * replica + index)
+        for index, (samples, length) in enumerate(sizes)
+    ]
+
+
+@mistake(
+    symptom="an iterator that gives `execute_pipeline` a plain list of microbatches",
+    gets="refused on every rank: a list is a batch of positional inputs, and its entries are no tensors",
+    fix="`shardwright.Microbatches([first, second])`",
+)
+def a_plain_list_of_microbatches(rank: int, world: int) -> None:
+    booster, model, optimizer = boosted(world, num_microbatches=2)
+    parts = microbatches(booster, (2, 9), (1, 12))
+    with refused("if these 2 dicts are the microbatches", r"shardwright\.Microbatches\(batch\)"):
+        booster.execute_pipeline(iter([parts]), model, None, optimizer)
+    booster.execute_pipeline(iter([shardwright.Microbatches(parts)]), model, None, optimizer)
+    with refused("not a single dict", r"Microbatches\(\[batch\]\)"):
+        shardwright.Microbatches(parts[0])  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="`shardwright.Microbatches` of another number than `num_microbatches`, or with more samples than `microbatch_size`",
+    gets="refused on every rank, with both numbers",
+    fix="`microbatch_size`, the most samples that one has, in place of `num_microbatches`: then a step has as many as it is given",
+)
+def another_number_of_microbatches(rank: int, world: int) -> None:
+    booster, model, optimizer = boosted(world, num_microbatches=4)
+    with refused("gave 3 ready-made microbatches, but num_microbatches=4", "set microbatch_size"):
+        booster.execute_pipeline(iter([shardwright.Microbatches(microbatches(booster, (2, 9), (1, 12), (2, 9)))]), model, None, optimizer)
+    booster, model, optimizer = boosted(world, microbatch_size=2)
+    with refused("microbatch 1 has 3 samples, but microbatch_size=2"):
+        booster.execute_pipeline(iter([shardwright.Microbatches(microbatches(booster, (2, 9), (3, 12)))]), model, None, optimizer)
+    with refused(r"Microbatches\(\[\]\) has no microbatch"):
+        booster.execute_pipeline(iter([shardwright.Microbatches([])]), model, None, optimizer)
+    with refused("microbatch 1: a batch of type dict without any tensor"):
+        given = shardwright.Microbatches([*microbatches(booster, (2, 9)), {}])
+        booster.execute_pipeline(iter([given]), model, None, optimizer)
+    given = shardwright.Microbatches(microbatches(booster, (2, 9), (1, 12), (2, 9)))
+    booster.execute_pipeline(iter([given]), model, None, optimizer)
+
+
+@mistake(
+    symptom="`shardwright.Microbatches` with `zero_stage=2` or `3`, several data-parallel ranks and only `microbatch_size`",
+    gets="refused on every rank: ranks exchange gradients or parameters for every microbatch, so all need equally many",
+    fix="`num_microbatches=` the number that every rank has in every step",
+    worlds=(2, 4),
+)
+def unknown_number_of_microbatches_with_sharded_gradients(rank: int, world: int) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", zero_stage=2, microbatch_size=2))
+    model = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=2)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    given = shardwright.Microbatches(microbatches(booster, (2, 9), (1, 12)))
+    with refused("need num_microbatches with zero_stage 2 or 3", "num_microbatches=2 fits this step"):
+        booster.execute_pipeline(iter([given]), model, None, optimizer)
+
+
+@mistake(
+    symptom="`shardwright.Microbatches` of several lengths, and a criterion that counts with `torch.arange(length)`",
+    gets="refused on every rank before the step: what is counted in the other microbatches could not be told ahead",
+    fix="a mask that is an entry of each microbatch, or a criterion with a `weight(inputs)` of its own",
+)
+def counts_of_one_length(rank: int, world: int) -> None:
+    def late_tokens(outputs: Any, inputs: Any) -> torch.Tensor:
+        counted = ((inputs["labels"] != -100) & (torch.arange(inputs["labels"].shape[1]) > 2))[:, 1:]
+        losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:], reduction="none")
+        return (losses * counted).sum() / counted.sum()
+
+    class Weighed:
+        def __call__(self, outputs: Any, inputs: Any) -> torch.Tensor:
+            return late_tokens(outputs, inputs)
+
+        def weight(self, inputs: Any) -> torch.Tensor:
+            return (inputs["labels"][:, 3:] != -100).sum()
+
+    booster, model, optimizer = boosted(world, microbatch_size=2)
+    given = shardwright.Microbatches(microbatches(booster, (2, 9), (1, 12)))
+    with refused("differ in more than their number of samples", r"torch\.arange", r"criterion\.weight"):
+        booster.execute_pipeline(iter([given]), model, late_tokens, optimizer)
+    booster.execute_pipeline(iter([given]), model, Weighed(), optimizer)
