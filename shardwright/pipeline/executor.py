@@ -34,6 +34,8 @@ from .microbatch import batch_size, items_of, merge_outputs
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
 from .ready import as_microbatches
+from .router_logits import RouterLogits, find_router_logits, without_router_logits
+from .router_loss import RouterLoss
 from .runtime import Gathering, PipelineRuntime, Reduction
 from .schedules import Schedule
 from .search import Found, message_cost, search
@@ -110,6 +112,7 @@ class CutPlan:
     costs          of the units, by which the model was cut; None with one stage
     pp_style       the schedule, by name
     found          what the search found, where that was asked for
+    routers        whose logits the last stage collects; None: it collects none
     """
 
     units: tuple[Unit, ...]
@@ -122,11 +125,12 @@ class CutPlan:
     costs: ChainCosts | None = None
     pp_style: str = "1f1b"
     found: Found | None = None
+    routers: RouterLogits | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
-        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
+        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers)
         return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style)
 
 
@@ -147,13 +151,13 @@ def plan_cut(
     deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto"
     message_copies  ranks that share a layer's arithmetic but send all of its output each, for pp_style="auto"
     """
-    _refuse_router_loss(getattr(getattr(model, "config", None), "output_router_logits", False))
     config = settings.gradient_checkpoint_config
     if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     if num_ranks == 1:
         return _plan_one_stage(model, settings, config, layer_lists)
-    survey = survey_model(model, layer_lists, example_inputs)
+    with without_router_logits(model):  # they travel by themselves, not as something that the tail reads inside of layers
+        survey = survey_model(model, layer_lists, example_inputs)
     length = sequence_length(example_inputs)
 
     def costs_of(placement: Placement) -> ChainCosts:
@@ -186,7 +190,8 @@ def plan_cut(
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found)
+    routers = find_router_logits(model, survey.units, example_inputs)
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers)
 
 
 def _plan_one_stage(
@@ -280,6 +285,7 @@ class PipelineExecutor:
         self._cast_inputs = cast_inputs
         self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
+        self._router_loss = RouterLoss(cut.staged.model)
         self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
         self._step: _Step | None = None
         self._generation = job.generation()
@@ -348,14 +354,11 @@ class PipelineExecutor:
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
         batch, microbatches = self._split(next(data_iter), self._batch_device())
-        for microbatch in microbatches:
-            if isinstance(microbatch, Mapping):
-                _refuse_router_loss(microbatch.get("output_router_logits", False))
+        router_loss = self._router_loss.of_step(microbatches, self.cut.staged.routers, is_cut=self.runtime is not None)
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
-        loss = GlobalLoss(
-            batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split_logits=bool(self._split_heads)
-        )
+        split = bool(self._split_heads)
+        loss = GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss)
         step = _Step(microbatches, loss, optimizer)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
@@ -376,6 +379,8 @@ class PipelineExecutor:
         """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
         if not (step.training or step.want_loss):
             return
+        if step.loss.is_watched and step.loss.router_loss is not None:
+            step.loss.router_loss.require_known()
         if self.runtime is None and not step.loss.is_watched and not self._split_heads:
             return
         check = self._loss_check
@@ -495,12 +500,7 @@ class _Step:
 
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
-        return [
-            tuple(
-                (str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor)
-            )
-            for microbatch in self.microbatches
-        ]
+        return [(*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches]
 
     def merged_outputs(self, loss: torch.Tensor | None) -> Any:
         sizes = [batch_size(microbatch) for microbatch in self.microbatches]
@@ -508,11 +508,3 @@ class _Step:
         if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
             merged["loss"] = loss
         return map_tensors(as_scripts_see, merged)
-
-
-def _refuse_router_loss(value: Any) -> None:
-    if isinstance(value, bool) and value:
-        raise ValueError(
-            "output_router_logits=True adds the load-balancing loss of all layers' routers, a product of means over the whole batch that "
-            "no pipeline stage and no microbatch can compute alone; set config.output_router_logits=False"
-        )

@@ -53,6 +53,7 @@ from .loss_weight import (
 )
 from .microbatch import OTHER_ROWS, batch_size, find_batch_dim, items_of, shared_entries
 from .ready import form_of
+from .router_loss import RouterLoss
 
 _LONGEST = 1_000_000  # elements of a tensor that is made a list
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
@@ -114,6 +115,7 @@ class LossCheck:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         trained = [parameter.requires_grad for parameter in model.parameters()]
         self._model = meta_copy(model)
+        self._router_loss = RouterLoss(model)
         for parameter, requires_grad in zip(self._model.parameters(), trained, strict=True):
             parameter.requires_grad_(requires_grad)
         self._gate = units[-1].gate if units else None
@@ -260,11 +262,13 @@ class LossCheck:
                 def enter(module: nn.Module, args: Any, output: Any) -> None:
                     watcher.seed(output)
                     stack.enter_context(watcher)
+                    stack.enter_context(self._router_loss.weighed(watcher))
 
                 handle = gate.register_forward_hook(enter)
                 stack.callback(handle.remove)
             elif watched:
                 stack.enter_context(watcher)
+                stack.enter_context(self._router_loss.weighed(watcher))
             if split:
                 self._split_logits(stack)
             output = _call(self._model, inputs)

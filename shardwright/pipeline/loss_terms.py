@@ -200,6 +200,28 @@ class TermWatcher(TorchFunctionMode):
         low = local.dtype in (torch.float16, torch.bfloat16)
         return exact.to(device=local.device, dtype=torch.float32 if low else local.dtype)
 
+    def part_of_mean(self, mean: Callable[[], Any], local: Any, count: Callable[[Mapping[Any, Any]], Any] | None) -> Any:
+        """`mean()`, taken over `local` of what `count` counts, as this microbatch's part of a mean over all; nobody looks into it."""
+        self._asking = True
+        try:
+            value = mean()
+        finally:
+            self._asking = False
+        if not isinstance(value, torch.Tensor):
+            return value
+        if count is None:
+            self._note(value, unknown("a router loss of tokens that do not follow from the batch's entries alone"))
+            return value
+        whole = self._ask(count)
+        self._asking = True
+        try:
+            if not value.is_meta:
+                value = value * (local / whole).to(device=value.device, dtype=value.dtype)
+        finally:
+            self._asking = False
+        self._note(value, SUM)
+        return value
+
     def _ask(self, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
         self.num_questions += 1
         self._asking = True  # the answer is computed from entries of other microbatches, which nobody follows

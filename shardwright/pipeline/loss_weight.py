@@ -13,8 +13,8 @@ Weights, parts and totals are at least fp32, whatever the model computes in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from .loss_samples import is_whole
 from .loss_terms import TermWatcher
 from .microbatch import batch_size, items_of, shared_entries
 from .ready import Microbatches, form_of
+from .router_loss import RouterLoss
 
 Criterion = Callable[..., torch.Tensor]
 Count = Callable[[Mapping[Any, Any]], Any]  # of the entries of a batch
@@ -137,6 +138,7 @@ class GlobalLoss:
     device        where the loss lives
     constants     ids of the model's buffers, see `TermWatcher`
     split_logits  the model's logits are split over the vocabulary, see `ops.vocab_mode`
+    router_loss   of the model, which has one
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class GlobalLoss:
         device: torch.device,
         constants: Callable[[], frozenset[int]] = frozenset,
         split_logits: bool = False,
+        router_loss: RouterLoss | None = None,
     ) -> None:
         self.microbatches = list(microbatches)
         self.is_ready = isinstance(batch, Microbatches)
@@ -159,6 +162,7 @@ class GlobalLoss:
         self.checked: Mapping[int, Verdict] = {}  # by microbatch, what is known of the criterion before it runs
         self._constants = constants
         self._split_logits = split_logits
+        self.router_loss = router_loss
         self._answers: list[torch.Tensor] = []
         self._watchers: dict[int, TermWatcher] = {}
         self._num_questions: int | None = None
@@ -196,7 +200,7 @@ class GlobalLoss:
         self._watched_one = True
         watcher.seed(seen)
         self._watchers[index] = watcher
-        return watcher
+        return watcher if self.router_loss is None else _both(watcher, self.router_loss.weighed(watcher))
 
     def contribution(self, index: int, output: Any) -> torch.Tensor:
         """This microbatch's part of the global loss, a scalar with gradient."""
@@ -281,6 +285,12 @@ class GlobalLoss:
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return total
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _gathered(output: Any, watcher: TermWatcher | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,6 +22,46 @@ def boosted(world: int, **settings: Any) -> tuple[Booster, nn.Module, Any]:
     model = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=2)
     model, optimizer, *_ = booster.boost(model, adamw(model))
     return booster, model, optimizer
+
+
+@mistake(
+    symptom="`output_router_logits=True` in a batch, or in the config after `boost`, with pipelines",
+    gets="refused on every rank before the step: the router logits of other stages would be missing from the loss",
+    fix="`model.config.output_router_logits = True` before `boost`",
+)
+def router_loss_asked_for_too_late(rank: int, world: int) -> None:
+    def step(settings: dict[str, Any], entries: dict[str, Any]) -> Any:
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=min(world, 2), num_microbatches=2, precision="fp32"))
+        model = zoo.build("mixtral-causal-lm", dtype=torch.float32, num_hidden_layers=2, experts_implementation="eager", **settings)
+        model, *_ = booster.boost(model)
+        batch = zoo.inputs("mixtral-causal-lm")
+        return booster.execute_pipeline(iter([{**batch, **entries}]), model, None)["loss"]
+
+    if world > 1:
+        with refused("output_router_logits=True", r"model\.config\.output_router_logits=True before booster\.boost"):
+            step({}, {"output_router_logits": True})
+    with_router = step({"output_router_logits": True}, {})
+    without = step({"output_router_logits": True}, {"output_router_logits": False})
+    assert without is None or float(with_router) > float(without)
+
+
+@mistake(
+    symptom="`output_router_logits=True` with several microbatches and a model whose router loss is its own (Switch Transformers)",
+    gets="refused on every rank before the step: how the losses of microbatches weigh is not known",
+    fix="one microbatch, a criterion with a `weight(inputs)`, or `output_router_logits=False`",
+    worlds=(1, 2),
+)
+def router_loss_of_another_kind(rank: int, world: int) -> None:
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=2, decoder_start_token_id=0
+    )
+    booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, precision="fp32"))
+    model, *_ = booster.boost(transformers.SwitchTransformersForConditionalGeneration(config))
+    ids = torch.randint(1, 64, (4, 6), generator=torch.Generator().manual_seed(rank))
+    batch = {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    with refused("computes the loss of its routers in its own way", r"criterion\.weight"):
+        booster.execute_pipeline(iter([batch]), model, None)
+    booster.execute_pipeline(iter([{**batch, "output_router_logits": False}]), model, None)
 
 
 def microbatches(booster: Booster, *sizes: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
