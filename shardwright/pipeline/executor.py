@@ -26,6 +26,7 @@ from ..utils.tensors import map_tensors
 from . import schedules
 from .balance import ChainCosts
 from .checkpointing import PipelineGradientCheckpointConfig
+from .images import check_images, find_towers
 from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
 from .loss_weight import GlobalLoss, check_grad
@@ -113,6 +114,7 @@ class CutPlan:
     pp_style       the schedule, by name
     found          what the search found, where that was asked for
     routers        whose logits the last stage collects; None: it collects none
+    towers         modules that run for images alone; None where the dry run had no images
     """
 
     units: tuple[Unit, ...]
@@ -126,11 +128,12 @@ class CutPlan:
     pp_style: str = "1f1b"
     found: Found | None = None
     routers: RouterLogits | None = None
+    towers: frozenset[str] | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
-        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers)
+        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers, self.towers)
         return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style)
 
 
@@ -191,7 +194,8 @@ def plan_cut(
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
     routers = find_router_logits(model, survey.units, example_inputs)
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers)
+    towers = find_towers(model, survey.outside, example_inputs)
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers)
 
 
 def _plan_one_stage(
@@ -335,7 +339,8 @@ class PipelineExecutor:
 
     def _split(self, batch: Any, device: torch.device | None) -> tuple[Any, list[Any]]:
         settings = self.settings
-        return as_microbatches(batch, settings.num_microbatches, settings.microbatch_size, device, self._equal_numbers)
+        config = getattr(self.cut.staged.model, "config", None)
+        return as_microbatches(batch, settings.num_microbatches, settings.microbatch_size, device, self._equal_numbers, config)
 
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""
@@ -354,6 +359,9 @@ class PipelineExecutor:
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
         batch, microbatches = self._split(next(data_iter), self._batch_device())
+        if self.runtime is not None:
+            for microbatch in microbatches:
+                check_images(microbatch, self.cut.staged.towers)
         router_loss = self._router_loss.of_step(microbatches, self.cut.staged.routers, is_cut=self.runtime is not None)
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))

@@ -271,7 +271,7 @@ class LossCheck:
                 stack.enter_context(self._router_loss.weighed(watcher))
             if split:
                 self._split_logits(stack)
-            output = _call(self._model, inputs)
+            output = _call(self._model, _without_images(inputs))
         with without_data(), torch.set_grad_enabled(asked.training), ExitStack() as stack:
             if split:
                 stack.enter_context(vocab_parallel_loss(marked=True))
@@ -498,6 +498,14 @@ def _sized(microbatch: Any, samples: int, factor: int, shared: frozenset[Any]) -
     if isinstance(microbatch, tuple) and hasattr(microbatch, "_fields"):
         return type(microbatch)(*entries.values())
     return type(microbatch)(entries.values()) if isinstance(microbatch, list | tuple) else entries[None]
+
+
+def _without_images(inputs: Any) -> Any:
+    """Images go into the model's first layers, and how large they are is not known without data."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    samples = batch_size(inputs)
+    return {key: value for key, value in inputs.items() if find_batch_dim(key, value, samples) != OTHER_ROWS}
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -4,6 +4,7 @@ B is the number of samples of the batch. Which dimension of a tensor counts samp
 
     [B, ...]        dim 0, whatever follows
     [3, B, S]       dim 1 of `position_ids` with three dims (multimodal rotary positions: time, height, width)
+    images          none: see `regroup`
     [1, ...]        none: one row for every sample, given to each microbatch as it is
     0-d, no tensor  none
 """
@@ -30,6 +31,10 @@ _SAMPLE_NAMES = (
 )
 # Per-batch bookkeeping of transformers that is never one row per sample.
 _WHOLE_NAMES = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+
+# Entries with a row for each image or video: the entry of all their patches [patches, d], and the token of the config that they fill.
+GRIDS = {"image_grid_thw": ("pixel_values", "image_token_id"), "video_grid_thw": ("pixel_values_videos", "video_token_id")}
+PATCHES = tuple(patches for patches, _ in GRIDS.values())
 
 OTHER_ROWS = -1  # in place of a dim: rows that are neither one per sample nor one for all (patches of images, say)
 
@@ -71,6 +76,8 @@ def find_batch_dim(key: Any, value: Any, samples: int) -> int | None:
     """The dim of `value` that counts samples; None when every microbatch gets all of it, `OTHER_ROWS` when it counts something else."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or key in _WHOLE_NAMES:
         return None
+    if key in GRIDS or (key in PATCHES and value.dim() == 2):
+        return OTHER_ROWS
     if _has_leading_axes(key, value) and value.shape[1] == samples:
         return 1
     if value.shape[0] == samples:

@@ -9,6 +9,7 @@ import torch
 
 from ..utils.tensors import map_tensors
 from .microbatch import OTHER_ROWS, Batch, batch_size, find_batch_dim, items_of, split_batch
+from .regroup import regroup
 
 
 class Microbatches(list[Batch]):
@@ -76,14 +77,16 @@ def map_once(function: Any, batches: Sequence[Batch]) -> list[Batch]:
 
 
 def form_of(batch: Batch, shared: frozenset[Any]) -> tuple[Any, ...]:
-    """Equal for microbatches that differ in how many samples, or other rows, they have, and in nothing else that has a shape."""
+    """Equal for microbatches that differ in how many samples they have, or in rows that are none, and in nothing else that has a shape."""
     samples, form = batch_size(batch), []
     for key, value in items_of(batch):
         if isinstance(value, torch.Tensor) and key not in shared:
             dim = find_batch_dim(key, value, samples)
             shape: list[int | None] = list(value.shape)
+            if dim == OTHER_ROWS:
+                continue
             if dim is not None:
-                shape[0 if dim == OTHER_ROWS else dim] = None
+                shape[dim] = None
             form.append((str(key), tuple(shape), str(value.dtype)))
     return tuple(form)
 
@@ -94,19 +97,24 @@ def as_microbatches(
     microbatch_size: int | None,
     device: torch.device | None = None,
     alike: bool = False,
+    config: Any = None,
 ) -> tuple[Batch | Microbatches, list[Batch]]:
     """(the batch, its microbatches), moved to `device`; ValueError for a batch that has none.
 
     alike   all data-parallel ranks need equally many
+    config  of the model
     Models get copies, since some write to their inputs, while tokens are counted in the batch.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
-    if not isinstance(batch, Microbatches):
+    if isinstance(batch, Microbatches):
+        check_ready(batch, num_microbatches, microbatch_size, alike)
+    elif (parts := regroup(batch, num_microbatches, microbatch_size, config, alike)) is not None:
+        batch = Microbatches(parts)
+    else:
         batch = map_tensors(move, batch)
         return batch, split_batch(batch, num_microbatches, microbatch_size)
-    check_ready(batch, num_microbatches, microbatch_size, alike)
     batch = Microbatches(map_once(move, batch))
     return batch, map_once(torch.clone, batch)

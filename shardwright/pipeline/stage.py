@@ -27,6 +27,7 @@ from torch import nn
 from ..utils import pytree
 from .checkpointing import run_checkpointed
 from .dry_run import forward_defaults, without_data
+from .images import without_patches
 from .layer_chain import Unit
 from .router_logits import RouterLogits
 from .survey import Survey
@@ -73,6 +74,7 @@ class StagedModel:
     held     indices of the stages of this rank
     checkpointed  number of layers of each held stage that are recomputed in the backward pass
     routers  whose logits travel to the last stage
+    towers   modules that run for images alone; None: there are no images
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class StagedModel:
         held: Sequence[int],
         checkpointed: Mapping[int, int] | None = None,
         routers: RouterLogits | None = None,
+        towers: frozenset[str] | None = None,
     ) -> None:
         assert survey is not None or len(stages) == 1
         self.model = model
@@ -94,6 +97,7 @@ class StagedModel:
         self.checkpointed = dict(checkpointed or {})
         self.current: StageRun | None = None
         self.routers = routers
+        self.towers = towers
         if routers is not None:
             routers.attach(model, lambda: self.current.router_logits if self.current is not None else None)
         self._live: dict[int, frozenset[str]] = {}
@@ -123,6 +127,8 @@ class StagedModel:
         units = self.stages[stage]
         is_last = stage == self.num_stages - 1
         run = StageRun(units.start, units.stop, is_last, self.checkpointed.get(stage, 0), self._live.get(stage, frozenset()))
+        if self.towers and stage > 0 and not self.towers & run.live:
+            batch = without_patches(batch)
         if self.routers is not None and self.routers.are_wanted(batch):
             passed = self.routers.num_before(units.start)
             run.router_logits = dict(enumerate(received[:passed])) if received is not None else {}

@@ -146,3 +146,98 @@ def counts_of_one_length(rank: int, world: int) -> None:
     with refused("differ in more than their number of samples", r"torch\.arange", r"criterion\.weight"):
         booster.execute_pipeline(iter([given]), model, late_tokens, optimizer)
     booster.execute_pipeline(iter([given]), model, Weighed(), optimizer)
+
+
+@mistake(
+    symptom="a packed row of documents whose `labels` are not -100 where documents begin, with `num_microbatches`",
+    gets="refused on every rank: the row is cut between documents, and the last token of one would predict the first of the next",
+    fix="transformers' `DataCollatorWithFlattening`, which sets these labels, or -100 there by hand",
+)
+def labels_across_documents(rank: int, world: int) -> None:
+    booster, model, optimizer = boosted(world, num_microbatches=2)
+    replica = booster.plugin.data_parallel[1]  # type: ignore[union-attr]
+    ids = torch.randint(5, 90, (1, 14), generator=torch.Generator().manual_seed(replica))
+    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(8), torch.arange(6)])[None], "labels": ids.clone()}
+    with refused(r"labels\[0, 8\]=", "DataCollatorWithFlattening", r"shardwright\.Microbatches"):
+        booster.execute_pipeline(iter([batch]), model, None, optimizer)
+    batch["labels"][0, 8] = -100
+    booster.execute_pipeline(iter([batch]), model, None, optimizer)
+
+
+def vision_model() -> nn.Module:
+    torch.manual_seed(0)
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": rotary,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "in_channels": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=60, video_token_id=61)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def pictures(replica: int) -> dict[str, torch.Tensor]:
+    """Two samples, with an image of 4 x 4 and one of 2 x 4 patches: four tokens, and two."""
+    generator = torch.Generator().manual_seed(replica)
+    ids = torch.randint(5, 50, (2, 9), generator=generator)
+    ids[0, 1:5] = ids[1, 2:4] = 60
+    patches = torch.randn(16 + 8, 96, generator=generator)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 60, -100), "mm_token_type_ids": (ids == 60).int()} | {
+        "pixel_values": patches,
+        "image_grid_thw": grid,
+    }
+
+
+@mistake(
+    symptom="images for a model that was cut into pipeline stages without `example_inputs`",
+    gets="refused on every rank before the step: the stages were cut as for text alone",
+    fix="`example_inputs=` a small batch with images and texts",
+    worlds=(2, 4),
+)
+def images_that_the_cut_knew_nothing_of(rank: int, world: int) -> None:
+    settings: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2, "precision": "fp32"}
+    for known in (False, True):
+        booster = Booster(plugin=HybridParallelPlugin(**settings, **({"example_inputs": pictures(9)} if known else {})))
+        model = vision_model()
+        model, optimizer, *_ = booster.boost(model, adamw(model))
+        batch = pictures(booster.plugin.data_parallel[1])  # type: ignore[union-attr]
+        if known:
+            booster.execute_pipeline(iter([batch]), model, None, optimizer)
+            continue
+        with refused("the batch has pixel_values", "example_inputs="):
+            booster.execute_pipeline(iter([batch]), model, None, optimizer)
+
+
+@mistake(
+    symptom="`image_grid_thw` whose rows are not in the order of the samples",
+    gets="refused on every rank: an image would go to another microbatch than its text",
+    fix="one row per image, in the order in which the texts have them, as processors make it; or `shardwright.Microbatches`",
+)
+def images_in_another_order(rank: int, world: int) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, precision="fp32"))
+    model = vision_model()
+    model, *_ = booster.boost(model)
+    batch = pictures(rank)
+    mixed = {**batch, "image_grid_thw": batch["image_grid_thw"].flip(0)}
+    with refused("those of sample 0 are not filled by whole rows of image_grid_thw", r"shardwright\.Microbatches"):
+        booster.execute_pipeline(iter([mixed]), model, None)
+    booster.execute_pipeline(iter([batch]), model, None)
