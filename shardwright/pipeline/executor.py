@@ -253,6 +253,7 @@ class PipelineExecutor:
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
     equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
+    keeps_documents_apart  whether the model does, in a packed row; asked when there is one
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
     """
 
@@ -274,9 +275,11 @@ class PipelineExecutor:
         cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
         equal_numbers: bool = False,
+        keeps_documents_apart: Callable[[], bool] | None = None,
     ) -> None:
         self.cut = cut
         self._equal_numbers = equal_numbers
+        self._keeps_documents_apart = keeps_documents_apart
         self.settings = settings
         self.grad_factor = grad_factor
         self._loss_group = loss_group
@@ -340,7 +343,8 @@ class PipelineExecutor:
     def _split(self, batch: Any, device: torch.device | None) -> tuple[Any, list[Any]]:
         settings = self.settings
         config = getattr(self.cut.staged.model, "config", None)
-        return as_microbatches(batch, settings.num_microbatches, settings.microbatch_size, device, self._equal_numbers, config)
+        numbers = settings.num_microbatches, settings.microbatch_size
+        return as_microbatches(batch, *numbers, device, self._equal_numbers, config, self._keeps_documents_apart)
 
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""

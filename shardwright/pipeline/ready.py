@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,11 +98,12 @@ def as_microbatches(
     device: torch.device | None = None,
     alike: bool = False,
     config: Any = None,
+    keeps_documents_apart: Callable[[], bool] | None = None,
 ) -> tuple[Batch | Microbatches, list[Batch]]:
     """(the batch, its microbatches), moved to `device`; ValueError for a batch that has none.
 
     alike   all data-parallel ranks need equally many
-    config  of the model
+    config, keeps_documents_apart   of the model, see `regroup`
     Models get copies, since some write to their inputs, while tokens are counted in the batch.
     """
 
@@ -111,7 +112,7 @@ def as_microbatches(
 
     if isinstance(batch, Microbatches):
         check_ready(batch, num_microbatches, microbatch_size, alike)
-    elif (parts := regroup(batch, num_microbatches, microbatch_size, config, alike)) is not None:
+    elif (parts := regroup(batch, num_microbatches, microbatch_size, config, alike, keeps_documents_apart)) is not None:
         batch = Microbatches(parts)
     else:
         batch = map_tensors(move, batch)

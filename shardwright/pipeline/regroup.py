@@ -1,14 +1,14 @@
 """Batches whose entries are not all in rows of samples, cut where their own entries say how.
 
     pixel_values [patches, d], image_grid_thw [images, 3]      images follow the samples whose image tokens they fill
-    input_ids [1, T] of several documents, without a mask      cut between documents, where position_ids begin again or cu_seq_lens say
+    input_ids [1, T] of several documents, without a mask      cut between documents, where position_ids begin again
 
 Both give microbatches as a script could have made them (`ready.Microbatches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,20 +23,30 @@ _LONGEST = {"max_length_q": "cu_seq_lens_q", "max_length_k": "cu_seq_lens_k"}
 
 
 def regroup(
-    batch: Batch, num_microbatches: int | None, microbatch_size: int | None, config: Any = None, alike: bool = False
+    batch: Batch,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    config: Any = None,
+    alike: bool = False,
+    keeps_documents_apart: Callable[[], bool] | None = None,
 ) -> list[Batch] | None:
     """The microbatches of such a batch; None for all others.
 
     config  of the model, which says what an image token is
     alike   there must be as many as asked for
+    keeps_documents_apart  whether the model does, in a packed row; None: it does not
     """
     if not isinstance(batch, Mapping):
         return None
     if any(isinstance(batch.get(grid), torch.Tensor) for grid in GRIDS):
         return _by_images(batch, num_microbatches, microbatch_size, config)
-    if num_microbatches is not None and num_microbatches > 1:
-        return _by_documents(batch, num_microbatches, alike)
-    return None
+    if num_microbatches is None or num_microbatches == 1 or keeps_documents_apart is None:
+        return None
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[0] != 1 or batch.get("attention_mask") is not None:
+        return None
+    starts = _document_starts(batch, tokens.shape[1])
+    return _by_documents(batch, num_microbatches, starts, alike) if len(starts) > 1 and keeps_documents_apart() else None
 
 
 # Images ----------------------------------------------------------------------------------------------------------------
@@ -111,14 +121,8 @@ def _deal(
 # Documents -------------------------------------------------------------------------------------------------------------
 
 
-def _by_documents(batch: Mapping[str, Any], num_microbatches: int, alike: bool) -> list[Batch] | None:
-    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[0] != 1 or batch.get("attention_mask") is not None:
-        return None
-    length = tokens.shape[1]
-    starts = _document_starts(batch, length)
-    if len(starts) < 2:
-        return None
+def _by_documents(batch: Mapping[str, Any], num_microbatches: int, starts: Sequence[int], alike: bool) -> list[Batch]:
+    length = batch["position_ids"].shape[1]
     if alike and len(starts) < num_microbatches:
         raise ValueError(
             f"a packed row of {len(starts)} documents cannot be cut into num_microbatches={num_microbatches} pieces of whole documents, "
@@ -138,13 +142,15 @@ def _by_documents(batch: Mapping[str, Any], num_microbatches: int, alike: bool) 
 
 
 def _document_starts(batch: Mapping[str, Any], length: int) -> list[int]:
-    ends = batch.get(_ENDS[0])
-    if isinstance(ends, torch.Tensor) and ends.dim() == 1:
-        return [start for start in ends.tolist()[:-1] if start < length]
-    positions = batch.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.shape == (1, length):
-        return [0, *((positions[0].diff() != 1).nonzero().squeeze(1) + 1).tolist()]
-    return [0]
+    """First tokens of documents: where positions do not count on, which is what transformers goes by, and where cu_seq_lens agree."""
+    positions, ends = batch.get("position_ids"), batch.get(_ENDS[0])
+    if not isinstance(positions, torch.Tensor) or positions.shape != (1, length):
+        return [0]
+    starts = [0, *((positions[0].diff() != 1).nonzero().squeeze(1) + 1).tolist()]
+    if isinstance(ends, torch.Tensor):
+        known = set(ends.tolist())
+        starts = [start for start in starts if start in known]
+    return starts
 
 
 def _pieces(starts: Sequence[int], length: int, number: int) -> list[tuple[int, int]]:

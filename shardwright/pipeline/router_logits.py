@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class RouterLogits:
 
     taps: tuple[Tap, ...]
     configs: list[Any]
+    _routers: dict[int, list[tuple[int, Tap, nn.Module]]] = field(default_factory=dict, repr=False)  # number, tap and module, by unit
 
     def are_wanted(self, batch: Any) -> bool:
         return are_wanted(self.configs, batch)
@@ -77,17 +78,18 @@ class RouterLogits:
 
     def attach(self, model: nn.Module, collected: Callable[[], dict[int, torch.Tensor] | None]) -> None:
         """Note what routers return in `collected()`, by number, while there is such a dict."""
+        self._routers.clear()
         for number, tap in enumerate(self.taps):
-            model.get_submodule(tap.router).register_forward_hook(_noting(number, tap.place, collected))
+            router = model.get_submodule(tap.router)
+            router.register_forward_hook(_noting(number, tap.place, collected))
+            self._routers.setdefault(tap.unit, []).append((number, tap, router))
 
-    def replay(self, model: nn.Module, unit: int, logits: Mapping[int, torch.Tensor]) -> None:
+    def replay(self, unit: int, logits: Mapping[int, torch.Tensor]) -> None:
         """Tell transformers' hooks what the routers of a unit have given elsewhere."""
-        for number, tap in enumerate(self.taps):
-            if tap.unit == unit:
-                router = model.get_submodule(tap.router)
-                output = logits[number] if tap.place is None else (*[None] * tap.place, logits[number])
-                for hook in _collecting(router):
-                    hook(router, (), output)
+        for number, tap, router in self._routers.get(unit, ()):
+            output = logits[number] if tap.place is None else (*[None] * tap.place, logits[number])
+            for hook in _collecting(router):
+                hook(router, (), output)
 
 
 def _noting(number: int, place: int | None, collected: Callable[[], dict[int, torch.Tensor] | None]) -> Callable[..., None]:

@@ -281,7 +281,7 @@ class StagedModel:
                 return call(*args, **kwargs)
             output = run.output_before(index) if index < run.low else call_layer(call, args, kwargs)
             if index < run.low and run.router_logits is not None and self.routers is not None:
-                self.routers.replay(self.model, index, run.router_logits)
+                self.routers.replay(index, run.router_logits)
             if index in run.wanted and index >= run.low:
                 run.outputs[index] = output
             if index == run.high - 1:  # in a stage without layers, of the tail alone, the layer before it

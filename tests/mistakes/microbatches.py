@@ -85,6 +85,8 @@ def a_plain_list_of_microbatches(rank: int, world: int) -> None:
     booster.execute_pipeline(iter([shardwright.Microbatches(parts)]), model, None, optimizer)
     with refused("not a single dict", r"Microbatches\(\[batch\]\)"):
         shardwright.Microbatches(parts[0])  # type: ignore[arg-type]
+    with refused("not with the Microbatches of a step", r"booster\.execute_pipeline"):
+        model(shardwright.Microbatches(parts))
 
 
 @mistake(

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright import Microbatches
 from shardwright.pipeline.regroup import regroup
+from shardwright.shardformer.documents import DocumentProbe
 from shardwright.testing import run_ranks, zoo
 
 IMAGE, VIDEO, START = 100, 101, 102
@@ -121,35 +122,45 @@ def test_packed_rows() -> None:
     run_ranks(packed_ranks, 2)
 
 
+def cut(batch: dict[str, Any], number: int, alike: bool = False) -> Any:
+    return regroup(batch, number, None, alike=alike, keeps_documents_apart=lambda: True)
+
+
+def test_which_models_keep_documents_apart() -> None:
+    for name, expected in (("llama-causal-lm", True), ("mixtral-causal-lm", True), ("bloom-causal-lm", False), ("bert-masked-lm", False)):
+        assert DocumentProbe(zoo.build(name))() is expected, name
+    assert not DocumentProbe(nn.Linear(2, 2))()
+
+
 def test_pieces_of_whole_documents() -> None:
     batch = packed(0, (7, 12, 5, 9, 3), flash=True)
-    pieces = regroup(batch, 3, None)
+    pieces = cut(batch, 3)
     assert pieces is not None
     assert [piece["input_ids"].shape[1] for piece in pieces] == [7, 17, 12]
     assert [piece["cu_seq_lens_q"].tolist() for piece in pieces] == [[0, 7], [0, 12, 17], [0, 9, 12]]
     assert [piece["max_length_k"] for piece in pieces] == [7, 12, 9]
     for key in ("input_ids", "labels", "position_ids", "seq_idx"):
         assert torch.equal(torch.cat([piece[key] for piece in pieces], 1), batch[key])
-    without_positions = {key: value for key, value in batch.items() if key != "position_ids"}
-    assert [piece["input_ids"].shape[1] for piece in regroup(without_positions, 9, None) or []] == [7, 12, 5, 9, 3]
+    assert [piece["input_ids"].shape[1] for piece in cut(batch, 9) or []] == [7, 12, 5, 9, 3]
     for plain in (
         {"input_ids": batch["input_ids"]},
         {"input_ids": batch["input_ids"], "position_ids": torch.arange(36)[None]},
+        {key: value for key, value in batch.items() if key != "position_ids"},  # attention without flash kernels would not know
         {**batch, "attention_mask": torch.ones(1, 36)},  # a row with a mask is one sample
     ):
-        assert regroup(plain, 3, None) is None
-    assert regroup(batch, 1, None) is None
+        assert cut(plain, 3) is None
+    assert cut(batch, 1) is None
 
 
 def test_what_is_refused() -> None:
     batch = packed(0, (7, 12, 5))
     batch["labels"][0, 7] = 11
     with pytest.raises(ValueError, match=r"labels\[0, 7\]=11 .*shardwright\.Microbatches"):
-        regroup(batch, 3, None)
+        cut(batch, 3)
     with pytest.raises(ValueError, match=r"'bias' of shape \[1, 24, 24\]"):
-        regroup({**packed(0, (7, 12, 5)), "bias": torch.zeros(1, 24, 24)}, 3, None)
+        cut({**packed(0, (7, 12, 5)), "bias": torch.zeros(1, 24, 24)}, 3)
     with pytest.raises(ValueError, match="3 documents cannot be cut into num_microbatches=4"):
-        regroup(packed(0, (7, 12, 5)), 4, None, alike=True)
+        cut(packed(0, (7, 12, 5)), 4, alike=True)
     config = vision_model().config
     with pytest.raises(ValueError, match=r"no image_token_id.*shardwright\.Microbatches"):
         regroup(images(0), 2, None)
