@@ -52,8 +52,8 @@ class InputGuard:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, Microbatches) for value in args):
             raise ValueError(
-                "a model is called with one batch, not with the Microbatches of a step: booster.execute_pipeline(iter([microbatches]), model, "
-                "criterion, optimizer) takes them, or call the model for each"
+                "a model is called with one batch, not with the Microbatches of a step: booster.execute_pipeline(iter([microbatches]), "
+                "model, criterion, optimizer) takes them, or call the model for each"
             )
         self.check((*args, kwargs) if args else kwargs, module.training and torch.is_grad_enabled())
 

@@ -28,6 +28,7 @@ def boosted(world: int, **settings: Any) -> tuple[Booster, nn.Module, Any]:
     symptom="`output_router_logits=True` in a batch, or in the config after `boost`, with pipelines",
     gets="refused on every rank before the step: the router logits of other stages would be missing from the loss",
     fix="`model.config.output_router_logits = True` before `boost`",
+    worlds=(1, 2),
 )
 def router_loss_asked_for_too_late(rank: int, world: int) -> None:
     def step(settings: dict[str, Any], entries: dict[str, Any]) -> Any:
@@ -49,7 +50,7 @@ def router_loss_asked_for_too_late(rank: int, world: int) -> None:
     symptom="`output_router_logits=True` with several microbatches and a model whose router loss is its own (Switch Transformers)",
     gets="refused on every rank before the step: how the losses of microbatches weigh is not known",
     fix="one microbatch, a criterion with a `weight(inputs)`, or `output_router_logits=False`",
-    worlds=(1, 2),
+    worlds=(2,),
 )
 def router_loss_of_another_kind(rank: int, world: int) -> None:
     config = transformers.SwitchTransformersConfig(
@@ -93,6 +94,7 @@ def a_plain_list_of_microbatches(rank: int, world: int) -> None:
     symptom="`shardwright.Microbatches` of another number than `num_microbatches`, or with more samples than `microbatch_size`",
     gets="refused on every rank, with both numbers",
     fix="`microbatch_size`, the most samples that one has, in place of `num_microbatches`: then a step has as many as it is given",
+    worlds=(1, 2),
 )
 def another_number_of_microbatches(rank: int, world: int) -> None:
     booster, model, optimizer = boosted(world, num_microbatches=4)
@@ -114,7 +116,7 @@ def another_number_of_microbatches(rank: int, world: int) -> None:
     symptom="`shardwright.Microbatches` with `zero_stage=2` or `3`, several data-parallel ranks and only `microbatch_size`",
     gets="refused on every rank: ranks exchange gradients or parameters for every microbatch, so all need equally many",
     fix="`num_microbatches=` the number that every rank has in every step",
-    worlds=(2, 4),
+    worlds=(2,),
 )
 def unknown_number_of_microbatches_with_sharded_gradients(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", zero_stage=2, microbatch_size=2))
@@ -129,6 +131,7 @@ def unknown_number_of_microbatches_with_sharded_gradients(rank: int, world: int)
     symptom="`shardwright.Microbatches` of several lengths, and a criterion that counts with `torch.arange(length)`",
     gets="refused on every rank before the step: what is counted in the other microbatches could not be told ahead",
     fix="a mask that is an entry of each microbatch, or a criterion with a `weight(inputs)` of its own",
+    worlds=(1, 2),
 )
 def counts_of_one_length(rank: int, world: int) -> None:
     def late_tokens(outputs: Any, inputs: Any) -> torch.Tensor:
@@ -154,6 +157,7 @@ def counts_of_one_length(rank: int, world: int) -> None:
     symptom="a packed row of documents whose `labels` are not -100 where documents begin, with `num_microbatches`",
     gets="refused on every rank: the row is cut between documents, and the last token of one would predict the first of the next",
     fix="transformers' `DataCollatorWithFlattening`, which sets these labels, or -100 there by hand",
+    worlds=(1, 2),
 )
 def labels_across_documents(rank: int, world: int) -> None:
     booster, model, optimizer = boosted(world, num_microbatches=2)
@@ -213,7 +217,7 @@ def pictures(replica: int) -> dict[str, torch.Tensor]:
     symptom="images for a model that was cut into pipeline stages without `example_inputs`",
     gets="refused on every rank before the step: the stages were cut as for text alone",
     fix="`example_inputs=` a small batch with images and texts",
-    worlds=(2, 4),
+    worlds=(2,),
 )
 def images_that_the_cut_knew_nothing_of(rank: int, world: int) -> None:
     settings: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2, "precision": "fp32"}
@@ -233,6 +237,7 @@ def images_that_the_cut_knew_nothing_of(rank: int, world: int) -> None:
     symptom="`image_grid_thw` whose rows are not in the order of the samples",
     gets="refused on every rank: an image would go to another microbatch than its text",
     fix="one row per image, in the order in which the texts have them, as processors make it; or `shardwright.Microbatches`",
+    worlds=(2,),
 )
 def images_in_another_order(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, precision="fp32"))
