@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -292,7 +292,6 @@ class PipelineExecutor:
         self._cast_inputs = cast_inputs
         self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
-        self._router_loss = RouterLoss(cut.staged.model)
         self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
         self._step: _Step | None = None
         self._generation = job.generation()
@@ -386,6 +385,10 @@ class PipelineExecutor:
             return {"loss": None, "outputs": None}
         reported = step.loss.reported() if want_loss else None
         return {"loss": reported, "outputs": step.merged_outputs(reported) if want_outputs else None}
+
+    @cached_property
+    def _router_loss(self) -> RouterLoss:
+        return RouterLoss(self.cut.staged.model)
 
     def _check_loss(self, step: _Step) -> None:
         """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
