@@ -21,9 +21,11 @@ if TYPE_CHECKING:
         launch_from_torch,
     )
     from shardwright.cluster.recovery import recover
+    from shardwright.pipeline.ready import Microbatches
 
 _HOMES = {
     "Booster": "shardwright.booster",
+    "Microbatches": "shardwright.pipeline.ready",
     "get_default_parser": "shardwright.cluster.launch",
     "launch": "shardwright.cluster.launch",
     "launch_from_openmpi": "shardwright.cluster.launch",
@@ -56,6 +58,7 @@ explain_moved_modules()
 
 __all__ = [
     "Booster",
+    "Microbatches",
     "__version__",
     "get_default_parser",
     "launch",

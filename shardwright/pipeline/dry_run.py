@@ -121,11 +121,16 @@ def _ids(*shape: int, device: torch.device) -> torch.Tensor:
     return torch.arange(5, 5 + shape[-1], device=device).expand(shape).contiguous()
 
 
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Output of `model` for `batch`, as everywhere under a pipeline."""
+    defaults = forward_defaults(model)
+    if isinstance(batch, dict):
+        return model(**{**defaults, **batch})
+    return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
+
+
 def run_dry(model: nn.Module, batch: Any) -> Any:
     """Output of `model`, a `meta_copy`, for `batch` moved to the meta device."""
     batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
-    defaults = forward_defaults(model)
     with without_data(), torch.enable_grad():
-        if isinstance(batch, dict):
-            return model(**{**defaults, **batch})
-        return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
+        return call_model(model, batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,17 +22,21 @@ from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..ops.vocab_mode import as_scripts_see, detached
 from ..ops.vocab_shard import VocabShard
-from ..utils.tensors import map_tensors, to_device
+from ..utils.tensors import map_tensors
 from . import schedules
 from .balance import ChainCosts
 from .checkpointing import PipelineGradientCheckpointConfig
+from .images import check_images, find_towers
 from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
 from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
-from .microbatch import batch_size, items_of, merge_outputs, split_batch
+from .microbatch import batch_size, items_of, merge_outputs
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
+from .ready import as_microbatches
+from .router_logits import RouterLogits, find_router_logits, without_router_logits
+from .router_loss import RouterLoss
 from .runtime import Gathering, PipelineRuntime, Reduction
 from .schedules import Schedule
 from .search import Found, message_cost, search
@@ -109,6 +113,8 @@ class CutPlan:
     costs          of the units, by which the model was cut; None with one stage
     pp_style       the schedule, by name
     found          what the search found, where that was asked for
+    routers        whose logits the last stage collects; None: it collects none
+    towers         modules that run for images alone; None where the dry run had no images
     """
 
     units: tuple[Unit, ...]
@@ -121,11 +127,13 @@ class CutPlan:
     costs: ChainCosts | None = None
     pp_style: str = "1f1b"
     found: Found | None = None
+    routers: RouterLogits | None = None
+    towers: frozenset[str] | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
-        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank])
+        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers, self.towers)
         return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style)
 
 
@@ -146,13 +154,13 @@ def plan_cut(
     deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto"
     message_copies  ranks that share a layer's arithmetic but send all of its output each, for pp_style="auto"
     """
-    _refuse_router_loss(getattr(getattr(model, "config", None), "output_router_logits", False))
     config = settings.gradient_checkpoint_config
     if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     if num_ranks == 1:
         return _plan_one_stage(model, settings, config, layer_lists)
-    survey = survey_model(model, layer_lists, example_inputs)
+    with without_router_logits(model):  # they travel by themselves, not as something that the tail reads inside of layers
+        survey = survey_model(model, layer_lists, example_inputs)
     length = sequence_length(example_inputs)
 
     def costs_of(placement: Placement) -> ChainCosts:
@@ -185,7 +193,9 @@ def plan_cut(
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found)
+    routers = find_router_logits(model, survey.units, example_inputs)
+    towers = find_towers(model, survey.outside, example_inputs)
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers)
 
 
 def _plan_one_stage(
@@ -242,6 +252,8 @@ class PipelineExecutor:
     postpone_weights  see `PipelineRuntime`
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
+    equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
+    keeps_documents_apart  whether the model does, in a packed row; asked when there is one
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
     """
 
@@ -262,14 +274,19 @@ class PipelineExecutor:
         split_heads: Mapping[str, VocabShard] | None = None,
         cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
+        equal_numbers: bool = False,
+        keeps_documents_apart: Callable[[], bool] | None = None,
     ) -> None:
         self.cut = cut
+        self._equal_numbers = equal_numbers
+        self._keeps_documents_apart = keeps_documents_apart
         self.settings = settings
         self.grad_factor = grad_factor
         self._loss_group = loss_group
         self._tied_process_groups = dict(tied_process_groups or {})
         self._device = device
         self._split_heads = dict(split_heads or {})
+        self._loss_check = cut.loss_check
         if cut.loss_check is not None:
             cut.loss_check.split_heads = self._split_heads
         self._cast_inputs = cast_inputs
@@ -318,6 +335,16 @@ class PipelineExecutor:
             raise ValueError("layer_costs needs a pipeline: with one stage there is nothing to cut")
         return self.cut.costs.measured(self.cut.staged.stages, measured)
 
+    def check_batch(self, batch: Any) -> None:
+        """ValueError for a batch that has no microbatches."""
+        self._split(batch, None)
+
+    def _split(self, batch: Any, device: torch.device | None) -> tuple[Any, list[Any]]:
+        settings = self.settings
+        config = getattr(self.cut.staged.model, "config", None)
+        numbers = settings.num_microbatches, settings.microbatch_size
+        return as_microbatches(batch, *numbers, device, self._equal_numbers, config, self._keeps_documents_apart)
+
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""
         if self._same_batch is not None:
@@ -334,15 +361,15 @@ class PipelineExecutor:
         if not hasattr(data_iter, "__next__"):
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
-        batch = to_device(next(data_iter), self._batch_device())
-        if isinstance(batch, Mapping):
-            _refuse_router_loss(batch.get("output_router_logits", False))
-        microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
+        batch, microbatches = self._split(next(data_iter), self._batch_device())
+        if self.runtime is not None:
+            for microbatch in microbatches:
+                check_images(microbatch, self.cut.staged.towers)
+        router_loss = self._router_loss.of_step(microbatches, self.cut.staged.routers, is_cut=self.runtime is not None)
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
-        loss = GlobalLoss(
-            batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split_logits=bool(self._split_heads)
-        )
+        split = bool(self._split_heads)
+        loss = GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss)
         step = _Step(microbatches, loss, optimizer)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
@@ -359,15 +386,28 @@ class PipelineExecutor:
         reported = step.loss.reported() if want_loss else None
         return {"loss": reported, "outputs": step.merged_outputs(reported) if want_outputs else None}
 
+    @cached_property
+    def _router_loss(self) -> RouterLoss:
+        return RouterLoss(self.cut.staged.model)
+
     def _check_loss(self, step: _Step) -> None:
         """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
-        check = self.cut.loss_check
-        if check is None or not (step.training or step.want_loss):
+        if not (step.training or step.want_loss):
             return
+        if step.loss.is_watched and step.loss.router_loss is not None:
+            step.loss.router_loss.require_known()
         if self.runtime is None and not step.loss.is_watched and not self._split_heads:
             return
+        check = self._loss_check
+        if check is None and step.loss.is_ready and self.runtime is None and not self._split_heads:
+            # One rank that was told of no microbatches, and the whole model is here. A model that cannot be copied is asked every time.
+            check = self._loss_check = LossCheck.of(self.cut.staged.model, self.cut.staged.units)
+        if check is None:
+            step.loss.refuse_uncounted()
+            return
         check.follow_mode(self.cut.staged.model.training)
-        step.loss.checked = check.check(step.loss.criterion, step.microbatches, step.shape_keys(), step.loss.is_watched, step.training)
+        keys, loss = step.shape_keys(), step.loss
+        loss.checked = check.check(loss.criterion, step.microbatches, keys, loss.is_watched, step.training, loss.is_ready)
 
     def sync_tied_gradients(self) -> None:
         """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
@@ -408,7 +448,8 @@ class PipelineExecutor:
         assert step is not None
 
         def watch(seen: Any) -> AbstractContextManager[Any]:
-            return step.loss.watch(index, seen)
+            unused = step.loss.is_ready and not (step.training or step.want_loss)  # and nobody has found out how to count
+            return nullcontext() if unused else step.loss.watch(index, seen)
 
         payload, output = self.cut.staged.run(stage, received, self._cast_inputs(step.microbatches[index]), watch)
         if payload is not None:
@@ -474,12 +515,7 @@ class _Step:
 
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
-        return [
-            tuple(
-                (str(key), tuple(value.shape), str(value.dtype)) for key, value in items_of(microbatch) if isinstance(value, torch.Tensor)
-            )
-            for microbatch in self.microbatches
-        ]
+        return [(*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches]
 
     def merged_outputs(self, loss: torch.Tensor | None) -> Any:
         sizes = [batch_size(microbatch) for microbatch in self.microbatches]
@@ -487,11 +523,3 @@ class _Step:
         if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
             merged["loss"] = loss
         return map_tensors(as_scripts_see, merged)
-
-
-def _refuse_router_loss(value: Any) -> None:
-    if isinstance(value, bool) and value:
-        raise ValueError(
-            "output_router_logits=True adds the load-balancing loss of all layers' routers, a product of means over the whole batch that "
-            "no pipeline stage and no microbatch can compute alone; set config.output_router_logits=False"
-        )

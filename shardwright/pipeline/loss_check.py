@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,24 @@ from ..ops.vocab_shard import VocabShard
 from ..utils import pytree
 from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
-from .loss_facts import CONST, Kind, names
+from .loss_facts import CONST, SAMPLES, Fact, Kind, Recipe, names
+from .loss_rules import Call
 from .loss_terms import ARITHMETIC, TermWatcher
-from .loss_weight import HOW_TO_WEIGH, NOT_FOLLOWED, Criterion, LossError, Verdict, check_grad, check_linear, loss_of_output
-from .microbatch import batch_dim, batch_size, items_of, shared_entries
+from .loss_weight import (
+    HOW_TO_WEIGH,
+    NOT_FOLLOWED,
+    UNCOUNTED,
+    Count,
+    Criterion,
+    LossError,
+    Verdict,
+    check_grad,
+    check_linear,
+    loss_of_output,
+)
+from .microbatch import OTHER_ROWS, batch_size, find_batch_dim, items_of, shared_entries
+from .ready import form_of
+from .router_loss import RouterLoss
 
 _LONGEST = 1_000_000  # elements of a tensor that is made a list
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
@@ -49,6 +64,14 @@ _SIZED = ARITHMETIC | names(
     """view reshape expand unflatten zeros ones full empty new_zeros new_ones new_full new_empty broadcast_to repeat tile"""
 )
 _CUTS = names("""getitem setitem arange narrow split chunk tensor_split select""")  # `len()` of something may stand in these
+
+
+def _uncounted(*_: Any) -> torch.Tensor:
+    raise CannotFollow
+
+
+def _buffers(model: nn.Module) -> frozenset[int]:
+    return frozenset(id(buffer) for buffer in model.buffers())
 
 
 def _counts(values: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
@@ -76,6 +99,8 @@ class _Asked(NamedTuple):
     shared: frozenset[Any]
     weighed: bool
     training: bool
+    ready: bool = False  # microbatches are ready-made
+    counting: bool = False  # and differ in more than their numbers of rows, so that each is counted in its own way
 
 
 class LossCheck:
@@ -90,6 +115,7 @@ class LossCheck:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         trained = [parameter.requires_grad for parameter in model.parameters()]
         self._model = meta_copy(model)
+        self._router_loss = RouterLoss(model)
         for parameter, requires_grad in zip(self._model.parameters(), trained, strict=True):
             parameter.requires_grad_(requires_grad)
         self._gate = units[-1].gate if units else None
@@ -110,22 +136,30 @@ class LossCheck:
             return None
 
     def check(
-        self, criterion: Criterion | None, microbatches: Sequence[Any], keys: Sequence[Hashable], weighed: bool, training: bool
+        self,
+        criterion: Criterion | None,
+        microbatches: Sequence[Any],
+        keys: Sequence[Hashable],
+        weighed: bool,
+        training: bool,
+        ready: bool = False,
     ) -> dict[int, Verdict]:
         """Verdict of every microbatch; raises ValueError where the loss is none, or cannot be that of the whole batch.
 
         keys     of the microbatches: equal where their shapes are
         weighed  microbatches are weighed by what the loss does; else it must just be a loss
+        ready    microbatches were made by the user
         """
         identity = _identity(criterion)
         found: dict[Hashable, Verdict] = {}
         shared = shared_entries(microbatches)
+        counting = ready and weighed and len({form_of(microbatch, shared) for microbatch in microbatches}) > 1
         for key, microbatch in zip(keys, microbatches, strict=True):
             if key in found:
                 continue
-            known = (identity, key, shared, weighed, training, self._model.training)
-            if known not in self._verdicts:
-                self._verdicts[known] = self._judge(_Asked(criterion, microbatch, shared, weighed, training))
+            known = (identity, key, shared, weighed, training, self._model.training, ready, counting)
+            if known not in self._verdicts or not self._verdicts[known].lasting:
+                self._verdicts[known] = self._judge(_Asked(criterion, microbatch, shared, weighed, training, ready, counting))
                 self._held[known] = criterion
                 if len(self._verdicts) > _REMEMBERED:
                     del self._held[self._verdicts.popitem(last=False)[0]]
@@ -171,8 +205,23 @@ class LossCheck:
             if self.split_heads and verdicts[-1].error is None:
                 verdicts[-1] = self._with_split_logits(asked, guess, runs[0], verdicts[-1])
             if verdicts[-1].followed and verdicts[-1].error is None:
-                return verdicts[-1]
-        return next((verdict for verdict in verdicts if not verdict.followed), verdicts[0])
+                return self._with_counts(asked, runs[0], verdicts[-1]) if asked.counting else verdicts[-1]
+        verdict = next((verdict for verdict in verdicts if not verdict.followed), verdicts[0])
+        return replace(verdict, error=UNCOUNTED) if asked.counting and verdict.error is None else verdict
+
+    @staticmethod
+    def _with_counts(asked: _Asked, run: _MetaWatcher | Exception, verdict: Verdict) -> Verdict:
+        """`verdict` with how to count in microbatches of this form; refused where that takes what only a real run has."""
+        assert isinstance(run, _MetaWatcher)
+        entries = {**dict(items_of(asked.microbatch)), SAMPLES: batch_size(asked.microbatch)}
+        try:
+            with torch.no_grad():
+                made = [torch.as_tensor(count(entries)) for count in run.counts]
+        except Exception:  # a tensor without data among the others
+            return Verdict(error=UNCOUNTED)
+        if any(count.is_meta for count in made):
+            return Verdict(error=UNCOUNTED)
+        return replace(verdict, counts=tuple(run.counts), lasting=not run.has_kept)
 
     def _with_split_logits(self, asked: _Asked, guess: bool, whole: _MetaWatcher | Exception, verdict: Verdict) -> Verdict:
         """`verdict`, found on whole logits, with what becomes of them when they are split."""
@@ -201,7 +250,7 @@ class LossCheck:
         """
         samples = batch_size(asked.microbatch)
         criterion, inputs = _on_meta(asked.criterion), _sized(asked.microbatch, samples, factor, asked.shared)
-        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared)
+        watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared, asked.ready)
         watched = asked.weighed or bool(self.split_heads)
         with ExitStack() as stack:
             stack.callback(self._known_layers.clear)
@@ -213,14 +262,16 @@ class LossCheck:
                 def enter(module: nn.Module, args: Any, output: Any) -> None:
                     watcher.seed(output)
                     stack.enter_context(watcher)
+                    stack.enter_context(self._router_loss.weighed(watcher))
 
                 handle = gate.register_forward_hook(enter)
                 stack.callback(handle.remove)
             elif watched:
                 stack.enter_context(watcher)
+                stack.enter_context(self._router_loss.weighed(watcher))
             if split:
                 self._split_logits(stack)
-            output = _call(self._model, inputs)
+            output = _call(self._model, _without_images(inputs))
         with without_data(), torch.set_grad_enabled(asked.training), ExitStack() as stack:
             if split:
                 stack.enter_context(vocab_parallel_loss(marked=True))
@@ -259,15 +310,23 @@ class LossCheck:
 class _MetaWatcher(TermWatcher):
     """Follows tensors without data. `factor` tells runs apart, `guess` is what truth values are taken to be."""
 
-    def __init__(self, model: nn.Module, microbatch: Any, samples: int, factor: int, guess: bool, shared: frozenset[Any]) -> None:
-        def total(index: int, count: Any) -> torch.Tensor:
+    def __init__(
+        self, model: nn.Module, microbatch: Any, samples: int, factor: int, guess: bool, shared: frozenset[Any], ready: bool = False
+    ) -> None:
+        def total(index: int, count: Count) -> torch.Tensor:
+            self.counts.append(count)
             return torch.ones((), dtype=torch.float64, device="meta")
 
-        super().__init__(microbatch, samples, total, lambda: frozenset(id(buffer) for buffer in model.buffers()), shared=shared)
+        buffers = partial(_buffers, model)
+        super().__init__(microbatch, samples, total, buffers, shared=shared, ready=ready)
+        self.counts: list[Count] = []  # what was asked of the whole batch
+        self.has_kept = False  # whether counts hold tensors of the criterion's
         self.numbers: list[tuple[str, float, int | None]] = []  # function, number, its place if len() may have returned it
         self._factor = factor
         self._guess = guess
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._real: dict[int, torch.Tensor] = {}  # the other way round
+        self._is_made_up = False  # the function that runs stands in for one that has no shape without data
         self._truth: dict[int, bool] = {}
         self.counting = True
 
@@ -291,10 +350,22 @@ class _MetaWatcher(TermWatcher):
         if name in ("unique", "unique_consecutive") and not self.trusting:
             func = self._distinct
         func = _MADE_UP.get(name, func)
+        self._is_made_up = func in (self._distinct, *_MADE_UP.values())
         result = super()._run(func, name, in_place, args, kwargs)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bool and not result.dim():
             self._truth[id(result)] = self._truth_of(name, args)
         return result
+
+    def _with_recipe(self, call: Call, fact: Fact, place: int) -> Fact:
+        found = super()._with_recipe(call, fact, place)
+        if self._is_made_up and found.recipe is not None:
+            return found._replace(recipe=Recipe(None, _uncounted, (found.recipe,)))
+        return found
+
+    def kept(self, constant: torch.Tensor) -> torch.Tensor:
+        real = self._real.get(id(constant))
+        self.has_kept |= real is not None
+        return constant if real is None else real
 
     def _note_numbers(self, name: str, values: Sequence[Any]) -> None:
         for value in values:
@@ -345,6 +416,7 @@ class _MetaWatcher(TermWatcher):
         found = self._moved.get(id(tensor))
         if found is None:
             found = self._moved[id(tensor)] = (tensor, tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
+            self._real[id(found[1])] = tensor
             self._note(found[1], self.fact(tensor))
         return found[1]
 
@@ -415,9 +487,9 @@ def _sized(microbatch: Any, samples: int, factor: int, shared: frozenset[Any]) -
     entries = {}
     for key, value in items_of(microbatch):
         if isinstance(value, torch.Tensor):
-            dim = None if key in shared else batch_dim(key, value, samples)
+            dim = None if key in shared else find_batch_dim(key, value, samples)
             shape = list(value.shape)
-            if dim is not None:
+            if dim is not None and dim != OTHER_ROWS:
                 shape[dim] *= factor
             value = torch.empty(shape, dtype=value.dtype, device="meta")
         entries[key] = value
@@ -426,6 +498,14 @@ def _sized(microbatch: Any, samples: int, factor: int, shared: frozenset[Any]) -
     if isinstance(microbatch, tuple) and hasattr(microbatch, "_fields"):
         return type(microbatch)(*entries.values())
     return type(microbatch)(entries.values()) if isinstance(microbatch, list | tuple) else entries[None]
+
+
+def _without_images(inputs: Any) -> Any:
+    """Images go into the model's first layers, and how large they are is not known without data."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    samples = batch_size(inputs)
+    return {key: value for key, value in inputs.items() if find_batch_dim(key, value, samples) != OTHER_ROWS}
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

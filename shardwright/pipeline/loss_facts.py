@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -145,8 +146,10 @@ class Number:
 
     whole    its value for the whole batch; None when that is not known, and `why` says why not
     axis     of sizes: see `Axis`
+    rows     of sizes: counts an axis in the whole batch, where microbatches may have other factors (lengths) than this one
     """
 
+    rows: Callable[[Axis], Any] | None = None
     whole: Callable[[], Any] | None = None
     why: str = ""
     axis: Axis | None = None
@@ -230,12 +233,13 @@ def number(
     why: str = "",
     axis: Axis | None = None,
     decides: Callable[[], None] | None = None,
+    rows: Callable[[Axis], Any] | None = None,
 ) -> Any:
     """`value` as a tracked number; truth values and others stay what they are."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     made = Count(value) if isinstance(value, int) else Measure(value)
-    made.whole, made.why, made.axis, made.decides = whole, why, axis, decides
+    made.whole, made.why, made.axis, made.decides, made.rows = whole, why, axis, decides, rows
     return made
 
 
@@ -273,12 +277,16 @@ def _combine(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         return NotImplemented
     parts = [part for part in (left, right) if isinstance(part, Number)]
+    axis = _axis_of(function, left, right)
+    rows = parts[0].rows
+    if function is operator.mul and axis is not None and rows is not None:  # samples x length: as many as all microbatches have
+        return number(function(_plain(left), _plain(right)), cache(partial(rows, axis)), axis=axis, decides=parts[0].decides, rows=rows)
     why = next((part.why for part in parts if part.whole is None), None)
     return number(
         function(_plain(left), _plain(right)),
         (lambda: function(whole_of(left), whole_of(right))) if why is None else None,
         why or "",
-        _axis_of(function, left, right),
+        axis,
         next((part.decides for part in parts if part.decides is not None), None),
     )
 

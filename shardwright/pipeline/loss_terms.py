@@ -36,7 +36,7 @@ from .loss_index import CREATORS, INDEX_RULES, created
 from .loss_rules import RULES, TOGETHER, Call, elementwise, is_elementwise, per_row, recomputed
 from .loss_samples import holds_samples, single_samples
 from .loss_shapes import SHAPE_RULES
-from .microbatch import batch_dim, items_of
+from .microbatch import OTHER_ROWS, find_batch_dim, items_of
 
 _CLASSES = (F.cross_entropy, sharded_cross_entropy, F.nll_loss)  # their targets are class indices, with an ignore index
 _BY_ELEMENT = (
@@ -91,6 +91,7 @@ class TermWatcher(TorchFunctionMode):
     constants() -> ids of tensors that are the same in every microbatch though they are no parameters (buffers)
     recording  recipes are needed; False where all questions have been answered for another microbatch
     shared  keys of entries that every microbatch has whole
+    ready   microbatches were made by the user: other entries without samples belong to this one alone
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TermWatcher(TorchFunctionMode):
         constants: Callable[[], frozenset[int]] = frozenset,
         recording: bool = True,
         shared: frozenset[Any] = frozenset(),
+        ready: bool = False,
     ) -> None:
         super().__init__()
         self.entries = {**dict(items_of(microbatch)), SAMPLES: samples}
@@ -121,9 +123,13 @@ class TermWatcher(TorchFunctionMode):
         self._facts: dict[int, tuple[weakref.ref[torch.Tensor], Fact]] = {}
         for key, value in items_of(microbatch):
             if isinstance(value, torch.Tensor):
-                dim = None if key in shared else batch_dim(key, value, samples)
-                recipe = Recipe(key)
-                self._note(value, CONST if dim is None else Fact(Kind.ROWS, dim, Axis(), recipe=recipe))
+                dim = None if key in shared else find_batch_dim(key, value, samples)
+                if dim is None:
+                    self._note(value, LOOSE if ready and key not in shared else CONST)
+                elif dim == OTHER_ROWS:
+                    self._note(value, Fact(Kind.ROWS, 0, None, "rows that are not samples", Recipe(key)))
+                else:
+                    self._note(value, Fact(Kind.ROWS, dim, Axis(), recipe=Recipe(key)))
 
     def close(self) -> None:
         """Let go of the batch: numbers that the criterion has kept hold on to this."""
@@ -193,6 +199,28 @@ class TermWatcher(TorchFunctionMode):
             return local
         low = local.dtype in (torch.float16, torch.bfloat16)
         return exact.to(device=local.device, dtype=torch.float32 if low else local.dtype)
+
+    def part_of_mean(self, mean: Callable[[], Any], local: Any, count: Callable[[Mapping[Any, Any]], Any] | None) -> Any:
+        """`mean()`, taken over `local` of what `count` counts, as this microbatch's part of a mean over all; nobody looks into it."""
+        self._asking = True
+        try:
+            value = mean()
+        finally:
+            self._asking = False
+        if not isinstance(value, torch.Tensor):
+            return value
+        if count is None:
+            self._note(value, unknown("a router loss of tokens that do not follow from the batch's entries alone"))
+            return value
+        whole = self._ask(count)
+        self._asking = True
+        try:
+            if not value.is_meta:
+                value = value * (local / whole).to(device=value.device, dtype=value.dtype)
+        finally:
+            self._asking = False
+        self._note(value, SUM)
+        return value
 
     def _ask(self, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
         self.num_questions += 1
@@ -317,8 +345,12 @@ class TermWatcher(TorchFunctionMode):
 
     def _named(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return self.fact(leaf).recipe or leaf
+            return self.fact(leaf).recipe or self.kept(leaf)
         return leaf
+
+    def kept(self, constant: torch.Tensor) -> torch.Tensor:
+        """What counts in other microbatches use for a tensor that is the same in all of them."""
+        return constant
 
     def _changed(self, call: Call, fact: Fact) -> None:
         """An in-place operation: what its target holds is what the operation made of it, and views of the same memory are not known to."""
@@ -379,7 +411,7 @@ class TermWatcher(TorchFunctionMode):
         if fact.axis is None:
             return number(size, None, "the number of elements that were selected by something that does not follow from the batch alone")
         axis = fact.axis.times(times)
-        return number(size, cache(partial(self.rows, axis)), axis=axis, decides=None if self.trusting else self._decide)
+        return number(size, cache(partial(self.rows, axis)), axis=axis, decides=None if self.trusting else self._decide, rows=self.rows)
 
     def _read(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fact = self.fact(args[0])
@@ -498,12 +530,14 @@ class TermWatcher(TorchFunctionMode):
                 f"({', '.join(str(key) for key in self.entries if key != SAMPLES)}) alone, so their number in other microbatches is unknown"
             )
 
+        weights = None if weight is None else self.kept(weight)
+
         def count(entries: Mapping[Any, Any]) -> torch.Tensor:
             targets = recipe.make(entries)
             valid = targets != ignored
-            if weight is None:
+            if weights is None:
                 return valid.sum()
-            return (weight.detach()[targets.clamp(0, len(weight) - 1)].double() * valid).sum()
+            return (weights.detach()[targets.clamp(0, len(weights) - 1)].double() * valid).sum()
 
         return other._replace(recipe=None, samples=False, mask=None), count
 

@@ -13,8 +13,8 @@ Weights, parts and totals are at least fp32, whatever the model computes in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,23 @@ from .loss_facts import SAMPLES, Kind
 from .loss_samples import is_whole
 from .loss_terms import TermWatcher
 from .microbatch import batch_size, items_of, shared_entries
+from .ready import Microbatches, form_of
+from .router_loss import RouterLoss
 
 Criterion = Callable[..., torch.Tensor]
+Count = Callable[[Mapping[Any, Any]], Any]  # of the entries of a batch
 
 HOW_TO_WEIGH = (
     "Pass a criterion with criterion.weight(inputs) -> number (for example the number of label tokens): the loss is then the mean of the "
     "microbatches' losses with these weights; see docs/losses.md. Or use one microbatch on one data-parallel rank (microbatch_size=None, "
     "num_microbatches=1)"
+)
+
+
+UNCOUNTED = (
+    "the ready-made microbatches differ in more than their number of samples, and what the loss counts in them (tokens, samples, weights) "
+    "cannot be told ahead for each: counts must follow from the batch's entries by functions of torch, without tensors that are made for "
+    f"one length (torch.arange) or by the model. {HOW_TO_WEIGH}"
 )
 
 
@@ -45,12 +55,16 @@ class Verdict:
     lengths  places in its arithmetic where the plain int that len() returned stands
     followed False when it could not be followed
     gathers  logits of which every rank holds some columns must be gathered for the criterion, which reads all of them
+    counts   what head and criterion ask of the whole batch, in order: how to count it in a microbatch of this form; None: as in the first
+    lasting  it holds for other microbatches of this form as well
     """
 
     error: str | None = None
     lengths: frozenset[int] = frozenset()
     followed: bool = True
     gathers: bool = False
+    counts: tuple[Count, ...] | None = None
+    lasting: bool = True
 
 
 NOT_FOLLOWED = Verdict(followed=False, gathers=True)
@@ -117,13 +131,14 @@ def needs_no_weights(num_microbatches: int, group: dist.ProcessGroup | None) -> 
 class GlobalLoss:
     """Weights of one step's microbatches. Collectives over `group` run in an order that is the same on all its ranks.
 
-    batch         of this data-parallel rank; nobody writes to it
+    batch         of this data-parallel rank, or its ready-made microbatches; nobody writes to it
     microbatches  its parts, which the model and the criterion get, and may write to
     criterion     (outputs, inputs) -> loss, or None for the loss that the model computed itself
     group         ranks whose microbatches belong to the same global batch (data parallel; None: just this process)
     device        where the loss lives
     constants     ids of the model's buffers, see `TermWatcher`
     split_logits  the model's logits are split over the vocabulary, see `ops.vocab_mode`
+    router_loss   of the model, which has one
     """
 
     def __init__(
@@ -135,9 +150,11 @@ class GlobalLoss:
         device: torch.device,
         constants: Callable[[], frozenset[int]] = frozenset,
         split_logits: bool = False,
+        router_loss: RouterLoss | None = None,
     ) -> None:
-        self.batch = batch
         self.microbatches = list(microbatches)
+        self.is_ready = isinstance(batch, Microbatches)
+        self._counted = list(batch) if self.is_ready else [batch]  # batches in which tokens and the like are counted
         self.criterion = criterion
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.device = device
@@ -145,6 +162,7 @@ class GlobalLoss:
         self.checked: Mapping[int, Verdict] = {}  # by microbatch, what is known of the criterion before it runs
         self._constants = constants
         self._split_logits = split_logits
+        self.router_loss = router_loss
         self._answers: list[torch.Tensor] = []
         self._watchers: dict[int, TermWatcher] = {}
         self._num_questions: int | None = None
@@ -161,6 +179,11 @@ class GlobalLoss:
         """Whether weights follow from what head and criterion do."""
         return not self._whole and self._weights is None
 
+    def refuse_uncounted(self) -> None:
+        """Nobody has looked ahead, so ready-made microbatches must be alike for the first one to tell how to count in all."""
+        if self.is_ready and self.is_watched and len({form_of(microbatch, self._shared) for microbatch in self.microbatches}) > 1:
+            raise LossError(UNCOUNTED)
+
     def watch(self, index: int, seen: Any = None) -> AbstractContextManager[Any]:
         """Context for the head of microbatch `index`; `seen` is what the last layer returned."""
         if not self.is_watched:
@@ -172,11 +195,12 @@ class GlobalLoss:
             self._constants,
             recording=not self._watched_one,
             shared=self._shared,
+            ready=self.is_ready,
         )
         self._watched_one = True
         watcher.seed(seen)
         self._watchers[index] = watcher
-        return watcher
+        return watcher if self.router_loss is None else _both(watcher, self.router_loss.weighed(watcher))
 
     def contribution(self, index: int, output: Any) -> torch.Tensor:
         """This microbatch's part of the global loss, a scalar with gradient."""
@@ -235,21 +259,38 @@ class GlobalLoss:
         exact = loss if loss.dtype not in (torch.float16, torch.bfloat16) else loss.float()
         return exact * (self._weights[index] / self._weight_sum).to(device=exact.device, dtype=exact.dtype)
 
-    def _answer(self, index: int, count: Callable[[Mapping[Any, Any]], Any]) -> torch.Tensor:
+    def _answer(self, index: int, count: Count) -> torch.Tensor:
         """`count(entries)` of the global batch, computed when the first microbatch asks question `index`."""
         if index == len(self._answers):
             if self._num_questions is not None:
                 raise LossError(f"the loss takes another way in this microbatch than in the one before: it counts more. {HOW_TO_WEIGH}")
-            entries = {**dict(items_of(self.batch)), SAMPLES: sum(self._samples)}
             with torch.no_grad():
-                self._answers.append(self._summed([torch.as_tensor(count(entries))]))
+                self._answers.append(self._summed([torch.as_tensor(part) for part in self._parts(index, count)]))
         return self._answers[index]
+
+    def _parts(self, index: int, count: Count) -> list[Any]:
+        """What question `index` comes to in this rank's batch, or in each of its ready-made microbatches; `count` is the first one's."""
+        if not self.is_ready:
+            return [count({**dict(items_of(self._counted[0])), SAMPLES: sum(self._samples)})]
+        parts = []
+        for place, (batch, samples) in enumerate(zip(self._counted, self._samples, strict=True)):
+            counts = self.checked.get(place, NOT_FOLLOWED).counts
+            if counts is not None and index >= len(counts):
+                raise LossError(f"the loss counts more in this microbatch than was found when it was followed ahead. {HOW_TO_WEIGH}")
+            parts.append((count if counts is None else counts[index])({**dict(items_of(batch)), SAMPLES: samples}))
+        return parts
 
     def _summed(self, counts: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.stack([count.to(device=self.device, dtype=torch.float64, non_blocking=True) for count in counts]).sum(0)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return total
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _gathered(output: Any, watcher: TermWatcher | None) -> Any:

@@ -4,6 +4,7 @@ B is the number of samples of the batch. Which dimension of a tensor counts samp
 
     [B, ...]        dim 0, whatever follows
     [3, B, S]       dim 1 of `position_ids` with three dims (multimodal rotary positions: time, height, width)
+    images          none: see `regroup`
     [1, ...]        none: one row for every sample, given to each microbatch as it is
     0-d, no tensor  none
 """
@@ -31,6 +32,12 @@ _SAMPLE_NAMES = (
 # Per-batch bookkeeping of transformers that is never one row per sample.
 _WHOLE_NAMES = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 
+# Entries with a row for each image or video: the entry of all their patches [patches, d], and the token of the config that they fill.
+GRIDS = {"image_grid_thw": ("pixel_values", "image_token_id"), "video_grid_thw": ("pixel_values_videos", "video_token_id")}
+PATCHES = tuple(patches for patches, _ in GRIDS.values())
+
+OTHER_ROWS = -1  # in place of a dim: rows that are neither one per sample nor one for all (patches of images, say)
+
 Batch = Any  # dict, list or tuple of tensors and other values, or one tensor
 
 
@@ -47,9 +54,14 @@ def batch_size(batch: Batch) -> int:
     """B, read from the entry that says it most plainly."""
     entries = [(key, value) for key, value in items_of(batch) if isinstance(value, torch.Tensor) and value.dim() > 0]
     if not entries:
+        made = isinstance(batch, list | tuple) and batch and all(isinstance(entry, Mapping) for entry in batch)
         raise ValueError(
             f"a batch of type {type(batch).__name__} without any tensor of one or more dims cannot be split into microbatches; "
-            "pass a dict, list or tuple of tensors, or one tensor, with samples on dim 0"
+            + (
+                f"if these {len(batch)} dicts are the microbatches, say so: shardwright.Microbatches(batch)"
+                if made
+                else "pass a dict, list or tuple of tensors, or one tensor, with samples on dim 0"
+            )
         )
     named = dict(entries)
     for name in _SAMPLE_NAMES:
@@ -60,19 +72,31 @@ def batch_size(batch: Batch) -> int:
     return value.shape[1] if _has_leading_axes(key, value) else value.shape[0]
 
 
-def batch_dim(key: Any, value: Any, samples: int) -> int | None:
-    """The dim of `value` that counts samples, or None when every microbatch gets all of it."""
+def find_batch_dim(key: Any, value: Any, samples: int) -> int | None:
+    """The dim of `value` that counts samples; None when every microbatch gets all of it, `OTHER_ROWS` when it counts something else."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or key in _WHOLE_NAMES:
         return None
+    if key in GRIDS or (key in PATCHES and value.dim() == 2):
+        return OTHER_ROWS
     if _has_leading_axes(key, value) and value.shape[1] == samples:
         return 1
     if value.shape[0] == samples:
         return 0
     if value.shape[0] == 1 or (_has_leading_axes(key, value) and value.shape[1] == 1):
         return None
+    return OTHER_ROWS
+
+
+def batch_dim(key: Any, value: Any, samples: int) -> int | None:
+    """The dim of `value` that counts samples, or None when every microbatch gets all of it."""
+    dim = find_batch_dim(key, value, samples)
+    if dim != OTHER_ROWS:
+        return dim
     raise ValueError(
         f"the batch cannot be split into microbatches: it has {samples} samples, but {_label(key)} has shape {tuple(value.shape)}; "
-        f"every tensor needs {samples} (or 1, to give all of it to each microbatch) on dim 0, position_ids of three dims on dim 1"
+        f"every tensor needs {samples} (or 1, to give all of it to each microbatch) on dim 0, position_ids of three dims on dim 1. "
+        "Where rows of a tensor are something else, let the iterator give the microbatches themselves: "
+        "shardwright.Microbatches([first, second, ...])"
     )
 
 

@@ -27,7 +27,9 @@ from torch import nn
 from ..utils import pytree
 from .checkpointing import run_checkpointed
 from .dry_run import forward_defaults, without_data
+from .images import without_patches
 from .layer_chain import Unit
+from .router_logits import RouterLogits
 from .survey import Survey
 
 Payload = tuple[torch.Tensor, ...]
@@ -55,6 +57,7 @@ class StageRun:
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
     outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage -> its output, where a later stage reads it
     wanted: frozenset[int] = frozenset()
+    router_logits: dict[int, torch.Tensor] | None = None  # by their number, of the layers so far; None: nobody collects them
     enter_tail: Callable[[Any], None] | None = None
 
     def output_before(self, unit: int) -> Any:
@@ -70,6 +73,8 @@ class StagedModel:
     stages   units of all stages of the pipeline
     held     indices of the stages of this rank
     checkpointed  number of layers of each held stage that are recomputed in the backward pass
+    routers  whose logits travel to the last stage
+    towers   modules that run for images alone; None: there are no images
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class StagedModel:
         stages: Sequence[range],
         held: Sequence[int],
         checkpointed: Mapping[int, int] | None = None,
+        routers: RouterLogits | None = None,
+        towers: frozenset[str] | None = None,
     ) -> None:
         assert survey is not None or len(stages) == 1
         self.model = model
@@ -89,6 +96,10 @@ class StagedModel:
         self.held = tuple(held)
         self.checkpointed = dict(checkpointed or {})
         self.current: StageRun | None = None
+        self.routers = routers
+        self.towers = towers
+        if routers is not None:
+            routers.attach(model, lambda: self.current.router_logits if self.current is not None else None)
         self._live: dict[int, frozenset[str]] = {}
         self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
         self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
@@ -116,6 +127,12 @@ class StagedModel:
         units = self.stages[stage]
         is_last = stage == self.num_stages - 1
         run = StageRun(units.start, units.stop, is_last, self.checkpointed.get(stage, 0), self._live.get(stage, frozenset()))
+        if self.towers and stage > 0 and not self.towers & run.live:
+            batch = without_patches(batch)
+        if self.routers is not None and self.routers.are_wanted(batch):
+            passed = self.routers.num_before(units.start)
+            run.router_logits = dict(enumerate(received[:passed])) if received is not None else {}
+            received = received[passed:] if received is not None else None
         if self.survey is not None:
             run.received = self._unpack(received, units.start)
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
@@ -172,6 +189,7 @@ class StagedModel:
 
     def _pack(self, run: StageRun) -> Payload:
         """Tensors of every unit's output that is read behind the stage, units ascending; last all their numbers, if there are any.
+        Before them the logits of all routers so far.
 
         Numbers travel as a tensor, since what is not data is sent only with the first message of a shape. Reading them again
         waits for the device, which layers that return numbers have done themselves if they computed these on it.
@@ -186,6 +204,8 @@ class StagedModel:
             numbers += values
         if numbers:
             tensors.append(_encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
+        if run.router_logits is not None:
+            tensors[:0] = [logits for _, logits in sorted(run.router_logits.items())]
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def _unpack(self, received: Payload | None, position: int) -> dict[int, Any]:
@@ -260,6 +280,8 @@ class StagedModel:
             if run is None:
                 return call(*args, **kwargs)
             output = run.output_before(index) if index < run.low else call_layer(call, args, kwargs)
+            if index < run.low and run.router_logits is not None and self.routers is not None:
+                self.routers.replay(index, run.router_logits)
             if index in run.wanted and index >= run.low:
                 run.outputs[index] = output
             if index == run.high - 1:  # in a stage without layers, of the tail alone, the layer before it

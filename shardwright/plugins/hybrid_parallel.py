@@ -27,6 +27,7 @@ from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..shardformer.config import ShardConfig
 from ..shardformer.deferring import let_weight_grads_wait
+from ..shardformer.documents import DocumentProbe
 from ..shardformer.init import LazyWeights, Materialization
 from ..shardformer.model import split_heads
 from ..shardformer.sharder import ModelSharder
@@ -282,6 +283,7 @@ class HybridParallelPlugin(Plugin):
         if self.mesh.rank == 0:
             for warning in self.layout.warnings:
                 warn_once(warning)
+        probe = DocumentProbe(model)
         adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
         weights = LazyWeights.of(model)
@@ -309,7 +311,7 @@ class HybridParallelPlugin(Plugin):
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
-        executor = self._executor(cut, wrapped)
+        executor = self._executor(cut, wrapped, probe)
         boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped))
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
@@ -414,7 +416,7 @@ class HybridParallelPlugin(Plugin):
 
         return share
 
-    def _executor(self, cut: CutModel, optimizer: OptimizerWrapper | None) -> PipelineExecutor:
+    def _executor(self, cut: CutModel, optimizer: OptimizerWrapper | None, probe: DocumentProbe) -> PipelineExecutor:
         units = optimizer.units if isinstance(optimizer, ZeroOptimizer) else self._units
         return PipelineExecutor(
             cut,
@@ -428,6 +430,8 @@ class HybridParallelPlugin(Plugin):
             gathered=chunks_gathered(self.settings.reduction.gather_ahead),
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
+            keeps_documents_apart=probe,
+            equal_numbers=self.zero_stage >= 2 and self.dp_size > 1,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
         )
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..pipeline.microbatch import split_dims
+from ..pipeline.executor import PipelineExecutor
+from ..pipeline.ready import Microbatches
 from .dataloader import Batches
 from .first_step import FirstStep
 from .input_limits import InputLimits
@@ -36,12 +37,24 @@ class InputGuard:
         return self._first_step is not None and not self._first_step.done
 
     def check(self, batch: Any, training: bool) -> None:
-        entries = self._named(batch)
-        self._limits.check(entries)
+        if isinstance(batch, Microbatches):
+            each = [self._named(part) for part in batch]
+            for part in each:
+                self._limits.check(part)
+            keys = dict.fromkeys(key for part in each for key in part)
+            entries: Mapping[str, Any] = {key: [part[key] for part in each if key in part] for key in keys}
+        else:
+            entries = self._named(batch)
+            self._limits.check(entries)
         if training and self._first_step is not None:
             self._first_step.check(entries)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(isinstance(value, Microbatches) for value in args):
+            raise ValueError(
+                "a model is called with one batch, not with the Microbatches of a step: booster.execute_pipeline(iter([microbatches]), "
+                "model, criterion, optimizer) takes them, or call the model for each"
+            )
         self.check((*args, kwargs) if args else kwargs, module.training and torch.is_grad_enabled())
 
     def _named(self, batch: Any) -> Mapping[str, Any]:
@@ -67,6 +80,7 @@ class CheckedBatches:
             )
         self._data_iter = data_iter
         self._guard: InputGuard | None = getattr(model, "input_guard", None)
+        self._executor: PipelineExecutor | None = getattr(model, "executor", None)
         self._training = training
 
     def __iter__(self) -> Iterator[Any]:
@@ -80,8 +94,8 @@ class CheckedBatches:
         if isinstance(self._data_iter, Batches):
             self._data_iter.batch_is_used()
         if self._guard is not None:
-            if self._training and self._guard.compares:
-                split_dims(batch)  # what this rank can find out alone comes before it meets the others
+            if self._training and self._guard.compares and self._executor is not None:
+                self._executor.check_batch(batch)  # what this rank can find out alone comes before it meets the others
             self._guard.check(batch, self._training)
         return batch
 

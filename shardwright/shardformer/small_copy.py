@@ -31,13 +31,20 @@ def small_copy(model: nn.Module, ranks: int) -> nn.Module | None:
 
     Equal on every rank: the weights come from a fixed seed. The caller's random state is left alone.
     """
-    config: Any = copy.deepcopy(model.config)
-    if sum(param.numel() for param in model.parameters()) > SMALL_ENOUGH:
+    return build_small(native_class(model), copy.deepcopy(model.config), sum(param.numel() for param in model.parameters()), ranks)
+
+
+def native_class(model: nn.Module) -> type[nn.Module]:
+    return getattr(type(model), "native_class", type(model))
+
+
+def build_small(native: type[nn.Module], config: Any, size: int, ranks: int) -> nn.Module | None:
+    """See `small_copy`, for a model of `size` parameters; changes `config`."""
+    if size > SMALL_ENOUGH:
         _shrink(config, ranks)
     for part in (config, getattr(config, "text_config", None)):
         if part is not None:
             part._experts_implementation = "eager"  # the grouped kernels have no double precision
-    native = getattr(type(model), "native_class", type(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

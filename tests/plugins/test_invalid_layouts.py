@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from shardwright import Booster
@@ -81,6 +82,14 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def routed_both_sides() -> nn.Module:
+    config = transformers.NllbMoeConfig(
+        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, num_experts=2, encoder_sparse_step=1, decoder_sparse_step=1, output_router_logits=True,
+    )  # fmt: skip
+    return transformers.NllbMoeForConditionalGeneration(config)
 
 
 def ckpt(*numbers: int) -> PipelineGradientCheckpointConfig:
@@ -211,7 +220,7 @@ MODELS: dict[str, Case] = {
         ["enable_fused_normalization=True", "use False"],
         boost("t5-conditional-generation"),
     ),
-    "a router's loss": Case(PIPE, ["output_router_logits"], boost("qwen3-moe-causal-lm", output_router_logits=True)),
+    "routers on both sides": Case(PIPE, ["output_router_logits=True", "encoder and its decoder", "pp_size=1"], boost(routed_both_sides)),
     "another model's optimizer": Case(
         {"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))
     ),

@@ -19,6 +19,7 @@ shardwright.launch_from_torch(seed=1024, backend=None, verbose=False)
 shardwright.launch_from_slurm()
 shardwright.launch_from_openmpi()
 shardwright.get_default_parser()
+shardwright.Microbatches(batches)
 
 shardwright.Booster(device=None, mixed_precision=None, plugin=None)
 shardwright.booster.Booster(device=None, mixed_precision=None, plugin=None)
