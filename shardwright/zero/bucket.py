@@ -329,8 +329,8 @@ class GradReducer:
             self._require_unreduced(window)
         for bucket in window.buckets[window.next :]:
             for slot in bucket.plan.slots:
-                counts = slot.entry.family.tied is not None if self.keep_full else own_gradient(slot.entry.param) is not None
-                if counts:
+                arrived = not self.keep_full and own_gradient(slot.entry.param) is not None
+                if arrived or slot.entry.family.tied is not None:
                     self._collect(*self._places[slot], slot)
         self._ending = last
         self._launch_window(window)

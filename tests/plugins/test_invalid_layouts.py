@@ -140,6 +140,7 @@ SETTINGS: dict[str, Case] = {
     "a sequence mode that does not exist": Case({"sequence_parallelism_mode": "rings"}, ["'rings'", "did you mean 'ring'"]),
     "offload without sharding": Case({"cpu_offload": True}, ["cpu_offload=True", "zero_stage=0", "use zero_stage=1"]),
     "offload as text": Case({"cpu_offload": "yes"}, ["cpu_offload='yes'", "use True"]),
+    "less than nothing gathered ahead": Case({"gather_ahead": -1, "zero_stage": 3}, ["gather_ahead=-1", "at least 0", "None"]),
     "overlapped gather without one": Case({"overlap_allgather": True, "zero_stage": 3}, ["overlap_allgather=True", "zero_stage=1 or 2"]),
     "a negative norm": Case({"max_norm": -1.0}, ["max_norm=-1.0", "0 (no clipping) or positive"]),
     "a norm as text": Case({"max_norm": "1.0"}, ["max_norm='1.0'", "a number", "use 1"]),
