@@ -38,6 +38,7 @@ from .schedules import Schedule
 from .search import Found, message_cost, search
 from .simulate import Costs
 from .stage import Payload, StagedModel
+from .step_inputs import StepInputs
 from .survey import Survey, survey_model
 from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
 
@@ -334,7 +335,8 @@ class PipelineExecutor:
         if not hasattr(data_iter, "__next__"):
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
-        batch = to_device(next(data_iter), self._batch_device())
+        given = next(data_iter)
+        batch = to_device(given, self._batch_device())
         if isinstance(batch, Mapping):
             _refuse_router_loss(batch.get("output_router_logits", False))
         microbatches = split_batch(batch, self.settings.num_microbatches, self.settings.microbatch_size)
@@ -343,7 +345,9 @@ class PipelineExecutor:
         loss = GlobalLoss(
             batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split_logits=bool(self._split_heads)
         )
-        step = _Step(microbatches, loss, optimizer)
+        # Made only if masks must be compared and reading them on the device would wait for it.
+        host = partial(split_batch, given, self.settings.num_microbatches, self.settings.microbatch_size)
+        step = _Step(microbatches, loss, optimizer, StepInputs(microbatches, self._cast_inputs, host))
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
         self._step = step
@@ -410,7 +414,7 @@ class PipelineExecutor:
         def watch(seen: Any) -> AbstractContextManager[Any]:
             return step.loss.watch(index, seen)
 
-        payload, output = self.cut.staged.run(stage, received, self._cast_inputs(step.microbatches[index]), watch)
+        payload, output = self.cut.staged.run_microbatch(stage, received, step.inputs, index, watch)
         if payload is not None:
             return payload
         part = None
@@ -466,8 +470,9 @@ class _Step:
     want_loss = True
     want_outputs = False
 
-    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any) -> None:
+    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any, inputs: StepInputs) -> None:
         self.microbatches = microbatches
+        self.inputs = inputs
         self.loss = loss
         self.optimizer = optimizer
         self.outputs: dict[int, Any] = {}
