@@ -302,6 +302,8 @@ class StagedModel:
             _change_class(layer, self._unit_call(index, is_layer=True, is_gate=layer is gate))
             if layer is not gate:
                 _change_class(gate, self._unit_call(index, is_layer=False, is_gate=True))
+        for name in dict.fromkeys(unit.layer.rpartition(".")[0] for unit in self.units):
+            _keep_slices(self.model.get_submodule(name))
 
     def _unit_call(self, index: int, *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
         def call_unit(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -352,7 +354,7 @@ class StagedModel:
             covered += (f"{name}.",)
 
     def _stub_call(self, name: str, module: nn.Module, known: bool) -> Callable[..., Any]:
-        shapes: dict[Any, Any] = {}
+        shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
         def call_stub(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             run = self.current
@@ -371,9 +373,11 @@ class StagedModel:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
             if key not in shapes:
-                shapes[key] = _output_shapes(module, call, args, kwargs)
+                shapes[key] = pytree.tree_flatten(_output_shapes(module, call, args, kwargs))
             device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-            return pytree.tree_map_only(torch.Tensor, lambda shape: torch.zeros_like(shape, device=device), shapes[key])
+            found, structure = shapes[key]
+            zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+            return pytree.tree_unflatten(zeros, structure)
 
         return call_stub
 
@@ -454,6 +458,24 @@ def _change_class(module: nn.Module, around: Callable[[Callable[..., Any], tuple
         return around(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
 
     module.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _keep_slices(layers: nn.Module) -> None:
+    """Let a ModuleList return one ModuleList per slice: models slice their layers in every forward, which registers all of them anew."""
+    assert isinstance(layers, nn.ModuleList)
+    base = type(layers)
+    kept: dict[tuple[Any, ...], nn.ModuleList] = {}
+
+    def __getitem__(self: nn.ModuleList, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return base.__getitem__(self, index)
+        key = (index.start, index.stop, index.step)
+        wanted = list(self._modules.values())[index]
+        if key not in kept or list(kept[key]._modules.values()) != wanted:  # modules are equal only to themselves
+            kept[key] = base(wanted)
+        return kept[key]
+
+    layers.__class__ = type(base.__name__, (base,), {"__getitem__": __getitem__, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _discard(_: Any) -> None:
