@@ -42,6 +42,7 @@ from .schedules import Schedule
 from .search import Found, message_cost, search
 from .simulate import Costs
 from .stage import Payload, StagedModel
+from .step_inputs import StepInputs
 from .survey import Survey, survey_model
 from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
 
@@ -361,7 +362,8 @@ class PipelineExecutor:
         if not hasattr(data_iter, "__next__"):
             raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
         training = optimizer is not None and torch.is_grad_enabled()
-        batch, microbatches = self._split(next(data_iter), self._batch_device())
+        given = next(data_iter)
+        batch, microbatches = self._split(given, self._batch_device())
         if self.runtime is not None:
             for microbatch in microbatches:
                 check_images(microbatch, self.cut.staged.towers)
@@ -370,7 +372,9 @@ class PipelineExecutor:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
         split = bool(self._split_heads)
         loss = GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss)
-        step = _Step(microbatches, loss, optimizer)
+        # On the host they are made only if masks must be compared and reading them on the device would wait for it.
+        inputs = StepInputs(microbatches, self._cast_inputs, lambda: self._split(given, None)[1])
+        step = _Step(microbatches, loss, optimizer, inputs)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
         self._step = step
@@ -451,7 +455,7 @@ class PipelineExecutor:
             unused = step.loss.is_ready and not (step.training or step.want_loss)  # and nobody has found out how to count
             return nullcontext() if unused else step.loss.watch(index, seen)
 
-        payload, output = self.cut.staged.run(stage, received, self._cast_inputs(step.microbatches[index]), watch)
+        payload, output = self.cut.staged.run_microbatch(stage, received, step.inputs, index, watch)
         if payload is not None:
             return payload
         part = None
@@ -507,8 +511,9 @@ class _Step:
     want_loss = True
     want_outputs = False
 
-    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any) -> None:
+    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any, inputs: StepInputs) -> None:
         self.microbatches = microbatches
+        self.inputs = inputs
         self.loss = loss
         self.optimizer = optimizer
         self.outputs: dict[int, Any] = {}

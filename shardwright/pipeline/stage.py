@@ -18,18 +18,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..utils import pytree
+from ..utils.tensors import map_tensors
 from .checkpointing import run_checkpointed
 from .dry_run import forward_defaults, without_data
 from .images import without_patches
+from .layer_calls import LayerCalls
 from .layer_chain import Unit
+from .layer_trace import Trace, TraceEnd, Unfit
 from .router_logits import RouterLogits
+from .step_inputs import StepInputs
 from .survey import Survey
 
 Payload = tuple[torch.Tensor, ...]
@@ -49,20 +53,28 @@ class StageExit(Exception):
 class StageRun:
     """One stage's forward of one microbatch: what the modules consult while it runs."""
 
+    stage: int
     low: int
     high: int
     is_last: bool
     checkpointed: int
     live: frozenset[str]  # modules outside the layers whose output this stage reads
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
+    written: frozenset[int] = frozenset()  # units whose outputs the model writes to
     outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage -> its output, where a later stage reads it
     wanted: frozenset[int] = frozenset()
     router_logits: dict[int, torch.Tensor] | None = None  # by their number, of the layers so far; None: nobody collects them
     enter_tail: Callable[[Any], None] | None = None
+    trace: Trace | None = None  # instead of layers
+    in_model: bool = True  # whether layers are called by the model's forward
+    begin: int = 0  # first unit that runs: what the ones before returned is there
 
     def output_before(self, unit: int) -> Any:
-        """What a gate before the stage returns: its own output, or the next one that arrived when nobody reads its own."""
-        return self.received[min(known for known in self.received if known >= unit)]
+        """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads its own."""
+        known = next(known for known in self.received if known >= unit)  # ascending
+        output = self.received[known]
+        # What the model writes to the outputs of several layers must not meet in one tensor.
+        return map_tensors(torch.Tensor.clone, output) if known != unit and known in self.written else output
 
 
 class StagedModel:
@@ -104,11 +116,17 @@ class StagedModel:
         self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
         self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
         self._defaults = forward_defaults(model)
+        templates = survey.templates if survey is not None else ()
+        self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
         _disable_own_checkpointing(model)
+        self._calls: LayerCalls | None = None
         if survey is not None and len(stages) > 1:
             self._release(survey)
             self._install_stubs(survey)
             _change_class(model, lambda call, args, kwargs: self._root_call(call, args, kwargs))
+            # A module outside the layers that a stage reads may gather its weights, which has to happen as often on every rank.
+            between = [stage for stage in held if 0 < stage < len(stages) - 1 and not self._live[stage]]
+            self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between})
         self._install_gates()
 
     @property
@@ -123,35 +141,77 @@ class StagedModel:
         `tail` gives, for what the last layer returned, a context for the part of the last stage's forward behind it (for None, one for the
         whole forward of a model without units).
         """
+        return self._run(self._prepared(stage, received, batch), batch, tail)
+
+    def run_microbatch(
+        self,
+        stage: int,
+        received: Payload | None,
+        inputs: StepInputs,
+        index: int,
+        tail: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+    ) -> tuple[Payload | None, Any]:
+        """The same for microbatch `index` of a step. What comes before the layers is computed once per step where it can be."""
+        run = self._prepared(stage, received, inputs.microbatches[index])
+        if self._calls is not None:
+            calls = self._calls.find(stage, run.received, inputs, index, lambda trace: self._trace(run, trace, inputs.batch(index)))
+            if calls is not None:
+                run.in_model, self.current = False, run
+                try:
+                    run.outputs, alive = self._calls.run(self.stages[stage], calls, run.received, run.wanted)
+                finally:
+                    self.current = None
+                if alive is None:
+                    return self._pack(run), None
+                self._calls.distrust(stage, inputs)
+                run.in_model, run.received, run.begin = True, dict(sorted(alive.items())), max(alive) + 1
+        return self._run(run, inputs.batch(index), tail)
+
+    def _prepared(self, stage: int, received: Payload | None, batch: Any) -> StageRun:
         self._follow_device()
         units = self.stages[stage]
         is_last = stage == self.num_stages - 1
-        run = StageRun(units.start, units.stop, is_last, self.checkpointed.get(stage, 0), self._live.get(stage, frozenset()))
-        if self.towers and stage > 0 and not self.towers & run.live:
-            batch = without_patches(batch)
+        run = StageRun(stage, units.start, units.stop, is_last, self.checkpointed.get(stage, 0), self._live.get(stage, frozenset()))
+        run.begin = min(units.start, units.stop - 1)  # in a stage of the tail alone the unit before it ends
         if self.routers is not None and self.routers.are_wanted(batch):
             passed = self.routers.num_before(units.start)
             run.router_logits = dict(enumerate(received[:passed])) if received is not None else {}
             received = received[passed:] if received is not None else None
         if self.survey is not None:
             run.received = self._unpack(received, units.start)
+            run.written = self._written
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
+        return run
+
+    def _run(self, run: StageRun, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]]) -> tuple[Payload | None, Any]:
         with ExitStack() as stack:
-            if is_last and not self.units:
+            if run.is_last and not self.units:
                 stack.enter_context(tail(None))
-            elif is_last:
+            elif run.is_last:
                 run.enter_tail = lambda output: _discard(stack.enter_context(tail(output)))
             self.current = run
             try:
-                output = self._call(batch)
+                output = self._call(self._seen_by(run, batch))
             except StageExit:
                 return self._pack(run), None
             finally:
                 self.current = None
-        if not is_last:
-            last = self.units[units.stop - 1].gate
-            raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {stage}")
+        if not run.is_last:
+            last = self.units[run.high - 1].gate
+            raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {run.stage}")
         return None, output
+
+    def _trace(self, run: StageRun, trace: Trace, batch: Any) -> None:
+        self.current = replace(run, trace=trace)
+        try:
+            with trace.running():
+                self._call(self._seen_by(run, batch))
+        except (TraceEnd, Unfit):
+            pass
+        except Exception:  # the model's own code, which may check the numbers of stand-ins: what it has called before counts
+            pass
+        finally:
+            self.current = None
 
     def parameters_of(self, stage: int) -> set[nn.Parameter]:
         """What one of the held stages uses."""
@@ -179,6 +239,10 @@ class StagedModel:
         param = module._parameters[name]
         assert param is not None
         return param.device
+
+    def _seen_by(self, run: StageRun, batch: Any) -> Any:
+        """The batch without the images that only other stages look at."""
+        return without_patches(batch) if self.towers and run.stage > 0 and not self.towers & run.live else batch
 
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -257,34 +321,34 @@ class StagedModel:
     def _install_gates(self) -> None:
         for index, unit in enumerate(self.units):
             layer, gate = self.model.get_submodule(unit.layer), self.model.get_submodule(unit.gate)
-            if layer is gate:
-                _change_class(layer, self._gate_call(index, is_layer=True))
-            else:
-                _change_class(layer, self._layer_call(index))
-                _change_class(gate, self._gate_call(index, is_layer=False))
+            _change_class(layer, self._unit_call(index, is_layer=True, is_gate=layer is gate))
+            if layer is not gate:
+                _change_class(gate, self._unit_call(index, is_layer=False, is_gate=True))
+        for name in dict.fromkeys(unit.layer.rpartition(".")[0] for unit in self.units):
+            _keep_slices(self.model.get_submodule(name))
 
-    def _layer_call(self, index: int) -> Callable[..., Any]:
-        def call_layer(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            run = self.current
-            if run is not None and run.low <= index < run.low + run.checkpointed and torch.is_grad_enabled():
-                return run_checkpointed(call, *args, **kwargs)
-            return call(*args, **kwargs)
-
-        return call_layer
-
-    def _gate_call(self, index: int, is_layer: bool) -> Callable[..., Any]:
-        call_layer = self._layer_call(index) if is_layer else lambda call, args, kwargs: call(*args, **kwargs)
-
-        def call_gate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _unit_call(self, index: int, *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
+        def call_unit(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             run = self.current
             if run is None:
                 return call(*args, **kwargs)
-            output = run.output_before(index) if index < run.low else call_layer(call, args, kwargs)
-            if index < run.low and run.router_logits is not None and self.routers is not None:
+            if run.trace is not None:
+                return run.trace.call(index, is_layer, is_gate, call, args, kwargs)
+            if is_gate and index < max(run.low, run.begin) and run.router_logits is not None and self.routers is not None:
                 self.routers.replay(index, run.router_logits)
-            if index in run.wanted and index >= run.low:
+            if is_gate and index < run.begin:
+                return run.output_before(index)
+            checkpointed = is_layer and run.low <= index < run.low + run.checkpointed and torch.is_grad_enabled()
+            is_here = index >= run.low  # or the end of the layers, before a stage of the tail alone
+            if checkpointed:
+                output = run_checkpointed(call, *args, **kwargs)
+            else:
+                output = call(*args, **kwargs) if is_here or not is_gate else run.output_before(index)
+            if not is_gate or not run.in_model:
+                return output
+            if index in run.wanted and is_here:
                 run.outputs[index] = output
-            if index == run.high - 1:  # in a stage without layers, of the tail alone, the layer before it
+            if index == run.high - 1:
                 if not run.is_last:
                     raise StageExit
                 if run.enter_tail is not None:
@@ -292,7 +356,7 @@ class StagedModel:
                     enter(output)
             return output
 
-        return call_gate
+        return call_unit
 
     def _install_stubs(self, survey: Survey) -> None:
         """Replace the modules outside the layers that some stage of this rank must not, or need not, run."""
@@ -314,7 +378,7 @@ class StagedModel:
             covered += (f"{name}.",)
 
     def _stub_call(self, name: str, module: nn.Module, known: bool) -> Callable[..., Any]:
-        shapes: dict[Any, Any] = {}
+        shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
         def call_stub(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             run = self.current
@@ -325,12 +389,19 @@ class StagedModel:
                     f"{name} runs on this batch, but did not in the dry run from which the pipeline stages were cut; pass a batch like "
                     "this one as example_inputs= to the plugin, so that every stage that needs it gets it"
                 )
+            if run.trace is not None:
+                return run.trace.stub(lambda: imitate(call, args, kwargs))
+            return imitate(call, args, kwargs)
+
+        def imitate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
             if key not in shapes:
-                shapes[key] = _output_shapes(module, call, args, kwargs)
+                shapes[key] = pytree.tree_flatten(_output_shapes(module, call, args, kwargs))
             device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-            return pytree.tree_map_only(torch.Tensor, lambda shape: torch.zeros_like(shape, device=device), shapes[key])
+            found, structure = shapes[key]
+            zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+            return pytree.tree_unflatten(zeros, structure)
 
         return call_stub
 
@@ -411,6 +482,24 @@ def _change_class(module: nn.Module, around: Callable[[Callable[..., Any], tuple
         return around(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
 
     module.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _keep_slices(layers: nn.Module) -> None:
+    """Let a ModuleList return one ModuleList per slice: models slice their layers in every forward, which registers all of them anew."""
+    assert isinstance(layers, nn.ModuleList)
+    base = type(layers)
+    kept: dict[tuple[Any, ...], nn.ModuleList] = {}
+
+    def __getitem__(self: nn.ModuleList, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return base.__getitem__(self, index)
+        key = (index.start, index.stop, index.step)
+        wanted = list(self._modules.values())[index]
+        if key not in kept or list(kept[key]._modules.values()) != wanted:  # modules are equal only to themselves
+            kept[key] = base(wanted)
+        return kept[key]
+
+    layers.__class__ = type(base.__name__, (base,), {"__getitem__": __getitem__, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _discard(_: Any) -> None:

@@ -1,0 +1,237 @@
+"""Calls the layers of a stage without the model around them; see [Note: calling layers without the model] in `layer_trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..utils import pytree
+from .layer_chain import Unit
+from .layer_trace import LayerCall, Proof, Trace, context, module_state, same_state, tensors_of
+from .step_inputs import StepInputs
+from .survey import TENSOR, Survey, Template
+
+_MOST_ANSWERS = 64
+_MOST_VERDICTS = 1024  # a loader with ever new lengths must not fill the memory with them
+
+
+@dataclass
+class Calls:
+    """What a trace found.
+
+    units    arguments of the layers that it reached
+    metas    shape and dtype of the tensors that every layer was assumed to return
+    pending  stages times microbatches that have not used it
+    """
+
+    units: dict[int, LayerCall]
+    metas: tuple[tuple[torch.Size, torch.dtype], ...]
+    pending: int
+    orders: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)
+
+    def order(self, units: range) -> list[tuple[int, list[int]]]:
+        """`units`, and with each those whose outputs no later one needs."""
+        if units.start not in self.orders:
+            last_use = {source: unit for unit in units for source in self.units[unit].sources}
+            self.orders[units.start] = [
+                (unit, [source for source, use in last_use.items() if use == unit] + [unit] * (unit not in last_use)) for unit in units
+            ]
+        return self.orders[units.start]
+
+    def usable(self, units: range) -> bool:
+        """Whether all of `units` were reached and no layer has written to what several get."""
+        return all(
+            unit in self.units and all(tensor._version == version for tensor, version in self.units[unit].constants) for unit in units
+        )
+
+
+class _Stage(NamedTuple):
+    """A stage of this rank between the first and the last. kind: equal for stages that one trace can serve."""
+
+    number: int
+    units: range
+    boundary: tuple[int, ...]
+    kind: Hashable
+
+
+class LayerCalls:
+    """What the layers of a rank's stages are called with.
+
+    stages  units of the stages that this rank holds, by number
+    """
+
+    def __init__(self, model: nn.Module, survey: Survey, stages: Mapping[int, range]) -> None:
+        self._units: Sequence[Unit] = survey.units
+        self._templates: Sequence[Template] = survey.templates
+        self._single = [template.spec.is_leaf() for template in survey.templates]  # which is nothing but a tensor
+        self._layers = [model.get_submodule(unit.layer) for unit in survey.units]
+        self._around = [
+            module
+            for name, module in model.named_modules()
+            if any(unit.layer.startswith(f"{name}." if name else "") for unit in survey.units) and not isinstance(module, nn.ModuleList)
+        ]
+        different: list[Template] = []
+        self._stages: dict[int, _Stage] = {}
+        for number, units in stages.items():
+            whole = all(unit.layer == unit.gate for unit in survey.units[units.start : units.stop])
+            if not units or not whole:
+                continue
+            boundary = survey.boundary(units.start)
+            kind: Hashable = number, "alone"
+            if boundary == (units.start - 1,):
+                template = survey.templates[units.start - 1]
+                if template not in different:
+                    different.append(template)
+                kind = different.index(template)
+            self._stages[number] = _Stage(number, units, boundary, kind)
+        self._unfit: set[Hashable] = set()
+        self._arrived: dict[Hashable, Hashable] = {}  # shapes, by stage and shapes of the batch
+        self._proofs: dict[Hashable, Proof] = {}
+
+    def find(self, number: int, received: Mapping[int, Any], inputs: StepInputs, index: int, run: Callable[[Trace], None]) -> Calls | None:
+        """Calls for a stage and a microbatch; None where the model's forward has to run. `run` is the forward under a trace."""
+        stage = self._stages.get(number)
+        if stage is None or torch.is_inference_mode_enabled() or self._hooked():
+            return None
+        arrived = [tensors_of(received[unit]) for unit in stage.boundary]
+        metas = tuple((tensor.shape, tensor.dtype) for tensors in arrived for tensor in tensors)
+        if not metas:
+            return None
+        look = (stage.kind, metas, context(arrived[-1][0].device), tuple(module.training for module in self._around))
+        frame = inputs.frame(index)
+        if len(self._arrived) >= _MOST_VERDICTS:
+            self._arrived.clear()
+        self._arrived[number, frame] = metas
+        proof = self._proofs.get((look, frame))
+        group, size = inputs.group(index, proof.read if proof is not None else frozenset())
+        calls = inputs.calls.get((group, look))
+        if calls is None:
+            if (number, look, frame) in self._unfit:
+                return None
+            served = [other for other in self._stages.values() if other.kind == stage.kind]
+            served = [other for other in served if (other.number, look, frame) not in self._unfit]
+            served = [other for other in served if self._arrived.get((other.number, frame), metas) == metas]
+            if len(served) * size == 1:  # for one F the model's own forward is the shortest way
+                return None
+            group, calls = self._traced(stage, served, received, look, inputs, index, run)
+            inputs.calls[group, look] = calls
+        calls.pending -= 1
+        if not calls.pending:
+            del inputs.calls[group, look]
+        if not calls.usable(stage.units):
+            if len(self._unfit) >= _MOST_VERDICTS:
+                self._unfit.clear()
+            self._unfit.add((number, look, frame))
+            return None
+        return calls
+
+    def _traced(
+        self,
+        stage: _Stage,
+        served: Sequence[_Stage],
+        received: Mapping[int, Any],
+        look: Hashable,
+        inputs: StepInputs,
+        index: int,
+        run: Callable[[Trace], None],
+    ) -> tuple[Hashable, Calls]:
+        """The group of microbatch `index` and the calls of all layers that could be traced."""
+        first = min(other.units.start for other in served)
+        wanted = frozenset(unit for other in served for unit in other.units)
+        sources = {unit: tensors_of(received[unit]) for unit in stage.boundary}
+        if len(served) > 1:  # stages that get the output of the layer before
+            sources = {first - 1: sources[stage.units.start - 1]}
+        key = (look, inputs.frame(index))
+        state = self._state()
+        proof = self._proofs.get(key)
+        if proof is None or not same_state(proof.state, state):
+            if len(self._proofs) >= _MOST_VERDICTS:
+                self._proofs.clear()
+            proof = self._proofs[key] = Proof(state)
+        contents = inputs.contents(index, proof.read)
+        replies = proof.known.get(contents, ()) if contents is not None else ()
+        trace = Trace(self._templates, first, wanted, sources, inputs.batch(index), proof, prove=False, replies=replies)
+        if proof.paths:
+            run(trace)
+        if not trace.is_proven:
+            trace = Trace(self._templates, first, wanted, sources, inputs.batch(index), proof, prove=True)
+            looked_at = [module for unit in wanted for module in self._layers[unit].modules()]
+            before = module_state(looked_at)
+            run(trace)
+            if not same_state(before, module_state(looked_at)) or not same_state(state, self._state()):
+                trace.calls.clear()
+            assert trace.prover is not None
+            proof.read |= trace.prover.read
+            contents = inputs.contents(index, proof.read)
+        if trace.is_proven and contents is not None:
+            if len(proof.known) >= _MOST_ANSWERS:
+                proof.known.clear()
+            proof.known[contents] = tuple(trace.answers)
+        group, size = inputs.group(index, proof.read)
+        metas = tuple((tensor.shape, tensor.dtype) for tensor in sources[max(sources)])
+        return group, Calls(trace.calls, metas, len(served) * size)
+
+    def _state(self) -> list[Any]:
+        """Attributes of the modules that contain layers, and of their configs: what a script can turn between steps."""
+        configs = [module.config for module in self._around if hasattr(module, "config")]
+        return module_state([*self._around, *configs])
+
+    def _hooked(self) -> bool:
+        """Whether somebody wants to see the calls of the model itself."""
+        return any(module._forward_pre_hooks or module._forward_hooks_always_called for module in self._around)
+
+    def distrust(self, number: int, inputs: StepInputs) -> None:
+        """The layers of a stage did not return what traces assume."""
+        del self._stages[number]
+        inputs.calls.clear()
+
+    def run(
+        self, units: range, calls: Calls, received: Mapping[int, Any], wanted: frozenset[int]
+    ) -> tuple[dict[int, Any], dict[int, Any] | None]:
+        """Call the layers of `units`: (outputs of the wanted ones, None).
+
+        Where a layer does not return what was assumed: (outputs so far, all outputs that a later layer may read), for the model's forward
+        to go on behind that layer.
+        """
+        alive: dict[int, Any] = dict(received)
+        tensors = {unit: tensors_of(output) for unit, output in received.items()}
+        outputs: dict[int, Any] = {}
+        last = units[-1]
+        for unit, done_with in calls.order(units):
+            args, kwargs = calls.units[unit].filled(tensors)
+            output = self._layers[unit](*args, **kwargs)
+            del args, kwargs
+            if unit in wanted:
+                outputs[unit] = output
+            if unit == last:
+                break
+            alive[unit] = output
+            found = _tensors_as(output, self._templates[unit], self._single[unit])
+            if found is None:
+                return outputs, alive
+            for tensor, (shape, dtype) in zip(found, calls.metas, strict=True):
+                if tensor.shape != shape or tensor.dtype is not dtype:
+                    return outputs, alive
+            tensors[unit] = found
+            for source in done_with:
+                tensors.pop(source, None)
+                alive.pop(source, None)
+            del output, found
+        return outputs, None
+
+
+def _tensors_as(output: Any, template: Template, single: bool) -> list[torch.Tensor] | None:
+    """The tensors of `output`, or None where it has another structure."""
+    if isinstance(output, torch.Tensor):
+        return [output] if single else None
+    leaves, spec = pytree.tree_flatten(output)
+    if spec != template.spec:
+        return None
+    for leaf, other in zip(leaves, template.others, strict=True):
+        if isinstance(leaf, torch.Tensor) != (other is TENSOR) or (other is not TENSOR and leaf != other):
+            return None
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,408 @@
+"""With what a model calls its layers: masks, positions, rotary tables. Found without running a layer, used for all that would get the same.
+
+[Note: calling layers without the model]
+A stage between the first and the last runs some layers on what arrived. What else the layers get, the model computes before them, from
+the batch; it is the same for every stage, and for every microbatch whose batch is the same where that computation looked. So the model's
+forward runs once per group of such microbatches, as a *trace*: every layer hands back a stand-in and its arguments are written down.
+Then the stages of this rank call their layers themselves.
+
+That is right only if all that the model does between its layers is to hand on what they returned. The trace proves it, operator by
+operator. *Tainted* are the stand-ins, what modules of other stages would return, random numbers, and all that is computed from these.
+
+    an argument that is a stand-in itself      flows: replaced by what the layer before returned
+    one that is not tainted                    a constant of the group
+    one that is tainted, or needs a gradient   the stage is run by the model's forward, as without traces
+    a number or shape read from what is tainted    the same, since the model may go another way next time
+
+A proof holds for one path through the model's Python. What turns it is what the model reads off tensors (`if mask.all()`); these answers
+are kept, and other contents of equal shapes whose trace gets the same answers need no second look at operators.
+
+It also ends so where the forward changes something that layers could see other than their arguments (attributes, hooks, autocast), or
+random numbers that torch does not keep. Which entries of the batch were looked at is noted on the way: microbatches that differ elsewhere,
+in token ids for example, form one group. A trace leaves the random numbers as they were. What it found lives for one step.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..utils import pytree
+from .microbatch import items_of
+from .survey import TENSOR, Template
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Unfit(Exception):
+    """This stage cannot call its layers itself; the model's forward has to."""
+
+
+class TraceEnd(Exception):
+    """Leaves the model's forward where a trace knows enough."""
+
+
+class LayerCall(NamedTuple):
+    """Arguments of one layer; at the places of `flows` stands the tensor (unit, number) of what a unit returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arg_flows: tuple[tuple[int, int, int], ...]
+    kwarg_flows: tuple[tuple[str, int, int], ...]
+    constants: tuple[tuple[torch.Tensor, int], ...]  # with their versions: a layer may write to what it gets
+
+    @property
+    def sources(self) -> set[int]:
+        """Units whose outputs the layer gets."""
+        return {unit for _, unit, _ in (*self.arg_flows, *self.kwarg_flows)}
+
+    def filled(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments for one microbatch; `tensors` are those of the units' outputs."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for place, unit, number in self.arg_flows:
+            args[place] = tensors[unit][number]
+        for name, unit, number in self.kwarg_flows:
+            kwargs[name] = tensors[unit][number]
+        return args, kwargs
+
+
+class Proof:
+    """What is known of traces with equal shapes, on one state of the model.
+
+    state    of the model when it was traced
+    paths    wanted units, and the answers that the model got, of traces that were proven
+    readers  functions by which it asked
+    read     keys of the batch's entries that it looks at
+    known    answers by the contents of these entries
+    draws    whether it draws random numbers before its layers
+    """
+
+    def __init__(self, state: list[Any]) -> None:
+        self.state = state
+        self.paths: set[tuple[Any, ...]] = set()
+        self.readers: set[Any] = {torch.Tensor.tolist}
+        self.draws = False
+        self.known: dict[Hashable, tuple[Any, ...]] = {}
+        self.read: frozenset[Any] = frozenset()
+
+
+class Trace:
+    """One forward of the model without its layers.
+
+    first    from this unit on the layers' calls are followed
+    wanted   units whose arguments are looked for
+    sources  tensors that arrived for a stage, by unit. Those of the last one are what layers are assumed to return
+    batch    as the model gets it
+    proof    of earlier traces, to which this one is compared
+    prove    whether to extend it
+    replies  answers that are known already; the model gets them without a look at the device
+    """
+
+    def __init__(
+        self,
+        templates: Sequence[Template],
+        first: int,
+        wanted: frozenset[int],
+        sources: Mapping[int, Sequence[torch.Tensor]],
+        batch: Any,
+        proof: Proof,
+        prove: bool,
+        replies: Sequence[Any] = (),
+    ) -> None:
+        self.calls: dict[int, LayerCall] = {}
+        self.proof = proof
+        self.answers: list[Any] = []
+        self.replies = replies
+        self.paused = False
+        self.is_complete = False  # the last wanted unit was reached
+        self.prover = _Prover(self, batch) if prove else None
+        self.device = sources[max(sources)][0].device
+        self._templates = templates
+        self._first = first
+        self._wanted = wanted
+        self._last = max(wanted)
+        self._sources = sources
+        self._stand_ins: dict[int, Any] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # id of a stand-in's tensor -> unit, number
+        self._kept: list[torch.Tensor] = []  # ids stay valid
+        self._next = first
+        self._context = context(self.device)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it has gone all the way on a path that is known."""
+        return self.is_complete and self._path in self.proof.paths
+
+    @property
+    def _path(self) -> tuple[Any, ...]:
+        return (self._wanted, *self.answers)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the model's forward is traced. Random numbers are as before when it is left."""
+        if self.prover is None:
+            states = _random_states(self.device) if self.proof.draws else []
+            try:
+                with _Answers(self):
+                    yield
+            finally:
+                for restore, state in states:
+                    restore(state)
+            return
+        outside = _other_random_states()
+        try:
+            with _Answers(self), self.prover:
+                yield
+        finally:
+            for restore, state in self.prover.states:
+                restore(state)
+                self.proof.draws = True
+            if _restore_other_random_states(outside):
+                self.calls.clear()
+            if self.is_complete and not self.prover.unexplained:
+                self.proof.paths.add(self._path)
+
+    def stub(self, compute: Callable[[], Any]) -> Any:
+        """What a module outside the layers returns whose output other stages read: of the right shape, without a meaning."""
+        self.paused = True
+        try:
+            output = compute()
+        finally:
+            self.paused = False
+        if self.prover is not None:
+            for tensor in tensors_of(output):
+                self.prover.taint(tensor)
+        return output
+
+    def call(
+        self, unit: int, is_layer: bool, is_gate: bool, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A unit is called by the model."""
+        if unit < self._first:
+            return self._stand_in(min(known for known in self._sources if known >= unit))
+        if not is_layer:
+            return call(*args, **kwargs)  # the layers in it follow
+        if not is_gate or unit != self._next:
+            raise Unfit
+        self._next = unit + 1
+        if unit in self._wanted:
+            if context(self.device) != self._context:
+                raise Unfit
+            self.calls[unit] = self._written_down(args, kwargs)
+        if unit == self._last:
+            self.is_complete = True
+            raise TraceEnd
+        return self._stand_in(unit)
+
+    def _stand_in(self, unit: int) -> Any:
+        """In place of what a unit returns: the structure that it had in the dry run, around tensors of the shapes that arrived."""
+        if unit not in self._stand_ins:
+            source, template = unit if unit in self._sources else max(self._sources), self._templates[unit]
+            if template.num_numbers or template.num_tensors != len(self._sources[source]):
+                raise Unfit
+            tensors = self.stub(lambda: [_like(tensor) for tensor in self._sources[source]])
+            self._kept += tensors
+            for number, tensor in enumerate(tensors):
+                self._places[id(tensor)] = (unit, number)
+            remaining = iter(tensors)
+            leaves = [next(remaining) if other is TENSOR else other for other in template.others]
+            self._stand_ins[unit] = pytree.tree_unflatten(leaves, template.spec)
+        return self._stand_ins[unit]
+
+    def _written_down(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        constants: list[tuple[torch.Tensor, int]] = []
+        arg_flows = [(place, *self._places[id(value)]) for place, value in enumerate(args) if id(value) in self._places]
+        kwarg_flows = [(name, *self._places[id(value)]) for name, value in kwargs.items() if id(value) in self._places]
+        for value in (*args, *kwargs.values()):
+            if id(value) not in self._places:
+                self._check_constant(value, constants)
+        fixed_args = tuple(None if id(value) in self._places else value for value in args)
+        fixed_kwargs = {name: None if id(value) in self._places else value for name, value in kwargs.items()}
+        return LayerCall(fixed_args, fixed_kwargs, tuple(arg_flows), tuple(kwarg_flows), tuple(constants))
+
+    def _check_constant(self, value: Any, found: list[tuple[torch.Tensor, int]]) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad or (self.prover is not None and self.prover.look(value)):
+                raise Unfit
+            found.append((value, value._version))
+        elif isinstance(value, tuple):
+            for part in value:
+                self._check_constant(part, found)
+        elif not isinstance(value, _PLAIN):
+            raise Unfit  # lists, caches: layers may change them
+
+
+class _Prover(pytree.TorchDispatchMode):
+    """Follows what is tainted through the operators of a trace.
+
+    read         keys of the batch's entries that were looked at
+    states       of random numbers before the first draw
+    reads        number of times that something was read off a tensor
+    unexplained  whether that was done by means that a trace without proof would not see
+    """
+
+    def __init__(self, trace: Trace, batch: Any) -> None:
+        super().__init__()
+        self.read: set[Any] = set()
+        self.states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
+        self.reads = 0
+        self.unexplained = False
+        self._trace = trace
+        self._entries = {_storage(leaf): key for key, value in items_of(batch) for leaf in tensors_of(value)}
+        self._batch = batch  # addresses stay valid while the tensors live
+        self._tainted: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._trace.paused or func.is_view:  # a view is of the same storage, so what reads it is seen
+            return func(*args, **kwargs)
+        tags = func.tags
+        tainted = torch.Tag.nondeterministic_seeded in tags
+        if tainted and not self.states:
+            self.states = _random_states(self._trace.device)
+        for tensor in _tensors_in((*args, *kwargs.values())):
+            tainted |= self.look(tensor)
+        output = func(*args, **kwargs)
+        reads = any(tag in tags for tag in _SHAPES_FOLLOW_DATA)
+        self.reads += reads
+        if tainted:
+            found = list(_tensors_in([output]))
+            if func._schema.is_mutable:
+                found += _tensors_in(args)
+            if reads or not found:
+                raise Unfit
+            for tensor in found:
+                self.taint(tensor)
+        return output
+
+    def look(self, tensor: torch.Tensor) -> bool:
+        """Note that the model computes with `tensor`; whether it is tainted."""
+        storage = _storage(tensor)
+        if storage in self._entries:
+            self.read.add(self._entries[storage])
+        return storage in self._tainted
+
+    def taint(self, tensor: torch.Tensor) -> None:
+        self._tainted.add(_storage(tensor))
+        self._kept.append(tensor)
+
+
+class _Answers(TorchFunctionMode):
+    """Keeps what the model reads off tensors during a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        trace, prover = self._trace, self._trace.prover
+        if trace.paused:
+            return func(*args, **(kwargs or {}))
+        if prover is not None:
+            before = prover.reads
+            if func in _PAST_OPERATORS:
+                prover.unexplained |= func is not torch.Tensor.tolist
+                if prover.look(args[0]):
+                    raise Unfit
+        place = len(trace.answers)
+        if place < len(trace.replies) and func in trace.proof.readers and isinstance(trace.replies[place], bool | int | float):
+            trace.answers.append(trace.replies[place])
+            return trace.replies[place]
+        output = func(*args, **(kwargs or {}))
+        if prover is not None and prover.reads != before:
+            trace.proof.readers.add(func)
+        if func in trace.proof.readers:
+            trace.answers.append(_answer(output))
+        return output
+
+
+def _answer(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.shape
+    if isinstance(output, list | tuple):
+        return tuple(_answer(part) for part in output)
+    return output if isinstance(output, _PLAIN) else None
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Shape, dtype and device of `tensor`, in the memory of one element."""
+    made = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def context(device: torch.device) -> tuple[Any, ...]:
+    """What layers see of the world beside their arguments."""
+    autocast = torch.is_autocast_enabled(device.type)
+    return torch.is_grad_enabled(), autocast, torch.get_autocast_dtype(device.type) if autocast else None
+
+
+def module_state(modules: Iterable[object]) -> list[Any]:
+    """Attributes, buffers, hooks, to be compared by `same_state`."""
+    return [list(value.values()) if isinstance(value, dict) else value for module in modules for value in vars(module).values()]
+
+
+def same_state(before: list[Any], after: list[Any]) -> bool:
+    if len(before) != len(after):
+        return False
+    for one, other in zip(before, after, strict=True):
+        if one is other:
+            continue
+        if not (isinstance(one, list) and isinstance(other, list) and len(one) == len(other)):
+            return False
+        if any(a is not b for a, b in zip(one, other, strict=True)):
+            return False
+    return True
+
+
+def _random_states(device: torch.device) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
+    states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        states.append((lambda state: module.set_rng_state(state, device), module.get_rng_state(device)))
+    return states
+
+
+def _other_random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _restore_other_random_states(states: tuple[Any, Any]) -> bool:
+    """Whether there was something to restore: the model drew numbers outside of torch."""
+    plain, from_numpy = _other_random_states()
+    changed = plain != states[0]
+    if changed:
+        random.setstate(states[0])
+    if from_numpy is not None and states[1] is not None:
+        before, after = states[1]["state"], from_numpy["state"]
+        if before["pos"] != after["pos"] or (before["key"] != after["key"]).any():
+            sys.modules["numpy"].random.set_state(states[1])
+            changed = True
+    return changed
