@@ -92,15 +92,15 @@ class ShardedBucket(Bucket):
 
     # For scripts.
 
-    @torch.no_grad()
     def show(self, group: dist.ProcessGroup | None) -> None:
         """Give the parameters values that last. Collective over the sub-group."""
         assert self.shown is None
-        shown = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
-        shown[self.low : self.high].copy_(self.master)
-        if group is not None:
-            all_gather_in_place(shown, group, tag=2 * self.index + 1).wait()
-        self._look_at([self.view(shown, slot) for slot in self.plan.slots])
+        with torch.inference_mode(False), torch.no_grad():  # later forwards may train on what an evaluation was shown
+            shown = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
+            shown[self.low : self.high].copy_(self.master)
+            if group is not None:
+                all_gather_in_place(shown, group, tag=2 * self.index + 1).wait()
+            self._look_at([self.view(shown, slot) for slot in self.plan.slots])
         self.shown = shown
         self.note_versions()
 

@@ -10,6 +10,10 @@ A pipeline says itself which sections it needs when (`open_section`, `close_sect
 [Note: who looks at a freed parameter] Outside of these windows a parameter is *pending* (see `param_guard`): an operation on it shows its
 bucket, which all ranks of the sub-group must do alike, and from then on until the next step it has values that last. So weights used
 away from their module, state dicts and averages of weights are right, at the price of memory.
+
+[Note: what a module gives away] Hooks see a backward begin where they see what the forward gave: tensors in its output, and in the lists,
+dicts and dataclasses of its input, which stay the very objects that the caller has, because a module may write to them. A module that
+shows no tensor at all stays gathered until the step. A part of a weight that is returned is copied: it would go with the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from ..cluster import job
 from ..comm.compat import graph_time
 from ..interface.shards import KeptShard, keep_shard
 from ..logging import get_dist_logger
-from ..utils.pytree import tree_leaves
+from ..utils.pytree import tree_map_only
+from .call_values import mutable, replaced, tensors_in
 from .data_writes import DataWrites
 from .param_guard import ParamGuard
 from .sharded_bucket import ShardedBucket
@@ -39,8 +44,10 @@ from .units import ParamUnit
 class _Unit:
     """needed    how many forwards and backwards use it now, `opened` of them backwards
     kept      stays when nobody needs it, until a backward is through with it
-    repeated  its modules were called several times in one forward, between which it stays
+    repeated  its modules are called several times in one forward
+    between   two of these calls, in which it stays
     lasting   stays until the step: a backward that makes a graph of its own keeps the parameters for another one
+    recorded  whether the last forward has recorded something of it
     calls     of its modules that are running, the innermost last
     """
 
@@ -49,7 +56,7 @@ class _Unit:
         self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
         self.filled = self.ready = False  # gathered or on its way; gathered
         self.needed = self.opened = 0
-        self.kept = self.lasting = self.repeated = False
+        self.kept = self.lasting = self.repeated = self.between = self.recorded = False
         self.calls: list[_Use | None] = []
 
 
@@ -67,6 +74,21 @@ class _Use:
         self.inputs = self.arrived = 0
         self.first = self.last = -1
         self.is_open = False
+
+
+class _Hook:
+    """Calls `function`. A deep copy of the model (an average of weights) has parameters of its own, and there it does nothing."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
 
 
 class UnitGatherer:
@@ -112,6 +134,7 @@ class UnitGatherer:
         self._seen: dict[_Unit, None] = {}  # in this forward
         self._uses: list[_Use] = []  # of this forward, as they ended
         self._open: dict[_Use, None] = {}
+        self._depth = 0  # calls of the model that are running: it may call itself
         self._generation = job.generation()
         for number, (param, (bucket, slot)) in enumerate(self._places.items()):  # a parameter that knew itself would live for ever
             start, stop, _ = bucket.values_of(slot)
@@ -131,18 +154,23 @@ class UnitGatherer:
         for unit, described in zip(self._units, units, strict=True):
             for module in described.modules:
                 stays = module is model  # it would be freed and gathered again at once
-                hooks.append(module.register_forward_hook(partial(self._after_forward, unit, stays)))
-                hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True))
-        hooks.append(model.register_forward_hook(lambda _, args, output: self._end_forward(output)))
-        hooks.append(model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True))
+                hooks.append(module.register_forward_hook(_Hook(partial(self._after_forward, unit, stays)), with_kwargs=True))
+                before = _Hook(partial(self._before_forward, unit))
+                hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output)), always_call=True))
+        hooks.append(model.register_forward_pre_hook(_Hook(lambda *_: self._begin_forward()), prepend=True))
         return hooks
 
     # Forward.
 
     def _begin_forward(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._close_uses()
         for unit in self._units:
-            unit.kept = False
+            if torch.is_grad_enabled():  # an evaluation leaves a backward that is still to come what it begins with
+                unit.kept = unit.recorded = False
             unit.needed = 0
             unit.calls.clear()
         self._seen = {}
@@ -150,8 +178,15 @@ class UnitGatherer:
 
     def _end_forward(self, output: Any) -> None:
         """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights, logits of routers)."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for unit in self._units:  # calls that an exception has ended
+            unit.needed -= len(unit.calls)
+            unit.calls.clear()
+            unit.between = False
+        for leaf in tensors_in(output):
+            if leaf.grad_fn is not None:
                 made = graph_time(leaf)
                 use = next((use for use in self._uses if use.first <= made < use.last), None)
                 if use is not None:
@@ -159,9 +194,9 @@ class UnitGatherer:
         if list(self._seen) != self._order:
             self._order = list(self._seen)
             self._position = {unit: place for place, unit in enumerate(self._order)}
-        if not torch.is_grad_enabled():
-            for unit in self._seen:
-                unit.kept = False
+            if self._order and self._order[-1].recorded:  # was not known to be the last
+                self._order[-1].kept = True
+                self._bring(self._order[-1])
         self._sweep()
 
     def _before_forward(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -178,8 +213,16 @@ class UnitGatherer:
         use = _Use(unit)
         unit.calls.append(use)
         noted = partial(self._note_input, use)
-        renamed = _replaced(noted, args), _replaced(noted, kwargs)
-        return renamed if use.inputs else None
+        renamed = replaced(noted, args), {key: replaced(noted, value) for key, value in kwargs.items()}
+        if use.inputs:
+            return renamed
+        use.first = max((other.last for other in self._uses), default=-1) + 1
+        for tensor in tensors_in((args, kwargs)):  # complete when others that use them are through, too
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                use.inputs += 1
+                use.first = max(use.first, graph_time(tensor) + 1 if tensor.grad_fn is not None else 0)
+                tensor.register_hook(partial(self._input_done, use))
+        return None
 
     def _note_input(self, use: _Use, tensor: torch.Tensor) -> torch.Tensor:
         """The same values under a name of this call's own, whose gradient is complete when the call's backward is."""
@@ -191,24 +234,46 @@ class UnitGatherer:
         alias.register_hook(partial(self._input_done, use))
         return alias
 
-    def _after_forward(self, unit: _Unit, stays: bool, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: _Unit, stays: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if unit.opened or not unit.calls:
-            return
+            return None
         use = unit.calls.pop()
         unit.needed -= 1
+        given = tensors_in(output)
+        copied = None
+        if any(tensor._base in self._places for tensor in given if tensor._base is not None):
+            copied = tree_map_only(torch.Tensor, self._own_memory, output)
+            given = tensors_in(copied)
         if use is not None:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    use.last = max(use.last, graph_time(leaf))
-                    leaf.register_hook(partial(self._output_asked, use))
+            self._await_backward(use, given, (args, tuple(kwargs.values())))
             if use.last >= 0:
-                if use.first < 0:
-                    use.first = max((other.last for other in self._uses), default=-1) + 1
                 if not stays:
                     self._uses.append(use)
-                unit.kept = stays or bool(self._order and unit is self._order[-1])
-        unit.kept = unit.kept or unit.repeated
+                unit.recorded = True
+                unit.kept = stays or unit.repeated or bool(self._order and unit is self._order[-1])
+        unit.between = unit.repeated
         self._free_unneeded(unit)
+        return copied
+
+    def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor._base is not None and tensor._base in self._places else tensor
+
+    def _await_backward(self, use: _Use, given: Sequence[torch.Tensor], inputs: Any) -> None:
+        """See [Note: what a module gives away]."""
+        written = tensors_in(list(mutable(inputs)))
+        if not given and not written:
+            use.unit.lasting = True
+        for tensor in given:
+            if tensor.grad_fn is not None:
+                self._hook_output(use, tensor)
+        # Where a view is changed in place, its own history is no longer that of the tensor it looks at.
+        for tensor in (*written, *(tensor._base for tensor in given if tensor._base is not None)):
+            if tensor.grad_fn is not None and graph_time(tensor) >= use.first:
+                self._hook_output(use, tensor)
+
+    def _hook_output(self, use: _Use, tensor: torch.Tensor) -> None:
+        use.last = max(use.last, graph_time(tensor))
+        tensor.register_hook(partial(self._output_asked, use))
 
     # Backward.
 
@@ -230,22 +295,26 @@ class UnitGatherer:
         if use.is_open and use.arrived == use.inputs:
             self._close(use)
 
-    def _close(self, use: _Use) -> None:
+    def _close(self, use: _Use, on: bool = True) -> None:
+        """`on`: backward goes on with what ran before."""
         use.is_open = False
         del self._open[use]
         use.unit.needed -= 1
         use.unit.opened -= 1
         self._free_unneeded(use.unit)
+        place = self._position.get(use.unit, 0)
+        if on and place and self._order[place - 1].recorded:  # its backward may begin at what it gave away unseen (an attribute)
+            self._bring(self._order[place - 1])
 
     def _close_uses(self) -> None:
         for use in list(self._open):
-            self._close(use)
+            self._close(use, on=False)
 
     def end_backward(self) -> None:
         """What backward has not freed by itself: units whose inputs need no gradient, and those that were started in vain."""
         self._close_uses()
         for unit in self._units:
-            unit.kept = False
+            unit.kept = unit.between = False
             unit.needed = 0
         self._sweep()
 
@@ -303,7 +372,7 @@ class UnitGatherer:
                 self._start(other)
 
     def _free_unneeded(self, unit: _Unit) -> None:
-        if unit.needed == 0 and unit.filled and not unit.kept and not unit.lasting:
+        if unit.needed == 0 and unit.filled and not (unit.kept or unit.lasting or unit.between):
             self._free(unit)
 
     def _free(self, unit: _Unit) -> None:
@@ -345,6 +414,7 @@ class UnitGatherer:
     def take_edits(self) -> None:
         """Free everything, with the masters up to date; parameters that a script has seen keep their values."""
         self._close_uses()
+        self._uses = []
         for unit in self._units:
             unit.needed = unit.opened = 0
             unit.kept = unit.lasting = False
@@ -441,14 +511,3 @@ def _read_kept(gatherer: weakref.ref[UnitGatherer], number: int) -> torch.Tensor
     here = gatherer()
     assert here is not None
     return here.read_kept(number)
-
-
-def _replaced(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """`tree` with the tensors in plain containers replaced. Other objects stay the very ones: a module may write to a cache."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if type(tree) in (tuple, list):
-        return type(tree)(_replaced(function, part) for part in tree)
-    if type(tree) is dict:
-        return {key: _replaced(function, part) for key, part in tree.items()}
-    return tree

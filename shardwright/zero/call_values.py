@@ -1,0 +1,39 @@
+"""Tensors in what a module is called with and in what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..utils.pytree import tree_leaves
+
+
+def replaced(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """`tree` with the tensors in plain tuples replaced. Other objects stay the very ones, because a module may write to them."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if type(tree) is tuple:
+        return tuple(replaced(function, part) for part in tree)
+    return tree
+
+
+def mutable(tree: Any) -> Iterator[Any]:
+    """The objects in `tree` that a module could write tensors to."""
+    if type(tree) is tuple:
+        for part in tree:
+            yield from mutable(part)
+    elif isinstance(tree, list | dict) or dataclasses.is_dataclass(tree):
+        yield tree
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
