@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright import Booster
+from shardwright.comm.compat import without_torch_function
+from shardwright.lazy import LazyInitContext
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 from shardwright.testing import run_ranks, zoo
 from shardwright.zero.sharded_bucket import ShardedBucket
@@ -339,8 +342,6 @@ def weights_alone(rank: int, world: int) -> None:
 
 
 def kept(model: Any) -> list[torch.Tensor]:
-    from shardwright.comm.compat import without_torch_function
-
     with without_torch_function():
         return [param.data for param in model.parameters()]
 
@@ -543,6 +544,50 @@ def named(name: str, text: str) -> str:
 @pytest.mark.timeout(240)
 def test_modules_give_away_what_they_like() -> None:
     run_ranks(own_models, 2, timeout=110)
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process that the collector sees."""
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor) and not item.is_meta:
+            with without_torch_function():
+                storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def make_lazily(rank: int, world: int) -> None:
+    """Weights are made unit by unit: no more is there at once than this rank's shards and a unit, twice while its values are shared."""
+    gc.collect()
+    gc.freeze()
+    before = live_bytes()
+    with LazyInitContext():
+        model: Any = LlamaForCausalLM(zoo.config("llama-causal-lm", num_hidden_layers=12))
+    plain = LlamaForCausalLM(zoo.config("llama-causal-lm", num_hidden_layers=1))
+    unit = max(sum(param.numel() for param in plain.model.layers[0].parameters()), plain.lm_head.weight.numel()) * 4
+    del plain
+    numel = sum(param.numel() for param in model.parameters())
+    most = 0
+    adopt = ShardedBucket.adopt
+
+    def watched(bucket: ShardedBucket, group: Any) -> None:
+        nonlocal most
+        adopt(bucket, group)
+        most = max(most, live_bytes() - before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedBucket, "adopt", watched)
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=3, precision="fp32"))
+        model, optim, *_ = booster.boost(model, adamw(model))
+    shards = sum(bucket.master.numel() * 4 for bucket in optim.buckets)
+    assert shards < 1.1 * numel * 4 / world
+    assert most <= shards + 4 * unit, f"{most} bytes at boost, {shards} of shards, {unit} of a unit"
+    assert most < numel * 4
+
+
+def test_weights_are_made_unit_by_unit() -> None:
+    run_ranks(make_lazily, 4, timeout=60)
 
 
 def read_late(rank: int, world: int) -> list[str]:
