@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.cluster.mesh import ParallelMesh
+from shardwright.precision.grad_state import GradState
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
 from shardwright.zero.optimizer import ZeroOptimizer
@@ -105,6 +106,7 @@ CONTENDERS: dict[str, Callable[[int, int, torch.Tensor], Step]] = {
     "ZeRO 1": zero(1),
     "ZeRO 1, gather in forward": zero(1, overlap_allgather=True),
     "ZeRO 2": zero(2),
+    "ZeRO 3": zero(3),
 }
 
 
@@ -158,10 +160,12 @@ def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[
         for bucket in optim.buckets:
             assert bucket.grads is not None
             bucket.grads.normal_()
-        optim.reduce_grad()
+        optim._finish_gradients()
 
         def step() -> None:
-            optim._applied = False  # the gradients stay; only the step is timed
+            for bucket in optim.buckets:  # the gradients stay; only the step is timed
+                bucket.state = GradState.FINAL
+            optim.grad_state, optim._clip, optim._raw_norm = GradState.FINAL, None, None
             optim._norm_parts.clear()
             optim.step()
 
