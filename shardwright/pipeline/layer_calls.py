@@ -11,9 +11,11 @@ from torch import nn
 
 from ..utils import pytree
 from .layer_chain import Unit
-from .layer_trace import LayerCall, Proof, Trace, context, module_state, same_state, tensors_of
+from .layer_trace import Kept, LayerCall, Proof, Trace, buffer_versions, context, module_state, same_state, tensors_of
 from .step_inputs import StepInputs
 from .survey import TENSOR, Survey, Template
+
+ModelState = tuple[list[Any], dict[int, int]]  # attributes, versions of buffers
 
 _MOST_ANSWERS = 64
 _MOST_VERDICTS = 1024  # a loader with ever new lengths must not fill the memory with them
@@ -25,12 +27,18 @@ class Calls:
 
     units    arguments of the layers that it reached
     metas    shape and dtype of the tensors that every layer was assumed to return
-    pending  stages times microbatches that have not used it
+    served   stages that it was made for
+    pending  these times microbatches that have not used it
+    changed  the model has changed itself in the trace, which may be for the first time only
+    outdated the model has changed itself since
     """
 
     units: dict[int, LayerCall]
     metas: tuple[tuple[torch.Size, torch.dtype], ...]
+    served: frozenset[int]
     pending: int
+    changed: bool = False
+    outdated: bool = False
     orders: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)
 
     def order(self, units: range) -> list[tuple[int, list[int]]]:
@@ -74,6 +82,11 @@ class LayerCalls:
             for name, module in model.named_modules()
             if any(unit.layer.startswith(f"{name}." if name else "") for unit in survey.units) and not isinstance(module, nn.ModuleList)
         ]
+        inside = {module for layer in self._layers for module in layer.modules()} | set(self._around)
+        # Modules of torch itself keep nothing from one call to the next.
+        self._beside = [
+            m for m in model.modules() if m not in inside and (type(m) is nn.Module or not type(m).__module__.startswith("torch.nn."))
+        ]
         different: list[Template] = []
         self._stages: dict[int, _Stage] = {}
         for number, units in stages.items():
@@ -91,6 +104,9 @@ class LayerCalls:
         self._unfit: set[Hashable] = set()
         self._arrived: dict[Hashable, Hashable] = {}  # shapes, by stage and shapes of the batch
         self._proofs: dict[Hashable, Proof] = {}
+        self._defined: set[int] = set()  # storages of buffers that the model fills whenever it reads them
+        self._state_then: ModelState = [], {}  # of the model, when it was traced last
+        self._chances = 2  # to change something in a trace, as modules do that compute a table when it is first asked for
 
     def find(self, number: int, received: Mapping[int, Any], inputs: StepInputs, index: int, run: Callable[[Trace], None]) -> Calls | None:
         """Calls for a stage and a microbatch; None where the model's forward has to run. `run` is the forward under a trace."""
@@ -108,26 +124,40 @@ class LayerCalls:
         self._arrived[number, frame] = metas
         proof = self._proofs.get((look, frame))
         group, size = inputs.group(index, proof.read if proof is not None else frozenset())
-        calls = inputs.calls.get((group, look))
+        calls: Calls | None = inputs.calls.get((group, look))
+        pending = 0
+        if calls is not None and number not in calls.served and (number, look, frame) in self._unfit:
+            return None
+        if calls is not None and calls.outdated:
+            del inputs.calls[group, look]
+            pending, calls = calls.pending, None
         if calls is None:
             if (number, look, frame) in self._unfit:
                 return None
             served = [other for other in self._stages.values() if other.kind == stage.kind]
             served = [other for other in served if (other.number, look, frame) not in self._unfit]
             served = [other for other in served if self._arrived.get((other.number, frame), metas) == metas]
-            if len(served) * size == 1:  # for one F the model's own forward is the shortest way
+            if len(served) * size == 1 or pending == 1:  # for one F the model's own forward is the shortest way
                 return None
             group, calls = self._traced(stage, served, received, look, inputs, index, run)
+            calls.pending = pending or calls.pending
             inputs.calls[group, look] = calls
-        calls.pending -= 1
+        calls.pending -= number in calls.served
         if not calls.pending:
             del inputs.calls[group, look]
         if not calls.usable(stage.units):
             if len(self._unfit) >= _MOST_VERDICTS:
                 self._unfit.clear()
-            self._unfit.add((number, look, frame))
+            if not calls.changed:
+                self._unfit.add((number, look, frame))
             return None
         return calls
+
+    def forward_ran(self, inputs: StepInputs) -> None:
+        """The model's own forward has: what it has changed about itself, the next traces are to see."""
+        if inputs.calls and not self._unchanged_since(self._state_then):
+            for calls in inputs.calls.values():
+                calls.outdated = True
 
     def _traced(
         self,
@@ -148,37 +178,51 @@ class LayerCalls:
         key = (look, inputs.frame(index))
         state = self._state()
         proof = self._proofs.get(key)
-        if proof is None or not same_state(proof.state, state):
+        if proof is None or not self._unchanged_since(proof.state):
             if len(self._proofs) >= _MOST_VERDICTS:
                 self._proofs.clear()
+            read = proof.read if proof is not None else frozenset()  # groups keep their names
             proof = self._proofs[key] = Proof(state)
+            proof.read = read
         contents = inputs.contents(index, proof.read)
         replies = proof.known.get(contents, ()) if contents is not None else ()
+        changed = False
         trace = Trace(self._templates, first, wanted, sources, inputs.batch(index), proof, prove=False, replies=replies)
         if proof.paths:
             run(trace)
         if not trace.is_proven:
             trace = Trace(self._templates, first, wanted, sources, inputs.batch(index), proof, prove=True)
             looked_at = [module for unit in wanted for module in self._layers[unit].modules()]
-            before = module_state(looked_at)
+            before, kept = module_state(looked_at), Kept([*looked_at, *self._around, *self._beside])
             run(trace)
-            if not same_state(before, module_state(looked_at)) or not same_state(state, self._state()):
-                trace.calls.clear()
             assert trace.prover is not None
+            self._defined |= trace.prover.defined
+            if not same_state(before, module_state(looked_at)) or not self._unchanged_since(state):
+                kept.put_back()
+                trace.calls.clear()
+                changed = self._chances > 0
+                self._chances -= changed
             proof.read |= trace.prover.read
+            proof.by_state |= trace.prover.by_state
             contents = inputs.contents(index, proof.read)
-        if trace.is_proven and contents is not None:
+        self._state_then = self._state()
+        if trace.is_proven and contents is not None and not proof.by_state:
             if len(proof.known) >= _MOST_ANSWERS:
                 proof.known.clear()
             proof.known[contents] = tuple(trace.answers)
         group, size = inputs.group(index, proof.read)
         metas = tuple((tensor.shape, tensor.dtype) for tensor in sources[max(sources)])
-        return group, Calls(trace.calls, metas, len(served) * size)
+        return group, Calls(trace.calls, metas, frozenset(other.number for other in served), len(served) * size, changed)
 
-    def _state(self) -> list[Any]:
-        """Attributes of the modules that contain layers, and of their configs: what a script can turn between steps."""
+    def _state(self) -> ModelState:
+        """What a script can turn between steps, and the model in a forward: attributes of modules outside the layers, and of configs."""
         configs = [module.config for module in self._around if hasattr(module, "config")]
-        return module_state([*self._around, *configs])
+        return module_state([*self._around, *self._beside, *configs]), buffer_versions([*self._around, *self._beside])
+
+    def _unchanged_since(self, state: ModelState) -> bool:
+        attributes, versions = self._state()
+        same = all(state[1].get(storage) == version for storage, version in versions.items() if storage not in self._defined)
+        return same and same_state(state[0], attributes)
 
     def _hooked(self) -> bool:
         """Whether somebody wants to see the calls of the model itself."""

@@ -18,8 +18,10 @@ A proof holds for one path through the model's Python. What turns it is what the
 are kept, and other contents of equal shapes whose trace gets the same answers need no second look at operators.
 
 It also ends so where the forward changes something that layers could see other than their arguments (attributes, hooks, autocast), or
-random numbers that torch does not keep. Which entries of the batch were looked at is noted on the way: microbatches that differ elsewhere,
-in token ids for example, form one group. A trace leaves the random numbers as they were. What it found lives for one step.
+that its next call could see (a counter, rotary frequencies that follow the longest batch so far), or its batch, or random numbers that
+torch does not keep. A buffer that it fills anew before it reads it is none of these. Which entries of the batch were looked at is noted
+on the way: microbatches that differ elsewhere, in token ids for example, form one group. A trace leaves the model and the random numbers
+as they were. What it found lives for one step.
 """
 
 from __future__ import annotations
@@ -82,14 +84,16 @@ class Proof:
     readers  functions by which it asked
     read     keys of the batch's entries that it looks at
     known    answers by the contents of these entries
+    by_state whether answers follow from something else as well
     draws    whether it draws random numbers before its layers
     """
 
-    def __init__(self, state: list[Any]) -> None:
+    def __init__(self, state: Any) -> None:
         self.state = state
         self.paths: set[tuple[Any, ...]] = set()
         self.readers: set[Any] = {torch.Tensor.tolist}
         self.draws = False
+        self.by_state = False
         self.known: dict[Hashable, tuple[Any, ...]] = {}
         self.read: frozenset[Any] = frozenset()
 
@@ -210,6 +214,8 @@ class Trace:
                 raise Unfit
             tensors = self.stub(lambda: [_like(tensor) for tensor in self._sources[source]])
             self._kept += tensors
+            if self.prover is not None:
+                self.prover.flows.update(map(_storage, tensors))
             for number, tensor in enumerate(tensors):
                 self._places[id(tensor)] = (unit, number)
             remaining = iter(tensors)
@@ -244,6 +250,9 @@ class _Prover(pytree.TorchDispatchMode):
     """Follows what is tainted through the operators of a trace.
 
     read         keys of the batch's entries that were looked at
+    flows        storages of the stand-ins, whose contents layers return
+    defined      storages of buffers that the model fills before it reads them
+    by_state     whether something was read off a tensor that neither comes from the batch nor from the trace: a parameter, a buffer
     states       of random numbers before the first draw
     reads        number of times that something was read off a tensor
     unexplained  whether that was done by means that a trace without proof would not see
@@ -252,32 +261,52 @@ class _Prover(pytree.TorchDispatchMode):
     def __init__(self, trace: Trace, batch: Any) -> None:
         super().__init__()
         self.read: set[Any] = set()
+        self.flows: set[int] = set()
+        self.defined: set[int] = set()
+        self.by_state = False
         self.states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
         self.reads = 0
         self.unexplained = False
         self._trace = trace
-        self._entries = {_storage(leaf): key for key, value in items_of(batch) for leaf in tensors_of(value)}
+        self._entries: dict[int, set[Any]] = {}  # entries may share one storage
+        for key, value in items_of(batch):
+            for leaf in tensors_of(value):
+                self._entries.setdefault(_storage(leaf), set()).add(key)
         self._batch = batch  # addresses stay valid while the tensors live
         self._tainted: set[int] = set()
+        self._made: set[int] = {0}  # in the trace; nothing is at address 0
+        self._of_state: set[int] = set()  # computed from, or read as, what is neither made in the trace nor given by the batch
         self._kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self._trace.paused or func.is_view:  # a view is of the same storage, so what reads it is seen
             return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made outside of operators
+            self._make(args[0])
+            return func(*args, **kwargs)
         tags = func.tags
+        if func._schema.is_mutable:
+            self._check_written(func, args, kwargs)
         tainted = torch.Tag.nondeterministic_seeded in tags
         if tainted and not self.states:
             self.states = _random_states(self._trace.device)
+        by_state = False
         for tensor in _tensors_in((*args, *kwargs.values())):
             tainted |= self.look(tensor)
+            by_state |= _storage(tensor) in self._of_state
         output = func(*args, **kwargs)
         reads = any(tag in tags for tag in _SHAPES_FOLLOW_DATA)
         self.reads += reads
+        self.by_state |= reads and by_state
+        found = list(_tensors_in([output]))
+        for tensor in found:
+            self._make(tensor)
+        if func._schema.is_mutable:
+            found += _tensors_in(args)
+        if by_state:
+            self._of_state.update(map(_storage, found))
         if tainted:
-            found = list(_tensors_in([output]))
-            if func._schema.is_mutable:
-                found += _tensors_in(args)
             if reads or not found:
                 raise Unfit
             for tensor in found:
@@ -288,12 +317,44 @@ class _Prover(pytree.TorchDispatchMode):
         """Note that the model computes with `tensor`; whether it is tainted."""
         storage = _storage(tensor)
         if storage in self._entries:
-            self.read.add(self._entries[storage])
+            self.read |= self._entries[storage]
+        elif storage not in self._made:
+            self._of_state.add(storage)
         return storage in self._tainted
 
     def taint(self, tensor: torch.Tensor) -> None:
         self._tainted.add(_storage(tensor))
+        self._make(tensor)
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        self.by_state |= _storage(tensor) in self._of_state
+
+    def _make(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage not in self._entries and storage not in self._of_state:  # an operator may return its argument
+            self._made.add(storage)
         self._kept.append(tensor)
+
+    def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Unfit, before anything is written, where the write would go unseen (outputs of layers) or outlive the trace (batch, buffers)."""
+        values = [
+            (argument, args[place] if place < len(args) else kwargs.get(argument.name))
+            for place, argument in enumerate(func._schema.arguments)
+        ]
+        for argument, value in values:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in _tensors_in([value]):
+                storage = _storage(tensor)
+                if storage in self.flows:
+                    raise Unfit
+                if storage in self._made:
+                    continue
+                whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+                if func is not torch.ops.aten.copy_.default or not whole or storage in self._entries or storage in self._of_state:
+                    raise Unfit
+                self.defined.add(storage)
+                self._made.add(storage)
 
 
 class _Answers(TorchFunctionMode):
@@ -313,6 +374,7 @@ class _Answers(TorchFunctionMode):
                 prover.unexplained |= func is not torch.Tensor.tolist
                 if prover.look(args[0]):
                     raise Unfit
+                prover.note_read(args[0])
         place = len(trace.answers)
         if place < len(trace.replies) and func in trace.proof.readers and isinstance(trace.replies[place], bool | int | float):
             trace.answers.append(trace.replies[place])
@@ -366,6 +428,28 @@ def context(device: torch.device) -> tuple[Any, ...]:
 def module_state(modules: Iterable[object]) -> list[Any]:
     """Attributes, buffers, hooks, to be compared by `same_state`."""
     return [list(value.values()) if isinstance(value, dict) else value for module in modules for value in vars(module).values()]
+
+
+def buffer_versions(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
+    """Of the modules' own buffers, by storage: numbers that grow when somebody writes to them."""
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    return {_storage(buffer): 0 if buffer.is_inference() else buffer._version for buffer in buffers}
+
+
+class Kept:
+    """Attributes, buffers, hooks of modules, to be put back."""
+
+    def __init__(self, modules: Iterable[object]) -> None:
+        self._saved = [
+            (vars(module), dict(vars(module)), [(table, dict(table)) for table in vars(module).values() if isinstance(table, dict)])
+            for module in modules
+        ]
+
+    def put_back(self) -> None:
+        for own, attributes, tables in self._saved:
+            for table, entries in ((own, attributes), *tables):
+                table.clear()
+                table.update(entries)
 
 
 def same_state(before: list[Any], after: list[Any]) -> bool:

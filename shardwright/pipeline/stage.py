@@ -74,7 +74,7 @@ class StageRun:
         known = next(known for known in self.received if known >= unit)  # ascending
         output = self.received[known]
         # What the model writes to the outputs of several layers must not meet in one tensor.
-        return map_tensors(torch.Tensor.clone, output) if known != unit and known in self.written else output
+        return map_tensors(torch.Tensor.clone, output) if known != unit and {known, unit} & self.written else output
 
 
 class StagedModel:
@@ -165,7 +165,10 @@ class StagedModel:
                     return self._pack(run), None
                 self._calls.distrust(stage, inputs)
                 run.in_model, run.received, run.begin = True, dict(sorted(alive.items())), max(alive) + 1
-        return self._run(run, inputs.batch(index), tail)
+        result = self._run(run, inputs.batch(index), tail)
+        if self._calls is not None:
+            self._calls.forward_ran(inputs)
+        return result
 
     def _prepared(self, stage: int, received: Payload | None, batch: Any) -> StageRun:
         self._follow_device()

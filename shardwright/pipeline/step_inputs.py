@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 from .microbatch import Batch, items_of
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+_numbers = itertools.count()
 
 _MOST_BYTES = 1 << 22  # of one tensor that is compared by content; larger ones count as different
 
@@ -28,6 +32,7 @@ class StepInputs:
         self._cast = cast
         self._host = host
         self._host_entries: list[dict[Any, Any]] | None = None
+        self._number = next(_numbers)
         self._frames: dict[int, Hashable] = {}
         self._groups: dict[tuple[Hashable, frozenset[Any]], dict[int, tuple[Hashable, int]]] = {}
 
@@ -38,10 +43,14 @@ class StepInputs:
         """Equal for microbatches that differ in nothing but the contents of tensors."""
         if index not in self._frames:
             self._frames[index] = tuple(
-                (key, value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (key, id(value))
+                (key, value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (key, *self._name(value))
                 for key, value in items_of(self.microbatches[index])
             )
         return self._frames[index]
+
+    def _name(self, value: Any) -> tuple[Any, Any]:
+        """Of what is no tensor. Objects other than numbers may hold something else in the next step, or be others at the same address."""
+        return (type(value), value) if isinstance(value, _PLAIN) else (self._number, id(value))
 
     def group(self, index: int, read: frozenset[Any]) -> tuple[Hashable, int]:
         """(name of the group, its size): microbatches of a group are equal but for the contents of entries that are not in `read`."""
