@@ -195,7 +195,7 @@ def plan_cut(
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
     routers = find_router_logits(model, survey.units, example_inputs)
-    towers = find_towers(model, survey.outside, example_inputs)
+    towers = find_towers(model, survey.outside, survey.example)
     return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers)
 
 

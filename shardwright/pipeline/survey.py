@@ -14,7 +14,7 @@ A module outside the layers that computes without gradients (fixed position tabl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -111,6 +111,7 @@ class Survey:
     ran         those of them that ran in the dry run
     unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
     joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other; j may be the tail
+    example     the batch of the dry run
     """
 
     units: tuple[Unit, ...]
@@ -121,6 +122,7 @@ class Survey:
     ran: frozenset[str]
     unread: dict[str, bool]
     joined: tuple[tuple[int, int], ...] = ()
+    example: Any = None
 
     @property
     def num_units(self) -> int:
@@ -171,7 +173,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     for example in examples:
         copied = meta_copy(model)
         try:
-            return _Surveyor(copied, units).run(partial(run_dry, copied, example))
+            return replace(_Surveyor(copied, units).run(partial(run_dry, copied, example)), example=example)
         except CutError:
             raise
         except Exception as error:  # the model's own code: anything can happen on a guessed batch
@@ -179,7 +181,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     if not any(parameter.is_meta for parameter in model.parameters()):
         for example in examples:
             try:
-                return _survey_on_numbers(model, units, example)
+                return replace(_survey_on_numbers(model, units, example), example=example)
             except CutError:
                 raise
             except Exception as error:

@@ -157,7 +157,8 @@ class UnitGatherer:
                 hooks.append(module.register_forward_hook(_Hook(partial(self._after_forward, unit, stays)), with_kwargs=True))
                 before = _Hook(partial(self._before_forward, unit))
                 hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output)), always_call=True))
+        hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output))))
+        hooks.append(model.register_forward_hook(_Hook(lambda *_: self._leave_forward()), always_call=True))
         hooks.append(model.register_forward_pre_hook(_Hook(lambda *_: self._begin_forward()), prepend=True))
         return hooks
 
@@ -178,13 +179,8 @@ class UnitGatherer:
 
     def _end_forward(self, output: Any) -> None:
         """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights, logits of routers)."""
-        self._depth -= 1
-        if self._depth:
+        if self._depth > 1:
             return
-        for unit in self._units:  # calls that an exception has ended
-            unit.needed -= len(unit.calls)
-            unit.calls.clear()
-            unit.between = False
         for leaf in tensors_in(output):
             if leaf.grad_fn is not None:
                 made = graph_time(leaf)
@@ -197,6 +193,16 @@ class UnitGatherer:
             if self._order and self._order[-1].recorded:  # was not known to be the last
                 self._order[-1].kept = True
                 self._bring(self._order[-1])
+
+    def _leave_forward(self) -> None:
+        """Also after an exception, which other ranks may not have had: gathers nothing."""
+        self._depth -= 1
+        if self._depth:
+            return
+        for unit in self._units:
+            unit.needed -= len(unit.calls)
+            unit.calls.clear()
+            unit.between = False
         self._sweep()
 
     def _before_forward(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
