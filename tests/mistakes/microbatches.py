@@ -13,6 +13,8 @@ import shardwright
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, zoo
+from tests.models import tiny_qwen2_vl
+from tests.models.tiny_qwen2_vl import IMAGE, PATCH
 
 from .table import mistake, refused
 
@@ -170,44 +172,14 @@ def labels_across_documents(rank: int, world: int) -> None:
     booster.execute_pipeline(iter([batch]), model, None, optimizer)
 
 
-def vision_model() -> nn.Module:
-    torch.manual_seed(0)
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": rotary,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    vision = {
-        "depth": 1,
-        "embed_dim": 16,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "in_channels": 3,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=60, video_token_id=61)
-    return transformers.Qwen2VLForConditionalGeneration(config)
-
-
 def pictures(replica: int) -> dict[str, torch.Tensor]:
     """Two samples, with an image of 4 x 4 and one of 2 x 4 patches: four tokens, and two."""
     generator = torch.Generator().manual_seed(replica)
     ids = torch.randint(5, 50, (2, 9), generator=generator)
-    ids[0, 1:5] = ids[1, 2:4] = 60
-    patches = torch.randn(16 + 8, 96, generator=generator)
+    ids[0, 1:5] = ids[1, 2:4] = IMAGE
+    patches = torch.randn(16 + 8, PATCH, generator=generator)
     grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
-    return {"input_ids": ids, "labels": ids.masked_fill(ids == 60, -100), "mm_token_type_ids": (ids == 60).int()} | {
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "mm_token_type_ids": (ids == IMAGE).int()} | {
         "pixel_values": patches,
         "image_grid_thw": grid,
     }
@@ -223,7 +195,7 @@ def images_that_the_cut_knew_nothing_of(rank: int, world: int) -> None:
     settings: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2, "precision": "fp32"}
     for known in (False, True):
         booster = Booster(plugin=HybridParallelPlugin(**settings, **({"example_inputs": pictures(9)} if known else {})))
-        model = vision_model()
+        model = tiny_qwen2_vl.build()
         model, optimizer, *_ = booster.boost(model, adamw(model))
         batch = pictures(booster.plugin.data_parallel[1])  # type: ignore[union-attr]
         if known:
@@ -241,7 +213,7 @@ def images_that_the_cut_knew_nothing_of(rank: int, world: int) -> None:
 )
 def images_in_another_order(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, precision="fp32"))
-    model = vision_model()
+    model = tiny_qwen2_vl.build()
     model, *_ = booster.boost(model)
     batch = pictures(rank)
     mixed = {**batch, "image_grid_thw": batch["image_grid_thw"].flip(0)}

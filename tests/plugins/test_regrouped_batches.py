@@ -15,43 +15,14 @@ from shardwright import Microbatches
 from shardwright.pipeline.regroup import regroup
 from shardwright.shardformer.documents import DocumentProbe
 from shardwright.testing import run_ranks, zoo
+from tests.models import tiny_qwen2_vl
+from tests.models.tiny_qwen2_vl import IMAGE, PATCH, START
 
-IMAGE, VIDEO, START = 100, 101, 102
 GRIDS = [[(1, 4, 4)], [], [(1, 2, 4), (1, 4, 2)], [(1, 4, 6)], [(1, 2, 2), (1, 4, 4), (1, 2, 2)]]  # of every sample
 
 
 def vision_model() -> nn.Module:
-    torch.manual_seed(0)
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    text = {
-        "vocab_size": 120,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rope_parameters": rotary,
-        "initializer_range": 0.15,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    vision = {
-        "depth": 1,
-        "embed_dim": 16,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "in_channels": 3,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "initializer_range": 0.15,
-    }
-    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": 103}
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
-    return transformers.Qwen2VLForConditionalGeneration(config).double()
+    return tiny_qwen2_vl.build(num_hidden_layers=4).double()
 
 
 def images(seed: int, samples: int = 5, length: int = 24, first: int = 0) -> dict[str, torch.Tensor]:
@@ -74,7 +45,7 @@ def images(seed: int, samples: int = 5, length: int = 24, first: int = 0) -> dic
         "attention_mask": mask,
         "labels": labels,
         "mm_token_type_ids": (ids == IMAGE).int(),
-        "pixel_values": torch.randn(patches, 3 * 2 * 16, generator=generator, dtype=torch.float64),
+        "pixel_values": torch.randn(patches, PATCH, generator=generator, dtype=torch.float64),
         "image_grid_thw": torch.tensor(flat),
     }
 
