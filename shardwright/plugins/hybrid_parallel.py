@@ -33,6 +33,7 @@ from ..shardformer.model import split_heads
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
+from ..zero.layout import BUCKET_SIZE_IN_M
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.sharding import shard_untrained
 from ..zero.unit_gatherer import UnitGatherer
@@ -95,7 +96,7 @@ class HybridParallelPlugin(Plugin):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        zero_bucket_size_in_m: float = 12,
+        zero_bucket_size_in_m: float = BUCKET_SIZE_IN_M,
         cpu_offload: bool = False,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = True,

@@ -40,9 +40,10 @@ from ..shardformer.plan import Decision
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec
 from ..utils.argument_types import is_whole
+from ..utils.device import get_current_device
 from ..zero.buffers import master_dtype
 from ..zero.entries import collect_entries
-from ..zero.layout import FROZEN, SHARED, BucketPlan, Entry, closed_form_bytes, family_of, plan_buckets, plan_unit_buckets
+from ..zero.layout import FROZEN, SHARED, BucketPlan, Entry, bucket_numel, closed_form_bytes, family_of, plan_buckets, plan_unit_buckets
 from ..zero.units import find_param_units
 from .base import require_own_parameters, require_parameters, require_separate_parameters
 from .chunks import chunks_gathered
@@ -289,7 +290,8 @@ class _Resolver:
             kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in units], self._sharing, False)
             weights = sum(plan.shard_numel * plan.family.dtype.itemsize for plan in kept)
         else:
-            plans = plan_buckets(trained, self._sharing, int(options.bucket_size_in_m * 1_000_000), whole)
+            size = bucket_numel(options.bucket_size_in_m, get_current_device().type, options.communication_dtype or torch.float32)
+            plans = plan_buckets(trained, self._sharing, size, whole)
             weights = sum(entry.numel * entry.family.dtype.itemsize for entry in others)
         states = _states_per_element(self.optimizer)
         gradients, masters, state_bytes = 0, 0, 0

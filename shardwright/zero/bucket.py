@@ -6,6 +6,9 @@ A bucket's way, with the groups of `Groups`:
     model axes                all-reduce of the shard over the axes that its gradients are partial over, and over tied copies
     replica group (d/k)       all-reduce of the shard across the sub-groups; at stage 0 (k = 1) the shard is the bucket
 
+A bucket that takes more scratch memory than `scratch_numel` elements goes in pieces, each a range of every shard, so that what is lent
+stays bounded however large a parameter is.
+
 Sums stay raw: the mean over data-parallel ranks is part of the factor that the optimizer applies once per step. On a 16-bit wire
 they are divided by a power of two that is at least the number of ranks, so that the sum fits, and multiplied again on arrival, which
 loses nothing.
@@ -21,11 +24,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
-from ..cluster.mesh import ParallelMesh
 from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
@@ -41,61 +41,13 @@ from ..precision.grad_state import GradState
 from .buffers import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
 from .exchange import SharedRows
-from .layout import Slot
+from .flight import Flight
+from .groups import Groups
+from .layout import Slot, aligned
 from .param_guard import drop_own_gradient, own_gradient
 
 _MAX_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Process groups of gradient reduction; None stands for a group of one.
-
-    shard    the ZeRO sub-group
-    replica  across sub-groups
-    everyone shard x replica: all ranks that hold the same parameters
-    axes     model axes (name -> group), for partial gradients and shared rows
-    tied     tied group name -> group of the ranks with a copy
-    """
-
-    shard: dist.ProcessGroup | None
-    replica: dist.ProcessGroup | None
-    everyone: dist.ProcessGroup | None
-    axes: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    tied: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-
-    @property
-    def shards(self) -> int:
-        return 1 if self.shard is None else dist.get_world_size(self.shard)
-
-    @property
-    def shard_rank(self) -> int:
-        return 0 if self.shard is None else dist.get_rank(self.shard)
-
-    def after_scatter(self, bucket: Bucket) -> list[dist.ProcessGroup]:
-        """The groups that a bucket's shard is all-reduced over."""
-        family = bucket.plan.family
-        groups = [self.axes[axis] for axis in family.partial]
-        if family.tied is not None and family.tied in self.tied:
-            groups.append(self.tied[family.tied])
-        if self.replica is not None:
-            groups.append(self.replica)
-        return [group for group in groups if dist.get_world_size(group) > 1]
-
-
-def zero_groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({})) -> Groups:
-    """The groups of a ZeRO stage."""
-
-    def group(axis: str) -> dist.ProcessGroup | None:
-        return mesh.group(axis) if mesh.size(axis) > 1 else None
-
-    return Groups(
-        shard=group("zero") if stage > 0 else None,
-        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
-        everyone=group("dp_sp"),
-        axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
-        tied=dict(tied),
-    )
+_Copy = tuple[torch.Tensor, torch.Tensor]  # to, from
 
 
 class _Window:
@@ -121,28 +73,6 @@ class _Window:
         return self.next < len(self.buckets) and not self.missing[self.next]
 
 
-@dataclass
-class _InFlight:
-    """A bucket on its way; the reducer that launched it waits in `_settle`.
-
-    scatter  the reduce-scatter, in the buffers `lent`
-    part     what it brought, in the dtype of the wire, while all-reduces over `groups` are still to come
-    final    whether the shard is complete after them
-    """
-
-    bucket: Bucket
-    scatter: Handle[torch.Tensor] | None
-    lent: list[torch.Tensor]
-    groups: list[dist.ProcessGroup]
-    final: bool
-    part: torch.Tensor | None = None
-    work: dist.Work | None = None
-
-    @property
-    def scattering(self) -> bool:
-        return self.scatter is not None and self.scatter.pending
-
-
 class GradReducer:
     """Collects gradients in buckets and reduces them.
 
@@ -151,6 +81,7 @@ class GradReducer:
     overlap             collectives run while backward goes on; the numbers are the same either way
     wire_dtype          dtype on the wire, None for that of the gradients
     ranks               how many ranks' gradients are summed
+    scratch_numel       most elements of a bucket that are on their way in one piece, where they are not reduced in place
     launch_in_backward  whether every backward reduces; a pipeline runtime calls `open` and `reduce` itself instead
     on_final            called with each bucket whose shard holds its final sum, on the stream that made it
     on_outside          called with the slot of a gradient that came in no backward of this reducer; it is added unless that raises
@@ -166,6 +97,7 @@ class GradReducer:
         overlap: bool,
         wire_dtype: torch.dtype | None,
         ranks: float,
+        scratch_numel: int,
         launch_in_backward: bool,
         shared_rows: dict[int, SharedRows],
         on_final: Callable[[Bucket], None],
@@ -183,7 +115,8 @@ class GradReducer:
         self._on_final = on_final
         self._on_outside = on_outside
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
-        self.pool = ScratchPool(device, max((bucket.plan.numel * self._wire(bucket).itemsize for bucket in self.buckets), default=0))
+        self._pieces = {bucket.index: self._cut(bucket, scratch_numel) for bucket in self.buckets}
+        self.pool = ScratchPool(device, max(map(self._scratch_bytes, self.buckets), default=0))
         sections = sorted({bucket.plan.family.section for bucket in self.buckets})
         self._windows = {s: _Window([bucket for bucket in self.buckets if bucket.plan.family.section == s]) for s in sections}
         self._places = {
@@ -193,7 +126,7 @@ class GradReducer:
             for slot in bucket.plan.slots
         }
         self.slots = {slot.entry.param: slot for slot in self._places}
-        self._flying: list[_InFlight] = []
+        self._flying: list[Flight] = []
         self._ending = True  # whether what is reduced now completes the step's gradients
         self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
         self.in_backward = False
@@ -204,6 +137,23 @@ class GradReducer:
 
     def _wire(self, bucket: Bucket) -> torch.dtype:
         return self._wire_dtype or bucket.master_dtype
+
+    def _in_place(self, bucket: Bucket) -> bool:
+        """Whether its gradients are reduced where they are. On the CPU what arrives from others needs room of its own."""
+        same = self.keep_full and self._wire(bucket) == bucket.master_dtype
+        return same and (self.groups.shard is None or bucket.device.type != "cpu")
+
+    def _cut(self, bucket: Bucket, most: int) -> list[tuple[int, int]]:
+        """Ranges of a shard that are reduced one after the other."""
+        numel = bucket.plan.shard_numel
+        if self._in_place(bucket) or bucket.index in self._shared_rows:  # these are exchanged whole, and are small
+            return [(0, numel)]
+        length = aligned(-(-numel // -(-bucket.plan.numel // most)))
+        return [(start, min(start + length, numel)) for start in range(0, numel, length)]
+
+    def _scratch_bytes(self, bucket: Bucket) -> int:
+        longest = max(stop - start for start, stop in self._pieces[bucket.index])
+        return 0 if self._in_place(bucket) else bucket.plan.shards * longest * self._wire(bucket).itemsize
 
     def _install(self) -> Callable[[], Any]:
         """Put hooks on the parameters; returns what takes them off.
@@ -389,10 +339,29 @@ class GradReducer:
         with self._on_stream():
             for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
                 self._settle(earlier)
-            scattering = [flight for flight in self._flying if flight.scattering]
-            if len(scattering) >= _MAX_IN_FLIGHT:
-                self._advance(scattering[0])
-            flight = self._launch(bucket)
+        for number in range(len(self._pieces[bucket.index])):
+            self._launch_piece(bucket, number)
+        bucket.empty = False
+
+    def _launch_piece(self, bucket: Bucket, number: int) -> None:
+        self._make_room()
+        lent: list[torch.Tensor] = []
+
+        def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            lent.append(self.pool.lend(numel, dtype))
+            return lent[-1]
+
+        rows = self._fill(bucket, number, scratch)  # on the stream of the backward, which goes on when they are copied
+        with self._on_stream():
+            if bucket.index in self._shared_rows:
+                whole = rows.view(-1)
+                self._shared_rows[bucket.index].sum_({slot.entry.index: bucket.view(whole, slot) for slot in bucket.plan.slots})
+            if self.groups.shard is None:
+                scatter: Handle[torch.Tensor] = Handle("reduce_scatter", [], lambda: rows[0])
+            else:
+                tag = 2 * (bucket.index + number * len(self.buckets))
+                scatter = reduce_scatter_in_place(rows, self.groups.shard, scratch, tag=tag)
+            flight = self._fly(bucket, scatter, lent, self._pieces[bucket.index][number])
             # Over axes other than data parallelism the peers may be at another point of their schedule: waiting for them here
             # could keep this rank from what they wait for.
             if self._stream is not None or not self.overlap:
@@ -402,86 +371,84 @@ class GradReducer:
             elif self.groups.shard is None:
                 self._advance(flight)
 
+    def _make_room(self) -> None:
+        """Wait for what was launched long ago, so that few buffers are lent."""
+        with self._on_stream():
+            scattering = [flight for flight in self._flying if flight.scattering]
+            if len(scattering) >= _MAX_IN_FLIGHT:
+                self._advance(scattering[0])
+            summing = [flight for flight in self._flying if flight.lent and not flight.scattering and flight.bucket.plan.family.is_plain]
+            if len(summing) >= _MAX_IN_FLIGHT:
+                self._settle(summing[0])
+
     def _is_held(self, bucket: Bucket) -> bool:
         """Whether the bucket is under way to this rank's shard only (stage 2 under no_sync, or between microbatches of a pipeline)."""
         return any(flight.bucket is bucket and not flight.final for flight in self._flying)
-
-    def _launch(self, bucket: Bucket) -> _InFlight:
-        lent: list[torch.Tensor] = []
-
-        def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            lent.append(self.pool.lend(numel, dtype))
-            return lent[-1]
-
-        buffer = self._fill(bucket, scratch)
-        if bucket.index in self._shared_rows:
-            self._shared_rows[bucket.index].sum_({slot.entry.index: bucket.view(buffer, slot) for slot in bucket.plan.slots})
-        if self.groups.shard is None:
-            scatter: Handle[torch.Tensor] = Handle("reduce_scatter", [], lambda: buffer)
-        else:
-            scatter = reduce_scatter_in_place(buffer, self.groups.shard, scratch, tag=2 * bucket.index)
-        return self._fly(bucket, scatter, lent)
 
     def _launch_held(self, bucket: Bucket) -> None:
         """Complete a shard that holds the sum over its sub-group already, or nothing."""
         if bucket.empty:
             bucket.shard_grad.zero_()
             bucket.empty = False
-        self._advance(self._fly(bucket, None, []))
+        self._advance(self._fly(bucket, None, [], (0, bucket.plan.shard_numel)))
 
-    def _fly(self, bucket: Bucket, scatter: Handle[torch.Tensor] | None, lent: list[torch.Tensor]) -> _InFlight:
+    def _fly(self, bucket: Bucket, scatter: Handle[torch.Tensor] | None, lent: list[torch.Tensor], piece: tuple[int, int]) -> Flight:
         final = (self.require_sync and self._ending) or scatter is None
-        flight = _InFlight(bucket, scatter, lent, self.groups.after_scatter(bucket) if final else [], final)
+        fresh = bucket.empty or bucket.grads is not None
+        flight = Flight(bucket, *piece, fresh, scatter, lent, self.groups.after_scatter(bucket.plan.family) if final else [], final)
         bucket.state = GradState.LAUNCHED
-        if bucket.grads is not None:
-            bucket.empty = False
         self._flying.append(flight)
         return flight
 
-    def _fill(self, bucket: Bucket, scratch: Scratch) -> torch.Tensor:
-        """The bucket's gradients side by side in the dtype of the wire."""
-        wire = self._wire(bucket)
+    def _fill(self, bucket: Bucket, number: int, scratch: Scratch) -> torch.Tensor:
+        """Gradients of a piece in the dtype of the wire, [shards, elements]."""
+        wire, shards, (start, stop) = self._wire(bucket), bucket.plan.shards, self._pieces[bucket.index][number]
         if bucket.grads is not None:
+            rows = bucket.grads.view(shards, -1)[:, start:stop]
             if wire == bucket.master_dtype:
-                return bucket.grads
-            return torch.mul(bucket.grads, 1.0 / self._predivide_of(bucket), out=scratch(bucket.plan.numel, wire))
-        buffer = scratch(bucket.plan.numel, wire)
+                return rows
+            buffer = scratch(shards * (stop - start), wire).view(shards, -1)
+            return torch.mul(rows, 1.0 / self._predivide_of(bucket), out=buffer)
+        buffer = scratch(shards * (stop - start), wire).view(shards, -1)
         present = [(slot, grad) for slot in bucket.plan.slots if (grad := own_gradient(slot.entry.param)) is not None]
         if bucket.plan.has_gaps or len(present) < len(bucket.plan.slots):
             buffer.zero_()
-        if present:
-            torch._foreach_copy_([bucket.view(buffer, slot) for slot, _ in present], [grad for _, grad in present])
-        for slot, grad in present:
-            drop_own_gradient(slot.entry.param)
-            if self._stream is not None:
-                grad.record_stream(self._stream)
+        if len(self._pieces[bucket.index]) == 1:
+            whole = buffer.view(-1)
+            copies = [(bucket.view(whole, slot), grad) for slot, grad in present]
+        else:
+            copies = [pair for slot, grad in present for pair in _parts_of(bucket, slot, grad, buffer, start)]
+        if copies:
+            torch._foreach_copy_([there for there, _ in copies], [here for _, here in copies])
+        if number == len(self._pieces[bucket.index]) - 1:
+            for slot, _ in present:
+                drop_own_gradient(slot.entry.param)
         return buffer if self._predivide_of(bucket) == 1.0 else buffer.mul_(1.0 / self._predivide_of(bucket))
 
     def _predivide_of(self, bucket: Bucket) -> float:
         return 1.0 if self._wire(bucket) == bucket.master_dtype else self._predivide
 
-    def _advance(self, flight: _InFlight) -> None:
+    def _advance(self, flight: Flight) -> None:
         """Wait for the reduce-scatter, and start the next all-reduce."""
         if flight.part is None:
             flight.part = self._bring_in(flight)
         if flight.work is None and flight.groups:
             flight.work = dist.all_reduce(flight.part, group=flight.groups.pop(0), async_op=True)
 
-    def _bring_in(self, flight: _InFlight) -> torch.Tensor:
+    def _bring_in(self, flight: Flight) -> torch.Tensor:
         """What is to be all-reduced: the shard itself, or its copy in the dtype of the wire in a lent buffer."""
         bucket, wire = flight.bucket, self._wire(flight.bucket)
-        shard, scale = bucket.shard_grad, self._predivide_of(flight.bucket)
+        shard, scale = flight.shard, self._predivide_of(bucket)
         narrow = wire != bucket.master_dtype and bool(flight.groups)
         if flight.scatter is not None:
             part = flight.scatter.wait()
-            if bucket.empty or bucket.grads is not None:
+            if flight.fresh:
                 if narrow:
                     return part
                 if part.data_ptr() != shard.data_ptr():
                     shard.copy_(part)
                     if scale != 1.0:
                         shard.mul_(scale)
-                bucket.empty = False
             else:
                 shard.add_(part, alpha=scale)
         self._give_back(flight)
@@ -490,30 +457,30 @@ class GradReducer:
         flight.lent = [self.pool.lend(shard.numel(), wire)]
         return torch.mul(shard, 1.0 / scale, out=flight.lent[0])
 
-    def _give_back(self, flight: _InFlight) -> None:
+    def _give_back(self, flight: Flight) -> None:
         for buffer in flight.lent:
             self.pool.give_back(buffer)
         flight.lent = []
 
-    def _settle(self, flight: _InFlight) -> None:
-        """Bring one bucket to its final sum."""
+    def _settle(self, flight: Flight) -> None:
+        """Bring one piece to its final sum."""
         self._advance(flight)
         while flight.work is not None:
             flight.work.wait()
             flight.work = None
             self._advance(flight)
-        bucket = flight.bucket
+        bucket, shard = flight.bucket, flight.shard
         assert flight.part is not None
-        if flight.part.data_ptr() != bucket.shard_grad.data_ptr():
-            bucket.shard_grad.copy_(flight.part)
+        if flight.part.data_ptr() != shard.data_ptr():
+            shard.copy_(flight.part)
             if self._predivide_of(bucket) != 1.0:
-                bucket.shard_grad.mul_(self._predivide_of(bucket))
-            bucket.empty = False
+                shard.mul_(self._predivide_of(bucket))
         self._give_back(flight)
         self._flying.remove(flight)
+        if any(other.bucket is bucket for other in self._flying):
+            return
         if not flight.final:
-            if not any(other.bucket is bucket for other in self._flying):
-                bucket.state = GradState.ACCUMULATING
+            bucket.state = GradState.ACCUMULATING
             return
         if bucket.carry is not None:
             bucket.shard_grad.add_(bucket.carry)
@@ -552,6 +519,17 @@ class GradReducer:
 
     def remove_hooks(self) -> None:
         self._hooks()
+
+
+def _parts_of(bucket: Bucket, slot: Slot, grad: torch.Tensor, rows: torch.Tensor, start: int) -> Iterator[_Copy]:
+    """(place, values) of a gradient in `rows`, which hold elements from `start` on of every shard."""
+    flat = grad.reshape(-1)
+    for shard, row in enumerate(rows):
+        low = shard * bucket.plan.shard_numel + start
+        part = slot.part_in(low, low + row.numel())
+        if part is not None:
+            first = slot.start + part[0] - low
+            yield row[first : first + part[1] - part[0]], flat[part[0] : part[1]]
 
 
 def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:

@@ -23,7 +23,7 @@ from ..comm.compat import without_torch_function
 from ..precision.grad_state import GradState
 from ..precision.policy import HALF
 from ..utils.tensors import multiply_
-from .layout import FROZEN, BucketPlan, Slot
+from .layout import CUDA_BUCKET_BYTES, FROZEN, BucketPlan, Slot
 
 # Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the view.
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -104,26 +104,36 @@ class Bucket:
         return self.flat
 
     @torch.no_grad()
-    def adopt(self, group: dist.ProcessGroup | None) -> None:
+    def adopt(self, group: dist.ProcessGroup | None, most: int = CUDA_BUCKET_BYTES // 4) -> None:
         """Move the parameters' values in, take the first rank's where `group` is given, and turn the parameters into views.
 
-        Values pass through a buffer in the master's dtype, so that a model loaded in fp32 keeps its fp32 values as masters.
+        Values pass through buffers of at most `most` elements in the master's dtype, so that a model loaded in fp32 keeps its fp32 values
+        as masters.
         """
-        values = self.flat if self.master_dtype == self.dtype else torch.zeros(self.plan.numel, dtype=self.master_dtype, device=self.device)
-        for slot in self.plan.slots:
-            self.view(values, slot).copy_(slot.entry.param)
-        if group is not None and dist.get_world_size(group) > 1:
-            dist.broadcast(values, group=group, group_src=0)
-        if values is not self.flat:
-            self.flat.copy_(values)
-        if self.master.data_ptr() != self.own_flat.data_ptr():
-            self.master.copy_(values[self.low : self.high])
+        for start in range(0, self.plan.numel, most):
+            self._take_values(start, min(start + most, self.plan.numel), group)
         for slot in self.plan.slots:
             param = slot.entry.param
             param.grad = None
             param.data = self.view(self.flat, slot)
         self._addresses = [slot.entry.param.data_ptr() for slot in self.plan.slots]
         self.note_versions()
+
+    def _take_values(self, start: int, stop: int, group: dist.ProcessGroup | None) -> None:
+        same = self.master_dtype == self.dtype
+        values = self.flat[start:stop] if same else torch.zeros(stop - start, dtype=self.master_dtype, device=self.device)
+        for slot in self.plan.slots:
+            part = slot.part_in(start, stop)
+            if part is not None:
+                place = slot.start + part[0] - start
+                values[place : place + part[1] - part[0]].copy_(slot.entry.param.reshape(-1)[part[0] : part[1]])
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.broadcast(values, group=group, group_src=0)
+        if not same:
+            self.flat[start:stop].copy_(values)
+        first, last = max(start, self.low), min(stop, self.high)
+        if first < last and self.master.data_ptr() != self.own_flat.data_ptr():
+            self.master[first - self.low : last - self.low].copy_(values[first - start : last - start])
 
     def make_gradients(self, full: bool) -> None:
         """Room for gradients; `full`: for those of the whole bucket (see [Note: who holds gradients])."""
@@ -259,13 +269,14 @@ def _describe(tensor: torch.Tensor) -> str:
 class ScratchPool:
     """Buffers lent for the time of one collective and kept for the next: nothing is allocated in the steady state.
 
-    All have `capacity` bytes, enough for the largest bucket, so that there are as many as are in use at once and no more.
+    All have `capacity` bytes, enough for the largest piece, so that there are as many as are in use at once and no more. On CUDA a buffer
+    may be lent on one stream and given back on another: the next to borrow it waits, on its stream, for what was queued until then.
     """
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._device = device
         self._capacity = capacity
-        self._free: list[torch.Tensor] = []
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self.allocated = 0
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -273,12 +284,19 @@ class ScratchPool:
         assert needed <= self._capacity, f"{needed} bytes asked of buffers of {self._capacity}"
         if not self._free:
             self.allocated += 1
-            self._free.append(torch.empty(self._capacity, dtype=torch.uint8, device=self._device))
-        return self._free.pop()[:needed].view(dtype)
+            self._free.append((torch.empty(self._capacity, dtype=torch.uint8, device=self._device), None))
+        buffer, given_back = self._free.pop()
+        if given_back is not None:
+            given_back.wait()
+        return buffer[:needed].view(dtype)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         storage = buffer.untyped_storage()
-        self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (storage.nbytes(),), (1,)))
+        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (storage.nbytes(),), (1,))
+        event = torch.cuda.Event() if self._device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        self._free.append((whole, event))
 
     @property
     def bytes(self) -> int:

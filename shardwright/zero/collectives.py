@@ -25,20 +25,21 @@ def can_be_summed(dtype: torch.dtype) -> bool:
 Scratch = Callable[[int, torch.dtype], torch.Tensor]
 
 
-def reduce_scatter_in_place(flat: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch, tag: int = 0) -> Handle[torch.Tensor]:
-    """Start summing `flat` [k * n] over the group; `wait()` returns this rank's part [n], a view of `flat`.
+def reduce_scatter_in_place(rows: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch, tag: int = 0) -> Handle[torch.Tensor]:
+    """Start summing `rows` [k, n] over the group; `wait()` returns this rank's row [n], a view of `rows`.
 
-    The other parts of `flat` are left as they were or worse. `scratch(numel, dtype)` lends a buffer for what arrives on CPU.
+    The other rows are left as they were or worse. `scratch(numel, dtype)` lends a buffer for what arrives on CPU, where rows need not lie
+    side by side.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = flat.chunk(ranks)
+    parts = rows.unbind()
     mine = parts[rank]
     if ranks == 1:
         return Handle("reduce_scatter", [], lambda: mine)
-    if flat.device.type != "cpu":
-        work = reduce_scatter_single(mine, flat, group=group, async_op=True)
-        return Handle("reduce_scatter", [work], lambda: mine, keep=flat)
-    arrived = list(scratch(flat.numel() - mine.numel(), flat.dtype).chunk(ranks - 1))
+    if rows.device.type != "cpu":
+        work = reduce_scatter_single(mine, rows.view(-1), group=group, async_op=True)
+        return Handle("reduce_scatter", [work], lambda: mine, keep=rows)
+    arrived = list(scratch(rows.numel() - mine.numel(), rows.dtype).chunk(ranks - 1))
     others = [peer for peer in range(ranks) if peer != rank]
     works = [dist.irecv(buffer, group=group, group_src=peer, tag=tag) for buffer, peer in zip(arrived, others, strict=True)]
     works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in _from(rank, ranks)]
@@ -52,7 +53,7 @@ def reduce_scatter_in_place(flat: torch.Tensor, group: dist.ProcessGroup, scratc
             terms[0].add_(term)
         return mine if rank == 0 else mine.copy_(terms[0])
 
-    return Messages("reduce_scatter", works, add, keep=(flat, arrived))
+    return Messages("reduce_scatter", works, add, keep=(rows, arrived))
 
 
 def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Handle[torch.Tensor]:

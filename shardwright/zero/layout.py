@@ -1,7 +1,7 @@
 """How parameters map into flat buckets and buckets into shards. Pure arithmetic: no tensor is touched here.
 
     parameters  ->  slots        a parameter's place in its bucket
-    slots       ->  buckets      about `zero_bucket_size_in_m` million elements, one collective each
+    slots       ->  buckets      about `bucket_numel` elements, one collective each (larger ones go in pieces)
     bucket      ->  shards       `shards` equal parts, one per rank of the ZeRO sub-group
     shard       ->  segments     runs of one param group: what the inner optimizer steps on
 
@@ -27,8 +27,23 @@ from ..spec import ParamSpec
 # Elements. Parameters and shards that begin at multiples of it are sums of the same blocks of the gradient norm in every layout, and
 # vectorised kernels and TMA get the borders they want.
 ALIGN = 256
+CUDA_BUCKET_BYTES = 200_000_000  # on the wire: NCCL reaches its bandwidth with messages of so many bytes, also between nodes
 FROZEN = -1  # the param group of parameters that nobody trains
 SHARED = -1  # the section of parameters that several parts use
+
+
+class SizeByDevice(int):
+    """Millions of elements per bucket where nobody has said a size: so many, but on CUDA as many as have `CUDA_BUCKET_BYTES`."""
+
+
+BUCKET_SIZE_IN_M = SizeByDevice(12)
+
+
+def bucket_numel(size_in_m: float, device_type: str, wire: torch.dtype) -> int:
+    """Elements of a bucket, of gradients that travel as `wire`."""
+    if isinstance(size_in_m, SizeByDevice) and device_type == "cuda":
+        return CUDA_BUCKET_BYTES // wire.itemsize
+    return max(1, int(size_in_m * 1_000_000))
 
 
 class Family(NamedTuple):

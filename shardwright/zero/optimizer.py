@@ -30,14 +30,15 @@ from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec
 from ..utils.device import get_current_device
-from .bucket import GradReducer, zero_groups
+from .bucket import GradReducer
 from .buffers import HAS_GRAD_DTYPE, Bucket
 from .collectives import SUMMED, can_be_summed
 from .data_writes import DataWrites
 from .entries import collect_entries
 from .exchange import SharedRows
 from .gather import ParamGatherer
-from .layout import BucketPlan, plan_buckets
+from .groups import zero_groups
+from .layout import BUCKET_SIZE_IN_M, BucketPlan, bucket_numel, plan_buckets
 from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .script_reads import ScriptReads
@@ -57,7 +58,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     precision             working dtypes; default: leave the model's
     scaler                settings of the loss scaler, for fp16
     max_norm              clip the global norm at each step, 0 for no clipping
-    bucket_size_in_m      elements per bucket in millions; at stage 3 buckets follow the layers
+    bucket_size_in_m      elements per bucket in millions, about 200 MB on CUDA unless said; at stage 3 buckets follow the layers
     communication_dtype   dtype of gradients on the wire, None for that in which they accumulate
     overlap_communication reduce while backward runs
     overlap_allgather     gather updated parameters while the next forward runs
@@ -83,7 +84,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         precision: PrecisionPolicy | None = None,
         scaler: ScalerConfig | None = None,
         max_norm: float = 0.0,
-        bucket_size_in_m: float = 12,
+        bucket_size_in_m: float = BUCKET_SIZE_IN_M,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = True,
         overlap_allgather: bool = False,
@@ -124,11 +125,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.groups = zero_groups(mesh, stage, tied_groups or {})
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._data = DataWrites()
+        size = bucket_numel(bucket_size_in_m, device.type, communication_dtype or torch.float32)
         self.units: UnitGatherer | None = None
         self.buckets: list[Bucket]
         if stage < 3:
-            plans = plan_buckets(entries, self.groups.shards, int(bucket_size_in_m * 1_000_000), whole=not elementwise)
-            self.buckets = [self._filled_bucket(plan, index, master_weights) for index, plan in enumerate(plans)]
+            plans = plan_buckets(entries, self.groups.shards, size, whole=not elementwise)
+            self.buckets = [self._filled_bucket(plan, index, master_weights, 2 * size) for index, plan in enumerate(plans)]
             _settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
         else:
             self.units = shard_units(
@@ -161,6 +163,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             overlap=overlap_communication,
             wire_dtype=communication_dtype,
             ranks=mesh.size("dp_sp"),
+            scratch_numel=2 * size,
             launch_in_backward=launch_in_backward,
             shared_rows=self._shared_rows(plans),
             on_final=self._bucket_is_final,
@@ -186,9 +189,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 for slot in bucket.plan.slots:
                     slot.entry.param.grad_dtype = bucket.master_dtype
 
-    def _filled_bucket(self, plan: BucketPlan, index: int, master_weights: bool) -> Bucket:
+    def _filled_bucket(self, plan: BucketPlan, index: int, master_weights: bool, most: int) -> Bucket:
         bucket = Bucket(plan, index, self.groups.shard_rank, device=self.device, master_weights=master_weights, offload=self.cpu_offload)
-        bucket.adopt(self.groups.everyone)
+        bucket.adopt(self.groups.everyone, most)
         return bucket
 
     def _shared_rows(self, plans: Sequence[BucketPlan]) -> dict[int, SharedRows]:

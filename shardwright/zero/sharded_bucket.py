@@ -21,7 +21,7 @@ from ..comm.compat import without_torch_function
 from ..comm.handle import Handle
 from .buffers import Bucket
 from .collectives import all_gather_in_place
-from .layout import Slot
+from .layout import CUDA_BUCKET_BYTES, Slot
 
 
 class ShardedBucket(Bucket):
@@ -47,8 +47,8 @@ class ShardedBucket(Bucket):
     def seen(self) -> torch.Tensor:
         return self.flat if self.shown is None else self.shown
 
-    def adopt(self, group: dist.ProcessGroup | None) -> None:
-        super().adopt(group)
+    def adopt(self, group: dist.ProcessGroup | None, most: int = CUDA_BUCKET_BYTES // 4) -> None:
+        super().adopt(group, most)
         self._storage = self.flat.untyped_storage()
         self._num_bytes = self._storage.nbytes()
         self._own = self.own_flat

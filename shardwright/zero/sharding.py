@@ -13,8 +13,8 @@ from ..precision.policy import PrecisionPolicy
 from ..spec import ParamSpec, get_spec
 from ..utils.device import get_current_device
 from ..utils.modules import move_buffers
-from .bucket import Groups, zero_groups
 from .data_writes import DataWrites
+from .groups import Groups, zero_groups
 from .layout import FROZEN, BucketPlan, Entry, Family, plan_unit_buckets
 from .param_guard import ParamGuard, own_gradient, set_own_gradient
 from .sharded_bucket import ShardedBucket

@@ -42,11 +42,12 @@ class Event(NamedTuple):
 def recorded() -> Iterator[list[Event]]:
     """What happens on this rank, in order."""
     events: list[Event] = []
-    launch, making = GradReducer._launch, PipelineRuntime._making_gradients
+    launch, making = GradReducer._launch_piece, PipelineRuntime._making_gradients
 
-    def note_launch(self: GradReducer, bucket: Any) -> Any:
-        events.append(Event("leaves", bucket.plan.family.section, bucket.index))
-        return launch(self, bucket)
+    def note_launch(self: GradReducer, bucket: Any, piece: int) -> None:
+        if piece == 0:
+            events.append(Event("leaves", bucket.plan.family.section, bucket.index))
+        launch(self, bucket, piece)
 
     @contextmanager
     def note_making(self: PipelineRuntime, stage: int, of: Any) -> Iterator[None]:
@@ -57,11 +58,11 @@ def recorded() -> Iterator[list[Event]]:
             yield
             events.append(Event("ends", chunk))
 
-    GradReducer._launch, PipelineRuntime._making_gradients = note_launch, note_making  # type: ignore[method-assign]
+    GradReducer._launch_piece, PipelineRuntime._making_gradients = note_launch, note_making  # type: ignore[method-assign]
     try:
         yield events
     finally:
-        GradReducer._launch, PipelineRuntime._making_gradients = launch, making  # type: ignore[method-assign]
+        GradReducer._launch_piece, PipelineRuntime._making_gradients = launch, making  # type: ignore[method-assign]
 
 
 def _train(rank: int, world: int, layouts: list[Layout]) -> list[list[Event]]:
@@ -131,15 +132,14 @@ def test_what_chunks_share_leaves_when_all_are_through() -> None:
 
 def _most_under_way(rank: int, world: int, layouts: list[Layout]) -> list[tuple[int, int, int]]:
     """For each layout: buckets, the most messages under way at a time, and the scratch buffers that there are at the end."""
-    launch = GradReducer._launch
+    launch = GradReducer._launch_next
     under_way: list[tuple[int, int, int]] = []
 
-    def note(self: GradReducer, bucket: Any) -> Any:
-        flight = launch(self, bucket)
-        under_way.append((len(self.buckets), len(self._flying), self.pool.allocated))
-        return flight
+    def note(self: GradReducer, window: Any) -> None:
+        launch(self, window)
+        under_way.append((len(self.buckets), len({flight.bucket.index for flight in self._flying}), self.pool.allocated))
 
-    GradReducer._launch = note  # type: ignore[method-assign]
+    GradReducer._launch_next = note  # type: ignore[method-assign]
     found = []
     for layout in layouts:
         under_way.clear()

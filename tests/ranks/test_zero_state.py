@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from zero_cases import SAMPLES, Model, Plan, adamw, batch, loss_of, reference
 from shardwright.cluster.mesh import ParallelMesh
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
-from shardwright.zero.layout import closed_form_bytes
+from shardwright.zero.layout import ALIGN, closed_form_bytes
 from shardwright.zero.optimizer import ZeroOptimizer
 from shardwright.zero.shards import LoadedShard
 
@@ -126,6 +127,59 @@ def memory_at_boost(rank: int, world_size: int) -> None:
         assert max(seen) <= loaded + one, f"stage {stage}: {max(seen)} bytes at boost, {loaded} loaded"
         assert seen[-1] < seen[0], "the storage of parameters that have moved is given back"
         optim.release()
+
+
+class Giant(nn.Module):
+    """An embedding many times as large as a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(2003, 48)
+        self.head = nn.Linear(48, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids).tanh())
+
+
+def in_pieces(rank: int, world_size: int) -> None:
+    size = 0.004  # million elements
+    mesh = ParallelMesh(zero_group_size=2)
+    for stage in (0, 1, 2, 3):
+        for wire in (None, torch.bfloat16):
+            for precision, kind in (("bf16", torch.optim.AdamW), ("fp32", torch.optim.AdamW if wire else torch.optim.Adafactor)):
+                weights = []
+                for each in (12, size):
+                    model = Giant()
+                    optim = ZeroOptimizer(
+                        kind(model.parameters(), lr=0.01),
+                        model,
+                        mesh,
+                        stage=stage,
+                        precision=PrecisionPolicy(precision),
+                        communication_dtype=wire,
+                        bucket_size_in_m=each,
+                    )
+                    for step in range(2):
+                        ids = torch.randint(0, 1500 + 100 * step, (5, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+                        for scale in (1.0, 0.3):
+                            with optim.no_sync() if scale == 1.0 else nullcontext():
+                                optim.backward(scale * model(ids.flip(0) if scale < 1 else ids).float().square().mean())
+                        optim.step()
+                        optim.zero_grad()
+                    if each == size:
+                        most = 2 * size * 1e6 + world_size * ALIGN
+                        buffers = 6  # two pieces under way with what arrives, two that are summed over other groups
+                        assert optim.reducer.pool.bytes <= buffers * most * (4 if wire is None else 2), (stage, wire)
+                    with torch.no_grad():
+                        weights.append([param.clone() for param in model.parameters()])
+                    optim.release()
+                for one, other in zip(*weights, strict=True):
+                    assert torch.equal(one, other), (stage, wire, precision, kind)
+
+
+def test_large_parameters_are_reduced_in_pieces() -> None:
+    run_ranks(in_pieces, 4, timeout=100)
 
 
 def test_memory_at_boost() -> None:

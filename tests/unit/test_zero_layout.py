@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.spec import ParamSpec, Piece, even_pieces
 from shardwright.utils.overlap import overlapping
-from shardwright.zero.layout import ALIGN, Entry, closed_form_bytes, family_of, plan_buckets, plan_runs
+from shardwright.zero.layout import ALIGN, BUCKET_SIZE_IN_M, Entry, bucket_numel, closed_form_bytes, family_of, plan_buckets, plan_runs
 
 
 def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = torch.float32) -> list[Entry]:
@@ -119,6 +119,13 @@ def test_bucket_size_is_checked(bad: int) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="bucket_size_in_m"):
         ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, None, bucket_size_in_m=bad)  # type: ignore[arg-type]
+
+
+def test_buckets_follow_the_device_unless_their_size_is_given() -> None:
+    assert bucket_numel(BUCKET_SIZE_IN_M, "cpu", torch.float32) == 12_000_000
+    assert bucket_numel(BUCKET_SIZE_IN_M, "cuda", torch.float32) == 50_000_000
+    assert bucket_numel(BUCKET_SIZE_IN_M, "cuda", torch.bfloat16) == 100_000_000
+    assert bucket_numel(12, "cuda", torch.bfloat16) == 12_000_000
 
 
 def test_parameters_that_share_elements_are_told_from_neighbors_in_one_memory() -> None:

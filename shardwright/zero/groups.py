@@ -1,0 +1,62 @@
+"""The process groups that gradients are reduced over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch.distributed as dist
+
+from ..cluster.mesh import ParallelMesh
+from .layout import Family
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of gradient reduction; None stands for a group of one.
+
+    shard    the ZeRO sub-group
+    replica  across sub-groups
+    everyone shard x replica: all ranks that hold the same parameters
+    axes     model axes (name -> group), for partial gradients and shared rows
+    tied     tied group name -> group of the ranks with a copy
+    """
+
+    shard: dist.ProcessGroup | None
+    replica: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
+    axes: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    tied: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.shard is None else dist.get_world_size(self.shard)
+
+    @property
+    def shard_rank(self) -> int:
+        return 0 if self.shard is None else dist.get_rank(self.shard)
+
+    def after_scatter(self, family: Family) -> list[dist.ProcessGroup]:
+        """The groups that a shard is all-reduced over."""
+        groups = [self.axes[axis] for axis in family.partial]
+        if family.tied is not None and family.tied in self.tied:
+            groups.append(self.tied[family.tied])
+        if self.replica is not None:
+            groups.append(self.replica)
+        return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+def zero_groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({})) -> Groups:
+    """The groups of a ZeRO stage."""
+
+    def group(axis: str) -> dist.ProcessGroup | None:
+        return mesh.group(axis) if mesh.size(axis) > 1 else None
+
+    return Groups(
+        shard=group("zero") if stage > 0 else None,
+        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
+        everyone=group("dp_sp"),
+        axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
+        tied=dict(tied),
+    )
