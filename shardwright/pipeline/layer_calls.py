@@ -87,6 +87,7 @@ class LayerCalls:
         self._beside = [
             m for m in model.modules() if m not in inside and (type(m) is nn.Module or not type(m).__module__.startswith("torch.nn."))
         ]
+        self._outside = [module for module in model.modules() if module not in inside or module in set(self._around)]
         different: list[Template] = []
         self._stages: dict[int, _Stage] = {}
         for number, units in stages.items():
@@ -111,13 +112,13 @@ class LayerCalls:
     def find(self, number: int, received: Mapping[int, Any], inputs: StepInputs, index: int, run: Callable[[Trace], None]) -> Calls | None:
         """Calls for a stage and a microbatch; None where the model's forward has to run. `run` is the forward under a trace."""
         stage = self._stages.get(number)
-        if stage is None or torch.is_inference_mode_enabled() or self._hooked():
+        if stage is None or torch.is_inference_mode_enabled() or self.is_hooked():
             return None
         arrived = [tensors_of(received[unit]) for unit in stage.boundary]
         metas = tuple((tensor.shape, tensor.dtype) for tensors in arrived for tensor in tensors)
         if not metas:
             return None
-        look = (stage.kind, metas, context(arrived[-1][0].device), tuple(module.training for module in self._around))
+        look = (stage.kind, metas, context(arrived[-1][0].device), self.modes)
         frame = inputs.frame(index)
         if len(self._arrived) >= _MOST_VERDICTS:
             self._arrived.clear()
@@ -155,7 +156,7 @@ class LayerCalls:
 
     def forward_ran(self, inputs: StepInputs) -> None:
         """The model's own forward has: what it has changed about itself, the next traces are to see."""
-        if inputs.calls and not self._unchanged_since(self._state_then):
+        if inputs.calls and not self.unchanged_since(self._state_then):
             for calls in inputs.calls.values():
                 calls.outdated = True
 
@@ -176,9 +177,9 @@ class LayerCalls:
         if len(served) > 1:  # stages that get the output of the layer before
             sources = {first - 1: sources[stage.units.start - 1]}
         key = (look, inputs.frame(index))
-        state = self._state()
+        state = self.state()
         proof = self._proofs.get(key)
-        if proof is None or not self._unchanged_since(proof.state):
+        if proof is None or not self.unchanged_since(proof.state):
             if len(self._proofs) >= _MOST_VERDICTS:
                 self._proofs.clear()
             read = proof.read if proof is not None else frozenset()  # groups keep their names
@@ -197,7 +198,7 @@ class LayerCalls:
             run(trace)
             assert trace.prover is not None
             self._defined |= trace.prover.defined
-            if not same_state(before, module_state(looked_at)) or not self._unchanged_since(state):
+            if not same_state(before, module_state(looked_at)) or not self.unchanged_since(state):
                 kept.put_back()
                 trace.calls.clear()
                 changed = self._chances > 0
@@ -205,7 +206,7 @@ class LayerCalls:
             proof.read |= trace.prover.read
             proof.by_state |= trace.prover.by_state
             contents = inputs.contents(index, proof.read)
-        self._state_then = self._state()
+        self._state_then = self.state()
         if trace.is_proven and contents is not None and not proof.by_state:
             if len(proof.known) >= _MOST_ANSWERS:
                 proof.known.clear()
@@ -214,17 +215,25 @@ class LayerCalls:
         metas = tuple((tensor.shape, tensor.dtype) for tensor in sources[max(sources)])
         return group, Calls(trace.calls, metas, frozenset(other.number for other in served), len(served) * size, changed)
 
-    def _state(self) -> ModelState:
+    def state(self) -> ModelState:
         """What a script can turn between steps, and the model in a forward: attributes of modules outside the layers, and of configs."""
         configs = [module.config for module in self._around if hasattr(module, "config")]
         return module_state([*self._around, *self._beside, *configs]), buffer_versions([*self._around, *self._beside])
 
-    def _unchanged_since(self, state: ModelState) -> bool:
-        attributes, versions = self._state()
+    def unchanged_since(self, state: ModelState) -> bool:
+        attributes, versions = self.state()
         same = all(state[1].get(storage) == version for storage, version in versions.items() if storage not in self._defined)
         return same and same_state(state[0], attributes)
 
-    def _hooked(self) -> bool:
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._around)
+
+    def is_watched(self) -> bool:
+        """Whether hooks run in the model's forward outside of layers."""
+        return any(module._forward_pre_hooks or module._forward_hooks for module in self._outside)
+
+    def is_hooked(self) -> bool:
         """Whether somebody wants to see the calls of the model itself."""
         return any(module._forward_pre_hooks or module._forward_hooks_always_called for module in self._around)
 

@@ -40,7 +40,7 @@ from .microbatch import items_of
 from .survey import TENSOR, Template
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-_PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -161,7 +161,7 @@ class Trace:
                 for restore, state in states:
                     restore(state)
             return
-        outside = _other_random_states()
+        outside = other_random_states()
         try:
             with _Answers(self), self.prover:
                 yield
@@ -215,7 +215,7 @@ class Trace:
             tensors = self.stub(lambda: [_like(tensor) for tensor in self._sources[source]])
             self._kept += tensors
             if self.prover is not None:
-                self.prover.flows.update(map(_storage, tensors))
+                self.prover.flows.update(map(storage_of, tensors))
             for number, tensor in enumerate(tensors):
                 self._places[id(tensor)] = (unit, number)
             remaining = iter(tensors)
@@ -271,7 +271,7 @@ class _Prover(pytree.TorchDispatchMode):
         self._entries: dict[int, set[Any]] = {}  # entries may share one storage
         for key, value in items_of(batch):
             for leaf in tensors_of(value):
-                self._entries.setdefault(_storage(leaf), set()).add(key)
+                self._entries.setdefault(storage_of(leaf), set()).add(key)
         self._batch = batch  # addresses stay valid while the tensors live
         self._tainted: set[int] = set()
         self._made: set[int] = {0}  # in the trace; nothing is at address 0
@@ -292,20 +292,20 @@ class _Prover(pytree.TorchDispatchMode):
         if tainted and not self.states:
             self.states = _random_states(self._trace.device)
         by_state = False
-        for tensor in _tensors_in((*args, *kwargs.values())):
+        for tensor in tensors_in((*args, *kwargs.values())):
             tainted |= self.look(tensor)
-            by_state |= _storage(tensor) in self._of_state
+            by_state |= storage_of(tensor) in self._of_state
         output = func(*args, **kwargs)
-        reads = any(tag in tags for tag in _SHAPES_FOLLOW_DATA)
+        reads = reads_data(func, args)
         self.reads += reads
         self.by_state |= reads and by_state
-        found = list(_tensors_in([output]))
+        found = list(tensors_in([output]))
         for tensor in found:
             self._make(tensor)
         if func._schema.is_mutable:
-            found += _tensors_in(args)
+            found += tensors_in(args)
         if by_state:
-            self._of_state.update(map(_storage, found))
+            self._of_state.update(map(storage_of, found))
         if tainted:
             if reads or not found:
                 raise Unfit
@@ -315,7 +315,7 @@ class _Prover(pytree.TorchDispatchMode):
 
     def look(self, tensor: torch.Tensor) -> bool:
         """Note that the model computes with `tensor`; whether it is tainted."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage in self._entries:
             self.read |= self._entries[storage]
         elif storage not in self._made:
@@ -323,38 +323,31 @@ class _Prover(pytree.TorchDispatchMode):
         return storage in self._tainted
 
     def taint(self, tensor: torch.Tensor) -> None:
-        self._tainted.add(_storage(tensor))
+        self._tainted.add(storage_of(tensor))
         self._make(tensor)
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        self.by_state |= _storage(tensor) in self._of_state
+        self.by_state |= storage_of(tensor) in self._of_state
 
     def _make(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage not in self._entries and storage not in self._of_state:  # an operator may return its argument
             self._made.add(storage)
         self._kept.append(tensor)
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Unfit, before anything is written, where the write would go unseen (outputs of layers) or outlive the trace (batch, buffers)."""
-        values = [
-            (argument, args[place] if place < len(args) else kwargs.get(argument.name))
-            for place, argument in enumerate(func._schema.arguments)
-        ]
-        for argument, value in values:
-            if argument.alias_info is None or not argument.alias_info.is_write:
+        for tensor in written_by(func, args, kwargs):
+            storage = storage_of(tensor)
+            if storage in self.flows:
+                raise Unfit
+            if storage in self._made:
                 continue
-            for tensor in _tensors_in([value]):
-                storage = _storage(tensor)
-                if storage in self.flows:
-                    raise Unfit
-                if storage in self._made:
-                    continue
-                whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-                if func is not torch.ops.aten.copy_.default or not whole or storage in self._entries or storage in self._of_state:
-                    raise Unfit
-                self.defined.add(storage)
-                self._made.add(storage)
+            whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            if func is not torch.ops.aten.copy_.default or not whole or storage in self._entries or storage in self._of_state:
+                raise Unfit
+            self.defined.add(storage)
+            self._made.add(storage)
 
 
 class _Answers(TorchFunctionMode):
@@ -370,7 +363,7 @@ class _Answers(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if prover is not None:
             before = prover.reads
-            if func in _PAST_OPERATORS:
+            if func in PAST_OPERATORS:
                 prover.unexplained |= func is not torch.Tensor.tolist
                 if prover.look(args[0]):
                     raise Unfit
@@ -401,15 +394,29 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+            yield from tensors_in(value)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def reads_data(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator tells the host what is in a tensor. Indexing does so for masks only."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return any(tag in func.tags for tag in _SHAPES_FOLLOW_DATA)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Tensors that an operator writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in([args[place] if place < len(args) else kwargs.get(argument.name)])
+
+
+def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -433,7 +440,7 @@ def module_state(modules: Iterable[object]) -> list[Any]:
 def buffer_versions(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
     """Of the modules' own buffers, by storage: numbers that grow when somebody writes to them."""
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    return {_storage(buffer): 0 if buffer.is_inference() else buffer._version for buffer in buffers}
+    return {storage_of(buffer): 0 if buffer.is_inference() else buffer._version for buffer in buffers}
 
 
 class Kept:
@@ -473,20 +480,25 @@ def _random_states(device: torch.device) -> list[tuple[Callable[[torch.Tensor], 
     return states
 
 
-def _other_random_states() -> tuple[Any, Any]:
+def other_random_states() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
 
 
 def _restore_other_random_states(states: tuple[Any, Any]) -> bool:
     """Whether there was something to restore: the model drew numbers outside of torch."""
-    plain, from_numpy = _other_random_states()
-    changed = plain != states[0]
+    changed = drew_others(states)
     if changed:
         random.setstate(states[0])
-    if from_numpy is not None and states[1] is not None:
-        before, after = states[1]["state"], from_numpy["state"]
-        if before["pos"] != after["pos"] or (before["key"] != after["key"]).any():
+        if states[1] is not None:
             sys.modules["numpy"].random.set_state(states[1])
-            changed = True
     return changed
+
+
+def drew_others(states: tuple[Any, Any]) -> bool:
+    """Whether numbers were drawn outside of torch since `other_random_states`."""
+    plain, from_numpy = other_random_states()
+    if from_numpy is None or states[1] is None:
+        return bool(plain != states[0])
+    before, after = states[1]["state"], from_numpy["state"]
+    return bool(plain != states[0] or before["pos"] != after["pos"] or (before["key"] != after["key"]).any())

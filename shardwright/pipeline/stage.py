@@ -31,7 +31,8 @@ from .dry_run import forward_defaults, without_data
 from .images import without_patches
 from .layer_calls import LayerCalls
 from .layer_chain import Unit
-from .layer_trace import Trace, TraceEnd, Unfit
+from .layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
+from .reads import HostReads, Watch
 from .router_logits import RouterLogits
 from .step_inputs import StepInputs
 from .survey import Survey
@@ -68,6 +69,7 @@ class StageRun:
     trace: Trace | None = None  # instead of layers
     in_model: bool = True  # whether layers are called by the model's forward
     begin: int = 0  # first unit that runs: what the ones before returned is there
+    watch: Watch | None = None  # of what the model's forward reads off tensors
 
     def output_before(self, unit: int) -> Any:
         """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads its own."""
@@ -120,6 +122,8 @@ class StagedModel:
         self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
         _disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
+        self._reads: HostReads | None = None
+        self.answers_on_cpu = False  # reads of a model on the CPU need no other answers: nothing waits there
         if survey is not None and len(stages) > 1:
             self._release(survey)
             self._install_stubs(survey)
@@ -127,6 +131,7 @@ class StagedModel:
             # A module outside the layers that a stage reads may gather its weights, which has to happen as often on every rank.
             between = [stage for stage in held if 0 < stage < len(stages) - 1 and not self._live[stage]]
             self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between})
+            self._reads = HostReads(self._calls.state, self._calls.unchanged_since)
         self._install_gates()
 
     @property
@@ -165,10 +170,20 @@ class StagedModel:
                     return self._pack(run), None
                 self._calls.distrust(stage, inputs)
                 run.in_model, run.received, run.begin = True, dict(sorted(alive.items())), max(alive) + 1
-        result = self._run(run, inputs.batch(index), tail)
+        batch = inputs.batch(index)
+        run.watch = self._watch(run, inputs, index, batch)
+        result = self._run(run, batch, tail)
         if self._calls is not None:
             self._calls.forward_ran(inputs)
         return result
+
+    def _watch(self, run: StageRun, inputs: StepInputs, index: int, batch: Any) -> Watch | None:
+        if self._reads is None or self._calls is None or torch.is_inference_mode_enabled():
+            return None
+        if (self._own_device().type == "cpu" and not self.answers_on_cpu) or self._calls.is_watched():
+            return None
+        metas = tuple((tensor.shape, tensor.dtype) for output in run.received.values() for tensor in tensors_of(output))
+        return self._reads.of_forward((run.stage, metas, context(self._own_device()), self._calls.modes), inputs, index, batch)
 
     def _prepared(self, stage: int, received: Payload | None, batch: Any) -> StageRun:
         self._follow_device()
@@ -193,11 +208,16 @@ class StagedModel:
             elif run.is_last:
                 run.enter_tail = lambda output: _discard(stack.enter_context(tail(output)))
             self.current = run
+            seen = self._seen_by(run, batch)
             try:
-                output = self._call(self._seen_by(run, batch))
+                if run.watch is not None:
+                    run.watch.begin()
+                output = self._call(seen)
             except StageExit:
                 return self._pack(run), None
             finally:
+                if run.watch is not None:
+                    run.watch.end()
                 self.current = None
         if not run.is_last:
             last = self.units[run.high - 1].gate
@@ -343,15 +363,19 @@ class StagedModel:
                 return run.output_before(index)
             checkpointed = is_layer and run.low <= index < run.low + run.checkpointed and torch.is_grad_enabled()
             is_here = index >= run.low  # or the end of the layers, before a stage of the tail alone
-            if checkpointed:
-                output = run_checkpointed(call, *args, **kwargs)
-            else:
-                output = call(*args, **kwargs) if is_here or not is_gate else run.output_before(index)
+            with run.watch.aside() if run.watch is not None and is_layer else nullcontext():
+                if checkpointed:
+                    output = run_checkpointed(call, *args, **kwargs)
+                else:
+                    output = call(*args, **kwargs) if is_here or not is_gate else run.output_before(index)
             if not is_gate or not run.in_model:
                 return output
             if index in run.wanted and is_here:
                 run.outputs[index] = output
             if index == run.high - 1:
+                if run.watch is not None:
+                    run.watch.finish()
+                    run.watch.end()
                 if not run.is_last:
                     raise StageExit
                 if run.enter_tail is not None:

@@ -31,13 +31,28 @@ class StepInputs:
         self.calls: dict[Hashable, Any] = {}  # where `LayerCalls` keeps what it has found
         self._cast = cast
         self._host = host
-        self._host_entries: list[dict[Any, Any]] | None = None
+        self._host_microbatches: Sequence[Batch] | None = None
         self._number = next(_numbers)
         self._frames: dict[int, Hashable] = {}
         self._groups: dict[tuple[Hashable, frozenset[Any]], dict[int, tuple[Hashable, int]]] = {}
 
     def batch(self, index: int) -> Batch:
         return self._cast(self.microbatches[index])
+
+    @property
+    def has_host(self) -> bool:
+        values = [value for microbatch in self.microbatches for _, value in items_of(microbatch)]
+        return self._host is not None or all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
+
+    def on_host(self, index: int) -> Batch:
+        """What the model gets of a microbatch, in host memory; where it `has_host`."""
+        return self._cast(self.microbatches[index] if self._host is None else self._in_host_memory(index))
+
+    def _in_host_memory(self, index: int) -> Batch:
+        if self._host_microbatches is None:
+            assert self._host is not None
+            self._host_microbatches = self._host()
+        return self._host_microbatches[index]
 
     def frame(self, index: int) -> Hashable:
         """Equal for microbatches that differ in nothing but the contents of tensors."""
@@ -84,9 +99,7 @@ class StepInputs:
         if not isinstance(value, torch.Tensor):
             return id(value)
         if value.device.type != "cpu" and self._host is not None:
-            if self._host_entries is None:
-                self._host_entries = [dict(items_of(microbatch)) for microbatch in self._host()]
-            value = self._host_entries[index][key]
+            value = dict(items_of(self._in_host_memory(index)))[key]
         if value.device.type != "cpu" or value.numel() * value.element_size() > _MOST_BYTES:
             return index
         return value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
