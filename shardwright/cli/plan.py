@@ -27,6 +27,7 @@ _OTHER = (
     "num_layers_per_stage",
     "layer_costs",
     "auto_memory",
+    "offload_activations",
     "zero_bucket_size_in_m",
 )
 
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(layout, "num_layers_per_stage", _numbers)
     _add(layout, "layer_costs", _costs)
     _add(layout, "auto_memory", float)
+    _add(layout, "offload_activations", _shares)
     layout.add_argument("--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)")
     layout.add_argument(
         "--recompute", type=float, metavar="SHARE", help="share of every stage's layers under activation checkpointing, 0 to 1"
@@ -83,7 +85,19 @@ def _costs(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,1,1.5") from None
 
 
-_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "NAME", _numbers: "N,N,...", _costs: "X,X,..."}
+def _shares(text: str) -> float | list[float]:
+    found = _costs(text)
+    return found[0] if len(found) == 1 else found
+
+
+_METAVARS: dict[Callable[[str], Any], str] = {
+    int: "N",
+    float: "X",
+    str: "NAME",
+    _numbers: "N,N,...",
+    _costs: "X,X,...",
+    _shares: "X or X,X,...",
+}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -107,3 +107,9 @@ grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, `__torch_function__` of tensor subclasses is not asked. Checked on torch 2.13: `torch._C.DisableTorchFunctionSubclass`."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors look at the memory of `tensor`, itself included. Checked on torch 2.13: `torch._C._storage_Use_Count`."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # the object that asks is one more user

@@ -11,6 +11,7 @@ actions per rank; it can be printed, parsed, validated, simulated and drawn with
     REDUCE          all weight gradients of the stage are complete: reduce them over data-parallel ranks (no microbatch)
     GATHER, FREE    the weights of the stage are brought together from data-parallel ranks before its next F, B or I, and let go (no
                     microbatch; ZeRO stage 3)
+    OFFLOAD, RELOAD the activations of a microbatch start for host memory behind its F, and back before its B or I
 
 Schedules (`schedules/`) write F, B, I and W only; `lowering` derives the others.
 """
@@ -40,15 +41,19 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
     GATHER = "GATHER"
     FREE = "FREE"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
 
 
 KINDS = tuple(Kind)  # the number of a kind is its place here
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 NEEDS_WEIGHTS = frozenset({Kind.F, Kind.B, Kind.I})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+MOVES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 OF_STAGE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.FREE})  # of no microbatch
 
-_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|GATHER|FREE|F|B|I|W)(\d*)")
+_NEEDS = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}  # which action before
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|GATHER|FREE|OFFLOAD|RELOAD|F|B|I|W)(\d*)")
 
 
 class Action(NamedTuple):
@@ -162,12 +167,12 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
 
     Every stage runs every microbatch exactly once, on the rank that holds it: F, then B or I and later W (nothing but F when
     `forward_only`). REDUCE, where present, comes once per stage and after its last weight gradient. Where a rank gathers, F, B and I
-    stand between a GATHER and the FREE of their stage. That the stages can
-    run in their order without waiting for one another for ever is what `simulate` and `lower` check.
+    stand between a GATHER and the FREE of their stage. What an OFFLOAD takes away between F and B or I, a RELOAD brings back before
+    B or I. That the stages can run in their order without waiting for one another for ever is what `simulate` and `lower` check.
     """
     if len(actions) != placement.num_ranks:
         raise ValueError(f"the schedule has lists for {len(actions)} ranks, the placement has {placement.num_ranks}")
-    allowed = {Kind.F} if forward_only else {Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE}
+    allowed = {Kind.F} if forward_only else {Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD}
     for rank, rank_actions in enumerate(actions):
         seen: set[Action] = set()
         weights_done = dict.fromkeys(placement.stages_of(rank), 0)
@@ -199,13 +204,17 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
             if action in seen:
                 fail(step, f"{action} comes twice")
             seen.add(action)
-            if kind in (Kind.B, Kind.I) and Action(Kind.F, stage, microbatch) not in seen:
-                fail(step, f"{action} before {Action(Kind.F, stage, microbatch)}")
-            if kind is Kind.W and Action(Kind.I, stage, microbatch) not in seen:
-                fail(step, f"{action} before {Action(Kind.I, stage, microbatch)}")
+            needed = _NEEDS.get(kind)
+            if needed is not None and Action(needed, stage, microbatch) not in seen:
+                fail(step, f"{action} before {Action(needed, stage, microbatch)}")
             other = {Kind.B: Kind.I, Kind.I: Kind.B}.get(kind)
             if other is not None and Action(other, stage, microbatch) in seen:
                 fail(step, f"{action} after {Action(other, stage, microbatch)}: both compute the gradient of the input")
+            moved, back = Action(Kind.OFFLOAD, stage, microbatch), Action(Kind.RELOAD, stage, microbatch)
+            if other is not None and moved in seen and back not in seen:
+                fail(step, f"{action} without {back}: {moved} has taken its activations away")
+            if action in (moved, back) and {Action(Kind.B, stage, microbatch), Action(Kind.I, stage, microbatch)} & seen:
+                fail(step, f"{action} after the backward that needs the activations")
             if kind in (Kind.B, Kind.W):
                 weights_done[stage] += 1
         for stage, done in weights_done.items():

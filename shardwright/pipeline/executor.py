@@ -60,6 +60,8 @@ class PipelineSettings:
     enable_metadata_cache        send the description of a message only once per shape
     deferred_bytes               what weight gradients that a zero-bubble schedule postpones may hold on a rank; None: what fits into
                                  the memory that 1F1B needs
+    offload_activations          share of the activations of every stage that waits in host memory between forward and backward, or one per
+                                 stage; None: none
     auto_memory                  activations that "auto" may hold, over those that 1f1b holds
     layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     """
@@ -74,7 +76,14 @@ class PipelineSettings:
     enable_metadata_cache: bool = True
     deferred_bytes: int | None = None
     layer_costs: Sequence[float] | None = None
+    offload_activations: float | Sequence[float] | None = None
     auto_memory: float = 1.5
+
+    def offloaded(self, num_stages: int) -> Sequence[float] | None:
+        """`offload_activations` by stage; None where nothing leaves."""
+        given = self.offload_activations
+        shares = [float(given)] * num_stages if isinstance(given, int | float) else given
+        return shares if shares is not None and any(shares) else None
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,7 @@ def plan_cut(
             transfer=message,
             deferred=deferred,
             allowed=settings.auto_memory,
+            offloaded=(settings.offloaded(1) or [0.0])[0],
         )
         style, placement, stages = found.best.pp_style, found.best.placement, found.best.stages
     else:
@@ -444,7 +454,14 @@ class PipelineExecutor:
         chunks = self.cut.placement.num_chunks
         schedule = schedules.get(self.cut.pp_style, ranks, num_microbatches, chunks, forward_only=not training)
         costs = self.cut.costs.actions(self.cut.staged.stages) if self.cut.costs is not None else None
-        return lower(schedule, overlap=settings.overlap_p2p, costs=costs, rank=self.cut.rank, gathered=self._gathered)
+        return lower(
+            schedule,
+            overlap=settings.overlap_p2p,
+            costs=costs,
+            rank=self.cut.rank,
+            gathered=self._gathered,
+            offloaded=settings.offloaded(self.cut.placement.num_stages) if training else None,
+        )
 
     def forward(self, stage: int, received: Payload | None, index: int) -> Any:
         """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""

@@ -1,4 +1,5 @@
-"""From compute-only schedules to what the runtime executes: SEND, RECV, REDUCE, GATHER and FREE are derived.
+"""From compute-only schedules to what the runtime executes: SEND, RECV, REDUCE, GATHER and FREE are derived; OFFLOAD and RELOAD are
+placed by `offload_places`.
 
 [Note: why lowered schedules cannot deadlock]
 Simulate all ranks. Every transfer has a time: the end of the action that produced the data. SEND stands right after this action, and RECV
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actions import KINDS, NEEDS_WEIGHTS, Action, ActionList, Kind
+from .offload_places import with_offloads
 from .schedules import Schedule
 from .simulate import Costs, Run, simulate
 
@@ -34,20 +36,27 @@ _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
 def lower(
-    schedule: Schedule, overlap: bool = True, costs: Costs | None = None, rank: int | None = None, gathered: int | None = None
+    schedule: Schedule,
+    overlap: bool = True,
+    costs: Costs | None = None,
+    rank: int | None = None,
+    gathered: int | None = None,
+    offloaded: Sequence[float] | None = None,
 ) -> Schedule:
-    """Add SEND_F, RECV_F, SEND_B, RECV_B and REDUCE to the compute actions, and GATHER and FREE where `gathered` is given.
+    """Add SEND_F, RECV_F, SEND_B, RECV_B and REDUCE to the compute actions, GATHER and FREE where `gathered` is given, and OFFLOAD and
+    RELOAD where `offloaded` is.
 
     overlap  place receives so that they run while the rank computes, else blocking order (see the note above)
     costs    of the stages, when they are known to be unequal: receives are placed by them
     rank     whose list is wanted: it is made at once and the times of all ranks are let go of. Lists of others, which an error shows,
              can still be had; they take another simulation
     gathered  of how many of its stages a rank has the weights at once, those that it needs next; None: of all, always
+    offloaded  share of the activations, by stage, that waits in host memory
     """
     costs = Costs() if costs is None else costs
     if min(min(values) for values in costs.of_kind(schedule.placement.num_stages).values()) <= 0:
         raise ValueError("lowering orders transfers by time and needs costs above 0")
-    lists = _Lowered(schedule, overlap, costs, gathered)
+    lists = _Lowered(schedule, overlap, costs, gathered, offloaded)
     if rank is not None:
         lists.make(rank)
     return Schedule(schedule.placement, lists)
@@ -56,8 +65,9 @@ def lower(
 class _Lowered(Sequence[Sequence[Action]]):
     """Lists of all ranks, each made when it is first looked at."""
 
-    def __init__(self, schedule: Schedule, overlap: bool, costs: Costs, gathered: int | None) -> None:
-        self._schedule, self._overlap, self._costs, self._gathered = schedule, overlap, costs, gathered
+    def __init__(self, schedule: Schedule, overlap: bool, costs: Costs, gathered: int | None, offloaded: Sequence[float] | None) -> None:
+        self._schedule, self._overlap, self._costs = schedule, overlap, costs
+        self._gathered, self._offloaded = gathered, offloaded
         self._run: Run | None = None
         self._lists: dict[int, list[Action]] = {}
 
@@ -77,7 +87,11 @@ class _Lowered(Sequence[Sequence[Action]]):
     def make(self, rank: int, keep_times: bool = False) -> None:
         run = self._run if self._run is not None else simulate(self._schedule, self._costs).run
         lowered = list(_lower_rank(run, rank, self._overlap))
-        self._lists[rank] = lowered if self._gathered is None else with_gathers(lowered, self._gathered)
+        if self._gathered is not None:
+            lowered = with_gathers(lowered, self._gathered)
+        if self._offloaded is not None:
+            lowered = with_offloads(lowered, self._offloaded)
+        self._lists[rank] = lowered
         self._run = run if keep_times else None
 
 

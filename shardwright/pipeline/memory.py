@@ -5,6 +5,7 @@ A schedule bounds how many microbatches are under way; how much that is depends 
     kept      from F to B, or to I: activations; with recomputation little more than the inputs of layers
     deferred  from I to W: inputs x and output gradients dy of every linear whose weight gradient waits. Recomputation does not make
               these any less, so that a zero-bubble schedule may hold more than 1F1B although it has no more microbatches under way
+    leaving   part of what is kept that is in host memory for a while, of the microbatches that `offload_places` chooses
 """
 
 from __future__ import annotations
@@ -16,24 +17,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actions import KINDS, Kind
+from .offload_places import find_leaving
 from .simulate import Run
 
 _F, _B, _I, _W = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
 
 
+class Offloaded(NamedTuple):
+    """By stage: the share of microbatches that leave, and what of one microbatch does."""
+
+    shares: Sequence[float]
+    leaving: Sequence[float]
+
+
 class MemoryCurve(NamedTuple):
-    """From `times[i]` on, the start of a forward or the end of another action, a rank holds `kept[i]` and `deferred[i]`."""
+    """From `times[i]` on, the start of a forward or the end of another action, a rank holds `kept[i]` and `deferred[i]`, and `host[i]` in
+    host memory."""
 
     times: NDArray[np.float64]
     kept: NDArray[np.float64]
     deferred: NDArray[np.float64]
+    host: NDArray[np.float64]
 
     @property
     def peak(self) -> float:
         return float((self.kept + self.deferred).max(initial=0.0))
 
 
-def memory_curves(run: Run, kept: Sequence[float], deferred: Sequence[float] | None = None) -> list[MemoryCurve]:
+def memory_curves(
+    run: Run, kept: Sequence[float], deferred: Sequence[float] | None = None, offloaded: Offloaded | None = None
+) -> list[MemoryCurve]:
     """The curve of every rank; `kept` and `deferred` are those of one microbatch on each stage. Without `deferred` W frees nothing."""
     of_kept = np.array(kept, dtype=float)
     of_deferred = np.array(deferred, dtype=float) if deferred is not None else np.zeros(len(kept))
@@ -43,7 +56,20 @@ def memory_curves(run: Run, kept: Sequence[float], deferred: Sequence[float] | N
         kinds, stages = run.actions.kinds[here], run.actions.stages[here]
         forward, last = kinds == _F, (kinds == _B) | (kinds == _I)
         times = np.where(forward, run.start[here], run.end[here])
-        held = np.cumsum(np.where(forward, of_kept[stages], 0.0) - np.where(last, of_kept[stages], 0.0))
-        waiting = np.cumsum(np.where(kinds == _I, of_deferred[stages], 0.0) - np.where(kinds == _W, of_deferred[stages], 0.0))
-        curves.append(MemoryCurve(times, held, waiting))
+        held = np.where(forward, of_kept[stages], 0.0) - np.where(last, of_kept[stages], 0.0)
+        waiting = np.where(kinds == _I, of_deferred[stages], 0.0) - np.where(kinds == _W, of_deferred[stages], 0.0)
+        host = np.zeros(len(times))
+        if offloaded is not None:
+            gone, back = find_leaving(run.actions[here], offloaded.shares)
+            amount = np.array(offloaded.leaving, dtype=float)[stages[gone]]
+            none, end = np.zeros(len(gone)), run.end[here]
+            # Behind an action's own change of what is held: of F the start of a copy, of the next the end of it; of the one before the
+            # last in front of B the start of the copy back.
+            places = np.concatenate([np.arange(len(times)), gone, gone + 1, back - 2])
+            order = np.argsort(places, kind="stable")
+            times = np.concatenate([times, end[gone], end[gone + 1], end[back - 2]])[order]
+            held = np.concatenate([held, none, -amount, amount])[order]
+            waiting = np.concatenate([waiting, none, none, none])[order]
+            host = np.concatenate([host, amount, none, -amount])[order]
+        curves.append(MemoryCurve(times, np.cumsum(held), np.cumsum(waiting), np.cumsum(host)))
     return curves

@@ -4,7 +4,8 @@
     received tensors   from the post of their receive to the backward (they are leaves whose gradients go back)
     output tensors     until they have been received, at the latest when their gradients come back; the backward needs only
                        their place in the graph (`GradientEdge`)
-    the graph          from F to B or I; then the weight-gradient store holds what W needs
+    the graph          from F to B or I, in host memory meanwhile between OFFLOAD and RELOAD; then the weight-gradient store holds what W
+                       needs
     gradients to send  until they have been sent
 So memory follows the activations in flight, which the schedule bounds, and never the number of microbatches.
 
@@ -30,7 +31,8 @@ from ..cluster import job
 from ..comm.p2p import PipeComm, Receive, Sent
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..ops.weight_grad import WeightGradStore
-from .actions import Action, Kind, table
+from .actions import COMPUTE, Action, Kind, table
+from .offload import ActivationOffload
 from .placement import Placement
 from .saved_bytes import measure
 from .schedules import Schedule
@@ -187,7 +189,10 @@ class PipelineRuntime:
             Kind.REDUCE: self._reduce,
             Kind.GATHER: self._gather,
             Kind.FREE: self._free,
+            Kind.OFFLOAD: lambda stage, microbatch: self._offload.start((stage, microbatch)),
+            Kind.RELOAD: lambda stage, microbatch: self._offload.fetch((stage, microbatch)),
         }
+        self._offload = ActivationOffload()
         self._start_step((), False, False)
 
     def run(self, schedule: Schedule, shape_keys: Sequence[Hashable], *, overlap: bool = True) -> StepResult:
@@ -211,6 +216,7 @@ class PipelineRuntime:
             self.weight_grads = WeightGradStore(math.inf if self._deferred_bytes is None else self._deferred_bytes)
         self._start_step(shape_keys, training, overlap)
         self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.B, Kind.W))
+        self._to_leave = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD}
         step = 0
         handlers, recorder = self._handlers, self.recorder
         try:
@@ -220,6 +226,8 @@ class PipelineRuntime:
                 if recorder is not None:
                     recorder.start_step()
                 for kind, stage, microbatch in actions:
+                    if self._to_leave and kind in COMPUTE:
+                        self._offload.compute_begins()
                     if recorder is None:
                         handlers[kind](stage, microbatch)
                     else:
@@ -237,6 +245,7 @@ class PipelineRuntime:
                 self._gathering.end()
         assert not self._live, self._live.keys()
         assert not self._receives, self._receives.keys()
+        assert self._offload.is_idle
         result = StepResult(self._losses, self._peak_live)
         self._start_step((), False, False)
         return result
@@ -248,6 +257,7 @@ class PipelineRuntime:
         self._losses: list[Tensor] = []
         self._num_live = self._peak_live = 0
         self._live_bytes = self._largest = 0  # of all graphs held; most that a microbatch leaves on this rank's stages
+        self._to_leave = set[tuple[int, int]]()  # whose activations wait in host memory
         self._to_come = Counter[int]()  # microbatches whose weight gradients are still to be made, by stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
@@ -301,9 +311,11 @@ class PipelineRuntime:
         """The stage's forward; what it keeps for the backward is measured the first time that it matters and a shape occurs."""
         forward = self._programs[stage].forward
         key = self._key(stage, microbatch)
+        taking = self._offload.taking((stage, microbatch)) if (stage, microbatch) in self._to_leave else nullcontext()
         if not self._training or self.weight_grads is None or self._deferred_bytes is not None or key in self._graph_bytes:
-            return forward(received, microbatch)
-        with measure(self._parameters()) as saved:
+            with taking:
+                return forward(received, microbatch)
+        with measure(self._parameters()) as saved, taking:
             result = forward(received, microbatch)
         if len(self._graph_bytes) >= 1024:  # every length of a batch is a shape of its own
             self._graph_bytes.clear()
@@ -372,6 +384,7 @@ class PipelineRuntime:
                 if self._overlap:
                     self._sent.pop((stage, microbatch)).wait()  # it has arrived, for this is the answer: let go of the outputs
         self._wait_weights(stage)
+        self._offload.wait((stage, microbatch))
         if self.recorder is not None:
             self.recorder.inputs_arrived()
         with self.weight_grads.deferring((stage, microbatch)) if defer and self.weight_grads is not None else nullcontext():
@@ -440,6 +453,7 @@ class PipelineRuntime:
         """Let go of everything, so that the error does not keep activations alive."""
         self._start_step((), False, False)
         self.comm.discard()
+        self._offload.discard()
         if self.weight_grads is not None:
             self.weight_grads.discard()
 

@@ -8,7 +8,8 @@ hand with the cut that it would get. Assumptions are the simulator's:
     backward   twice a forward, and the forward again where layers are recomputed; of zero bubble's W as much as can be deferred
     transfer   of one hidden state per token, MESSAGE_COST parameters' worth of arithmetic for each of its features: about 2 bytes
                at 50 GB/s beside 2 operations per parameter at 400 TFLOP/s. Under tensor parallelism every rank sends all of it
-    memory     a layer's activations count 1, or RECOMPUTED of it where it is recomputed; inputs and output gradients of a layer's linears,
+    memory     a layer's activations count 1, or RECOMPUTED of it where it is recomputed, of which all but what a stage has received can
+               wait in host memory; inputs and output gradients of a layer's linears,
                which deferred weight gradients wait with, are about as much as all that it keeps
 """
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from . import schedules
 from .balance import ChainCosts
-from .memory import memory_curves
+from .memory import Offloaded, memory_curves
 from .partition import text_config, unit_costs
 from .placement import Placement
 from .simulate import Costs, simulate
@@ -90,12 +91,14 @@ def search(
     transfer: float = 0.0,
     deferred: float = 0.0,
     allowed: float = 1.5,
+    offloaded: float = 0.0,
 ) -> Found:
     """Try everything.
 
     transfer  time of a message, in the unit of the costs
     deferred  share of the weight gradients that a zero-bubble schedule can put off
     allowed   memory, over that of 1F1B
+    offloaded share of the activations that waits in host memory
     """
     candidates = []
     for name, style in schedules.STYLES.items():
@@ -103,7 +106,7 @@ def search(
         for chunks in range(style.min_chunks, most + 1):
             placement = schedules.get_placement(name, num_ranks, chunks)
             costs = costs_of(placement)
-            candidates.append(_try(name, placement, costs, cut(costs, placement), num_microbatches, transfer, deferred))
+            candidates.append(_try(name, placement, costs, cut(costs, placement), num_microbatches, transfer, deferred, offloaded))
     limit = allowed * next(candidate.memory for candidate in candidates if candidate.pp_style == "1f1b") * (1 + 1e-9)
     candidates.sort(key=lambda candidate: (candidate.makespan, candidate.memory))
     fitting = [candidate for candidate in candidates if candidate.memory <= limit]
@@ -113,7 +116,14 @@ def search(
 
 
 def _try(
-    name: str, placement: Placement, costs: ChainCosts, stages: Sequence[range], microbatches: int, transfer: float, deferred: float
+    name: str,
+    placement: Placement,
+    costs: ChainCosts,
+    stages: Sequence[range],
+    microbatches: int,
+    transfer: float,
+    deferred: float,
+    offloaded: float,
 ) -> Candidate:
     forward, again = costs.of_actions(stages)
     layers = np.array([len(units) for units in stages])
@@ -123,5 +133,7 @@ def _try(
     times = Costs((forward).tolist(), (forward * (2 - late) + again).tolist(), (forward * late).tolist(), transfer)
     run = simulate(schedules.get(name, placement.num_ranks, microbatches, placement.num_chunks), times)
     kept = layers - recomputed * (1 - RECOMPUTED)
-    memory = max(curve.peak for curve in memory_curves(run.run, kept.tolist(), (layers * deferred).tolist() if splits else None))
+    waiting = (layers * deferred).tolist() if splits else None
+    away = Offloaded([offloaded] * len(stages), np.maximum(kept - RECOMPUTED, 0).tolist())
+    memory = max(curve.peak for curve in memory_curves(run.run, kept.tolist(), waiting, away))
     return Candidate(name, placement, list(stages), run.makespan, memory, run.bubble)

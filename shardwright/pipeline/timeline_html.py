@@ -21,6 +21,8 @@ COLORS = {
     Kind.REDUCE: "#9b59b6",
     Kind.GATHER: "#17a2b8",
     Kind.FREE: "#8a939b",
+    Kind.OFFLOAD: "#b5651d",
+    Kind.RELOAD: "#d16ba5",
 }
 WAIT = "#e3e3e3"
 LEGEND = {
@@ -31,6 +33,8 @@ LEGEND = {
     Kind.REDUCE: "reduce",
     Kind.GATHER: "gather weights",
     Kind.FREE: "free weights",
+    Kind.OFFLOAD: "offload activations",
+    Kind.RELOAD: "reload activations",
 }
 
 _WIDTH, _LEFT, _ROW, _BAR = 1100, 60, 30, 24

@@ -119,6 +119,7 @@ class HybridParallelPlugin(Plugin):
         layer_costs: list[float] | None = None,
         auto_memory: float = 1.5,
         gather_ahead: int | None = None,
+        offload_activations: float | list[float] | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)
@@ -284,6 +285,8 @@ class HybridParallelPlugin(Plugin):
         if self.mesh.rank == 0:
             for warning in self.layout.warnings:
                 warn_once(warning)
+            if self.settings.pipeline.offload_activations and get_current_device().type == "cpu":
+                warn_once("offload_activations: what a CPU computes is in host memory anyway, so that it is copied and nothing is saved")
         probe = DocumentProbe(model)
         adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None

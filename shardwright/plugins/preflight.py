@@ -50,7 +50,7 @@ from .chunks import chunks_gathered
 from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .settings import HybridSettings
-from .step_memory import held_note
+from .step_memory import held_note, leaving_note
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
 
 
@@ -333,7 +333,12 @@ class _Resolver:
             return None
         shape = (-(-batch.samples // microbatches), batch.length)
         dtype = self.precision.dtype if self.precision.is_half else None
-        return held_note(self.model, self.plan, self._actions(microbatches), shape, dtype, self._costs, self._deferred or 0.0)
+        return held_note(self.model, self.plan, self._actions(microbatches), shape, dtype, self._costs, self._deferred or 0.0, self._shares)
+
+    @property
+    def _shares(self) -> Sequence[float] | None:
+        """Of activations that wait in host memory, by stage."""
+        return self.settings.pipeline.settings.offloaded(self.plan.placement.num_stages)
 
     def _actions(self, microbatches: int) -> Schedule:
         return schedules.get(self.plan.pp_style, self.mesh.size("pp"), microbatches, self.plan.placement.num_chunks)
@@ -398,6 +403,8 @@ class _Resolver:
     def _notes(self, microbatches: int | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
         notes = [str(note) for note in (self.plan.found, self._held_note(microbatches)) if note is not None]
+        if microbatches is not None and self._shares is not None:
+            notes.append(leaving_note(self._actions(microbatches), self._shares))
         if self.optimizer is None:
             notes.append("no optimizer was given: bytes are those of the weights alone")
         if microbatches is not None and microbatches < ranks:

@@ -144,6 +144,8 @@ class PipelineOptions:
 
     deferred_bytes  what weight gradients that "zb" and "zbv" postpone may hold on a rank; None: what fits into 1F1B's memory, 0: nothing
                     is postponed
+    offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and backward, or a list
+                    with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three actions stay
     example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned
     """
 
@@ -159,6 +161,7 @@ class PipelineOptions:
     example_inputs: Any
     layer_costs: list[float] | None
     auto_memory: float
+    offload_activations: float | list[float] | None
 
     def check(self, pp_size: int) -> None:
         """Refuse what does not fit a pipeline of `pp_size` ranks."""
@@ -182,6 +185,7 @@ class PipelineOptions:
             self._check_search(pp_size)
         else:
             get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
+        self._check_offload(pp_size)
         if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
                 f"pp_size={pp_size} needs num_microbatches or microbatch_size: a pipeline works on parts of a batch; "
@@ -191,6 +195,30 @@ class PipelineOptions:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a batch is split; "
                 "give one of them"
+            )
+
+    def _check_offload(self, pp_size: int) -> None:
+        given = self.offload_activations
+        if given is None:
+            return
+        said = f"offload_activations={given}"
+        shares = [given] if isinstance(given, int | float) else list(given)
+        if any(not 0 <= share <= 1 for share in shares):
+            raise ValueError(f"{said} must be a share from 0 (none) to 1 (all), or a list of shares")
+        if pp_size == 1:
+            raise ValueError(
+                f"{said} with pp_size=1: without a pipeline every backward follows its forward at once, so that there is no time in which "
+                "activations could be away; leave it out and let layers be recomputed (gradient_checkpoint_config)"
+            )
+        if isinstance(given, int | float):
+            return
+        if self.pp_style == "auto":
+            raise ValueError(f"{said} with pp_style='auto', which chooses the number of stages: give one number for all of them")
+        stages = get_placement(self.pp_style, pp_size, self.num_model_chunks).num_stages
+        if len(shares) != stages:
+            raise ValueError(
+                f"{said} has {len(shares)} entries for {stages} stages (pp_size={pp_size} x num_model_chunks={self.num_model_chunks}); "
+                "give one per stage, or one number for all"
             )
 
     def _check_search(self, pp_size: int) -> None:

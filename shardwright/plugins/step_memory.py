@@ -1,20 +1,31 @@
-"""Activations that pipeline ranks hold at the peak of a step, for the layout report."""
+"""Activations that pipeline ranks hold at the peak of a step, on the device and in host memory, for the layout report."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..pipeline.activations import count_activations
+from ..pipeline.actions import ActionList
+from ..pipeline.activations import Activations, count_activations
 from ..pipeline.executor import CutPlan
-from ..pipeline.memory import memory_curves
+from ..pipeline.memory import Offloaded, memory_curves
+from ..pipeline.offload_places import LEAST_GAP, find_leaving
 from ..pipeline.schedules import Schedule
 from ..pipeline.simulate import Costs, simulate
 from .resolved import size
 
 
 def held_note(
-    model: nn.Module, plan: CutPlan, schedule: Schedule, shape: tuple[int, int], dtype: torch.dtype | None, costs: Costs | None, late: float
+    model: nn.Module,
+    plan: CutPlan,
+    schedule: Schedule,
+    shape: tuple[int, int],
+    dtype: torch.dtype | None,
+    costs: Costs | None,
+    late: float,
+    shares: Sequence[float] | None = None,
 ) -> str | None:
     """What the ranks hold; None for models that do not say that their input is token ids.
 
@@ -22,6 +33,7 @@ def held_note(
     dtype  that the model works in; None: as it is
     costs  of the actions, for the order in which ranks get to them
     late   share of weight gradients that the schedule postpones
+    shares of the activations that wait in host memory, by stage
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return None
@@ -37,8 +49,33 @@ def held_note(
             f"activations of a step are not known: {type(model).__name__} did not run on made-up tokens ({type(error).__name__}: {error})"
         )
     kept, deferred = counted.by_stage(plan.stages, again)
-    curves = memory_curves(simulate(schedule, costs).run, kept, [late * amount for amount in deferred])
+    away = Offloaded(shares, leaving_bytes(counted, plan, kept)) if shares is not None else None
+    curves = memory_curves(simulate(schedule, costs).run, kept, [late * amount for amount in deferred], away)
     peaks = ", ".join(size(round(curve.peak)) for curve in curves)
     waiting = max(float(curve.deferred.max(initial=0.0)) for curve in curves)
     besides = f", up to {size(round(waiting))} of it for postponed weight gradients" if waiting else ""
+    if away is not None:
+        host = ", ".join(size(round(float(curve.host.max(initial=0.0)))) for curve in curves)
+        besides += f"; in host memory: {host}"
     return f"activations at the peak of a step, by pipeline rank: {peaks}{besides}; attention as in fused kernels, without the loss"
+
+
+def leaving_bytes(counted: Activations, plan: CutPlan, kept: Sequence[float]) -> list[float]:
+    """What of one microbatch can leave, by stage: all but what the stage has received, which the runtime holds."""
+    received = [float(counted.recomputed[units.start]) if stage and len(units) else 0.0 for stage, units in enumerate(plan.stages)]
+    return [max(amount - own, 0.0) for amount, own in zip(kept, received, strict=True)]
+
+
+def leaving_note(schedule: Schedule, shares: Sequence[float]) -> str:
+    """How many microbatches leave."""
+    counts = [0] * len(shares)
+    for actions in schedule.actions:
+        compact = ActionList.of(actions)
+        for place in find_leaving(compact, shares).forward.tolist():
+            counts[compact[place].stage] += 1
+    if not any(counts):
+        return (
+            f"offload_activations: nothing leaves, because fewer than {LEAST_GAP} actions lie between forward and backward of every "
+            "microbatch; more pipeline ranks, microbatches or chunks make longer waits"
+        )
+    return f"offload_activations: microbatches whose activations wait in host memory, by stage: {', '.join(map(str, counts))}"

@@ -93,6 +93,13 @@ def _numbers(value: Any) -> str | None:
     return "a list of numbers, such as [1.0, 1.5]"
 
 
+def _number_or_numbers(value: Any) -> str | None:
+    problem = _number(value)
+    if problem is None or _numbers(value) is None:
+        return None
+    return f"{problem}, or a list of numbers"
+
+
 def _number_in(value: Any) -> float | None:
     """The number that `value` was meant to be, if it says one."""
     try:
@@ -109,4 +116,5 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "str": _text,
     "list[int]": _whole_numbers,
     "list[float]": _numbers,
+    "float | list[float]": _number_or_numbers,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from habits import OPTIMIZERS, Habits, Reference, accumulating, as_embeds, crite
 from torch import nn
 
 from shardwright import Booster
+from shardwright.pipeline import offload
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 from shardwright.testing import MismatchError, compare_models, keep_float64, zoo
 from shardwright.testing.compare import GRADIENT_FLOOR
@@ -91,8 +93,19 @@ def rows(batch: dict[str, torch.Tensor], replica: int, size: int) -> dict[str, t
 
 def run_layout(rank: int, world: int, layout: Layout) -> dict[str, Any]:
     """Train both sides in this process; raises where they differ. Returns what was compared."""
-    with keep_float64() if layout.dtype == "fp64" else nullcontext():
+    with keep_float64() if layout.dtype == "fp64" else nullcontext(), small_things_leave():
         return Run(rank, world, layout).run()
+
+
+@contextmanager
+def small_things_leave(smallest: int = 256, block: int = 3000) -> Iterator[None]:
+    """`offload_activations` takes the activations of tiny models too, and cuts them."""
+    usual = offload.SMALLEST, offload.BLOCK
+    offload.SMALLEST, offload.BLOCK = smallest, block
+    try:
+        yield
+    finally:
+        offload.SMALLEST, offload.BLOCK = usual
 
 
 class Run:

@@ -56,6 +56,9 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["zero_group_size"] = rng.choice([None, *(k for k in range(1, dp + 1) if dp % k == 0)])
     if plugin.get("pp_style") in ("zb", "zbv"):  # with draws of its own, so that other layouts stay what they are
         plugin["deferred_bytes"] = random.Random(f"deferred {seed}").choice([None, None, 0, 20_000, 200_000])
+    if pp > 1:
+        away = random.Random(f"away {seed}")
+        plugin["offload_activations"] = away.choice([None, None, 1.0, 0.5, [away.choice([0.0, 0.5, 1.0]) for _ in range(pp * chunks)]])
     if plugin["zero_stage"] == 3:
         plugin["gather_ahead"] = random.Random(f"ahead {seed}").choice([None, None, 0, 1, 3])
     if plugin["zero_stage"] in (1, 2):
@@ -94,6 +97,8 @@ def _other_schedule(rng: random.Random, plugin: dict[str, Any]) -> None:
     plugin["pp_style"] = rng.choice(["eager_1f1b", "auto"])
     if plugin["pp_style"] == "auto":
         plugin["auto_memory"] = rng.choice([1.0, 1.5, 9.0])
+        if isinstance(plugin["offload_activations"], list):
+            plugin["offload_activations"] = 1.0
         plugin.pop("num_layers_per_stage", None)
         if plugin.pop("microbatch_size", None) is not None:
             plugin["num_microbatches"] = rng.randint(1, 4)

@@ -167,6 +167,15 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Idle(0, PIPE),
         Refused(-1, "at least 0", {**PIPE, "pp_style": "zb"}),
     ],  # see test_pipeline_deferral
+    "offload_activations": [
+        Changes(see.actions, 1.0, CHUNKS),
+        Changes(see.report, [1.0, 0.0, 1.0, 0.0], CHUNKS),
+        Refused(0.5, "without a pipeline"),
+        Refused([0.5, 1.5], "must be a share", PIPE),
+        Refused([0.5], "1 entries for 2 stages", PIPE),
+        Refused([0.5, 0.5], "give one number", {**PIPE, "pp_style": "auto"}),
+        Refused("half", "a number, or a list of numbers", PIPE),
+    ],
     "gradient_checkpoint_config": [Changes(see.layer_calls, HALF), Changes(see.report, HALF, PIPE)],
     "make_vocab_size_divisible_by": [Changes(see.modules, 1, TP), Idle(32)],
     "dp_outside": [Changes(see.places, False, PIPE, world=4), Idle(False), Idle(False, PIPE)],

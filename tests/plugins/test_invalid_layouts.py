@@ -164,6 +164,12 @@ SETTINGS: dict[str, Case] = {
     "interleaving one chunk": Case({**PIPE, "pp_style": "interleaved"}, ["num_model_chunks=1", "at least 2", "'1f1b'"]),
     "a V of three": Case({**PIPE, "pp_style": "zbv", "num_model_chunks": 3}, ["num_model_chunks=3", "exactly 2", "'interleaved'"]),
     "less than nothing put off": Case({**PIPE, "pp_style": "zb", "deferred_bytes": -1}, ["deferred_bytes=-1", "at least 0"]),
+    "activations away without a pipeline": Case(
+        {"offload_activations": 0.5}, ["offload_activations=0.5", "pp_size=1", "gradient_checkpoint_config"]
+    ),
+    "more than all activations away": Case({**PIPE, "offload_activations": 1.5}, ["offload_activations=1.5", "0 (none) to 1 (all)"]),
+    "activations of too few stages": Case({**PIPE, "offload_activations": [1.0]}, ["offload_activations=[1.0]", "2 stages", "one number"]),
+    "a share as flag": Case({**PIPE, "offload_activations": True}, ["offload_activations=True", "a number"]),
     "a search without memory": Case({**PIPE, "pp_style": "auto", "auto_memory": 0.5}, ["auto_memory=0.5", "at least 1"]),
     "a search with chunks": Case({**PIPE, "pp_style": "auto", "num_model_chunks": 2}, ["num_model_chunks=2", "'auto'", "leave"]),
     "a search with a cut": Case({**PIPE, "pp_style": "auto", "num_layers_per_stage": [2, 2]}, ["num_layers_per_stage=[2, 2]", "leave"]),

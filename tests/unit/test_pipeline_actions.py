@@ -17,7 +17,7 @@ def test_actions_print_and_parse_back() -> None:
         assert parse_list(format_list(rank_actions)) == rank_actions
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2REDUCE1", "2F-1", "2SEND0", "2GATHER0", "FREE"])
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2REDUCE1", "2F-1", "2SEND0", "2GATHER0", "FREE", "2OFFLOAD"])
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no action"):
         Action.parse(text)
@@ -55,11 +55,17 @@ def test_bad_placements_are_refused(arguments: tuple[int, int, str]) -> None:
         ("0GATHER 0F0 0FREE 0F1 0B0 0B1", "weights of stage 0 are not gathered"),
         ("0GATHER 0F0 0GATHER 0F1 0B0 0B1", "gathered already"),
         ("0GATHER 0F0 0F1 0B0 0B1 0FREE 0FREE", "not gathered"),
+        ("0OFFLOAD0 0F0 0F1 0B0 0B1", "0OFFLOAD0 before 0F0"),
+        ("0F0 0RELOAD0 0F1 0B0 0B1", "0RELOAD0 before 0OFFLOAD0"),
+        ("0F0 0OFFLOAD0 0F1 0I0 0RELOAD0 0B1 0W0", "0I0 without 0RELOAD0"),
+        ("0F0 0OFFLOAD0 0RELOAD0 0OFFLOAD0 0F1 0B0 0B1", "comes twice"),
+        ("0F0 0F1 0B0 0OFFLOAD0 0B1", "after the backward that needs"),
     ],
 )
 def test_validation_finds_what_is_wrong(first_rank: str, why: str) -> None:
     second = parse_list("1F0 1B0 1F1 1B1")
     validate([parse_list("0F0 0F1 0I0 0B1 0W0 0REDUCE"), second], Placement(2), 2)
+    validate([parse_list("0F0 0OFFLOAD0 0F1 0RELOAD0 0I0 0B1 0W0"), second], Placement(2), 2)
     with pytest.raises(ValueError, match=why):
         validate([parse_list(first_rank), second], Placement(2), 2)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import COMPUTE, OF_STAGE
+from shardwright.pipeline.actions import COMPUTE, MOVES, OF_STAGE
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.simulate import Costs, simulate
 from shardwright.pipeline.timeline import MeasuredSpan, Timeline
@@ -93,4 +93,4 @@ def test_png_needs_matplotlib(tmp_path: Path) -> None:
 def test_kinds_have_colors() -> None:
     from shardwright.pipeline.timeline_html import COLORS, LEGEND
 
-    assert set(COLORS) == set(LEGEND) == COMPUTE | OF_STAGE
+    assert set(COLORS) == set(LEGEND) == COMPUTE | OF_STAGE | MOVES
