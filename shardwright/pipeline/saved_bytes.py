@@ -77,6 +77,6 @@ def measure(parameters: Iterable[Tensor]) -> Iterator[SavedBytes]:
 
 
 def note_checkpointed(inputs: Any) -> None:
-    """A checkpointed region keeps its inputs, where no hook on saved tensors sees them."""
+    """What is kept where no hook of `measure` sees it: inputs of a checkpointed region, and what other hooks inside of these take."""
     for saved in _measuring:
         saved.note(inputs)

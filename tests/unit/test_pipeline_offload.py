@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.pipeline import offload, schedules
 from shardwright.pipeline.actions import COMPUTE, MOVES, Action, Kind, validate
+from shardwright.pipeline.balance import ChainCosts, balance
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.memory import Offloaded, memory_curves
 from shardwright.pipeline.offload import ActivationOffload
+from shardwright.pipeline.search import search
 from shardwright.pipeline.simulate import Costs, simulate
 
 STYLES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2)]
@@ -90,6 +92,19 @@ def test_a_deep_pipeline_holds_two_microbatches() -> None:
     assert peaks[0.0] == 8
     assert peaks[0.5] == 6
     assert peaks[1.0] == 3, "two, and three where a warm-up ends or a cool-down begins"
+
+
+def test_a_search_counts_what_leaves_as_not_held() -> None:
+    chain = ChainCosts([1.0] * 16 + [0.0])
+    found = {
+        share: search(4, 16, 16, lambda _: chain, lambda costs, placement: balance(costs, range(1, 17), placement), offloaded=share)
+        for share in (0.0, 1.0)
+    }
+    plain, away = ({(c.pp_style, c.placement): c for c in each.candidates} for each in found.values())
+    assert all(away[key].memory <= candidate.memory for key, candidate in plain.items())
+    assert all(away[key].makespan == candidate.makespan for key, candidate in plain.items())
+    deep = next(key for key in plain if key[0] == "interleaved" and key[1].num_chunks == 4)
+    assert away[deep].memory < 0.4 * plain[deep].memory
 
 
 @pytest.fixture(params=[None, 1000], ids=["one block", "blocks of 1000 bytes"])
