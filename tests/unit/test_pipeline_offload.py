@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -116,17 +117,21 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class LateLane:
-    """Copies as late as a stream could: when somebody waits for them. What was let go of by then is lost."""
+    """Copies as late as a stream could: when somebody waits for them. What was let go of by then is lost. Or out at once, and back late."""
 
     everything: list[LateLane] = []
+    out_at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self.waiting: list[tuple[Any, ...]] = []
         self.done = 0
         LateLane.everything.append(self)
+        self.at_once = LateLane.out_at_once and len(LateLane.everything) == 1
 
     def copy(self, to: Sequence[Tensor], source: Sequence[Tensor], after: Sequence[Any]) -> Any:
         self.waiting.append(([weakref.ref(t.untyped_storage()) for t in (*to, *source)], [_looks(t) for t in (*to, *source)], after))
+        if self.at_once:
+            self.hold_up_for_all()
         return self, len(self.waiting)
 
     def hold_up(self, event: Any) -> None:
@@ -155,10 +160,11 @@ def _looks(tensor: Tensor) -> Any:
     return look
 
 
-@pytest.fixture(params=["at once", "late"])
+@pytest.fixture(params=["at once", "late", "late back"])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if request.param == "late":
+    if request.param != "at once":
         monkeypatch.setattr(offload, "_Lane", LateLane)
+        monkeypatch.setattr(LateLane, "out_at_once", request.param == "late back")
     yield
     LateLane.everything.clear()
 
@@ -252,32 +258,49 @@ def test_what_nobody_else_holds_leaves_once() -> None:
 
 
 @pytest.mark.usefixtures("small", "lanes")
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("leaves", [False, True], ids=["a weight", "what would leave"])
 def test_an_edit_in_place_is_an_error_as_in_torch(leaves: bool) -> None:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        y = x.matmul(weight).exp()
+        if leaves:
+            y.add_(1)
+        else:
+            with torch.no_grad():
+                weight.mul_(2)
+        return y.sum()
+
     def run(take: bool) -> None:
         x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
         weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
         away = ActivationOffload()
+        with away.taking(0) if take else nullcontext():
+            loss = forward(x, weight)
         if take:
-            with away.taking(0):
-                y = x.matmul(weight).exp()
-                if leaves:
-                    y.add_(1)
-            if not leaves:
-                with torch.no_grad():
-                    weight.mul_(2)
             away.start(0)
             away.fetch(0)
-            away.wait(0) if away._arriving else None
-        else:
-            y = x.matmul(weight).exp()
-            with torch.no_grad():
-                y.add_(1) if leaves else weight.mul_(2)
-        y.sum().backward()
+            away.wait(0)
+        loss.backward()
 
     for take in (False, True):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* at version 1; expected version 0"):
             run(take)
+
+
+@pytest.mark.usefixtures("small", "lanes")
+def test_what_comes_back_at_once_is_there() -> None:
+    plain, model = Block(), Block()
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    away = ActivationOffload()
+    away.compute_begins()
+    with away.taking(0):
+        loss = compute(model, x, torch.ones(6, 1))
+    away.start(0)
+    away.fetch(0)
+    away.wait(0)
+    loss.backward()
+    compute(plain, x.detach(), torch.ones(6, 1)).backward()
+    for got, param in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got.grad, param.grad)
 
 
 @pytest.mark.usefixtures("small", "lanes")
@@ -296,6 +319,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     away.fetch(0)
     away.discard()
     assert away.is_idle
+    assert all(lane.done == len(lane.waiting) for lane in LateLane.everything), "memory was let go of before copies were over"
     assert {block.room.data_ptr() for block in away._free} == blocks
     losses.clear()
     assert not any(memory() for memory in memories)
