@@ -59,10 +59,12 @@ class _Saved:
     __slots__ = ("__weakref__", "look", "memory", "tensor", "version")
 
     def __init__(self, tensor: Tensor, memory: _Memory | None) -> None:
-        self.tensor: Tensor | None = tensor.detach()  # an output would keep its own graph alive
+        alone = memory is None and tensor.is_leaf  # else an alias is one user of the memory more, and an output would keep its own graph
+        self.tensor: Tensor | None = tensor if alone else tensor.detach()
         self.version = tensor._version
         self.memory = memory
-        self.look = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if memory is not None:
+            self.look = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @property
     def is_edited(self) -> bool:
