@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def _train(rank: int, world: int) -> list[list[int]]:
     found = []
     for layout in LAYOUTS:
         with keep_float64(), counted() as copied:
-            Run(rank, world, layout).run()
+            Run(rank, world, replace(layout, steps=2)).run()
         found.append(copied)
     return found
 
