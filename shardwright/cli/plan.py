@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--recompute", type=float, metavar="SHARE", help="share of every stage's layers under activation checkpointing, 0 to 1"
     )
+    layout.add_argument(
+        "--selective", type=float, metavar="SHARE", help="share of every stage's layers that keep products and attention alone, 0 to 1"
+    )
 
 
 def _add(group: Any, name: str, kind: Callable[[str], Any]) -> None:
@@ -139,8 +142,8 @@ def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> Any
     given = {name: getattr(args, name) for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if hasattr(args, name)}
     if args.dp_inside:
         given["dp_outside"] = False
-    if args.recompute is not None:
-        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=args.recompute)
+    if args.recompute is not None or args.selective is not None:
+        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(args.recompute, selective_ratio=args.selective)
     if given.get("pp_size", 1) > 1 and not {"num_microbatches", "microbatch_size"} & set(given) and args.config is None:
         given["num_microbatches"] = 2 * given["pp_size"]
     launch(0, args.world_size, None, None, backend="fake")

@@ -47,12 +47,37 @@ def world_group_for_ddp() -> dist.ProcessGroup | None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
 
 
-def outputs_are_recorded() -> bool:
-    """Whether a dispatch mode (selective checkpointing) may be keeping the outputs of ops, so that they must not be changed in place.
+def outputs_are_recorded(besides: int = 0) -> bool:
+    """Whether a dispatch mode, as in torch's selective checkpointing, may be keeping outputs of ops, so that they must not change in place.
+
+    besides   modes that are known not to mind
 
     Checked on torch 2.13: `torch._C._len_torch_dispatch_stack`.
     """
-    return torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._len_torch_dispatch_stack() > besides
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` inside of a dispatch mode, where a plain one would not see edits: the alias has the tensor's version.
+
+    Checked on torch 2.13: `torch._C._SetExcludeDispatchKeyGuard`, as in torch.utils.checkpoint.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def saved_tensors_hooks_in_use() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Pack and unpack of the innermost `saved_tensors_hooks`.
+
+    Checked on torch 2.13: `torch._C._autograd._top_saved_tensors_default_hooks`.
+    """
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def schema_of(operator: Any) -> Any:
+    """Arguments and results of an operator, and which of them alias; None for higher-order ones. Checked on torch 2.13: `_schema`."""
+    return getattr(operator, "_schema", None)
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:

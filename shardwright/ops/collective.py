@@ -6,8 +6,8 @@ input comes back as it is.
 
 No function writes to its input or to the gradient it is given: autograd may have saved the first and may share the second with other
 branches of the graph. In-place collectives act on tensors that the function itself has just made, so activation checkpointing
-can recompute them; selective checkpointing must never *save* the output of a collective (`c10d` ops mutate their argument, and a saved
-result would not be mutated again when the region is recomputed).
+can recompute them; torch's selective checkpointing must never *save* the output of a collective (`c10d` ops mutate their argument, and a
+saved result would not be mutated again when the region is recomputed). The regions of `ops.keeping` keep the results of forwards.
 
 Sizes: `sizes` lists the length of every rank's part along `dim`, in the order of the ranks. Without it, parts are as
 `torch.tensor_split` deals them when a whole tensor is split, and equal to this rank's own when parts are gathered.
@@ -16,7 +16,7 @@ Sizes: `sizes` lists the length of every rank's part along `dim`, in the order o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from shardwright.comm import compat
 from shardwright.comm.collectives import all_gather, even_sizes, reduce_scatter
+
+from .keeping import keep_result
 
 Sizes = Sequence[int]
 
@@ -166,7 +168,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+        return cast(Tensor, keep_result(lambda: all_reduce(x, group)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -177,7 +179,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes, sum_gradients: bool) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes, ctx.sum_gradients = group, dim, sizes, sum_gradients
-        return all_gather(x, group, dim, sizes)
+        return cast(Tensor, keep_result(lambda: all_gather(x, group, dim, sizes)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,7 +202,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return reduce_scatter(x, group, dim, sizes)
+        return cast(Tensor, keep_result(lambda: reduce_scatter(x, group, dim, sizes)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,7 +215,7 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes
     ) -> Tensor:
         ctx.group, ctx.dims, ctx.sizes = group, (scatter_dim, gather_dim), (scatter_sizes, gather_sizes)
-        return all_to_all(x, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes)
+        return cast(Tensor, keep_result(lambda: all_to_all(x, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -42,6 +42,7 @@ from torch import Tensor
 from shardwright.comm.compat import outputs_are_recorded
 
 from .collective import reduce_from_group, reduce_scatter_to_group
+from .keeping import keep_result, num_active
 from .weight_grad import active_store, add_product, deferral_possible, store_for
 
 _SHARED = "_shardwright_shared_input"
@@ -92,7 +93,7 @@ def row_linear(
     partial = linear(x, weight, None, transposed=transposed)
     if scatter_dim is not None:
         y = reduce_scatter_to_group(partial, group, scatter_dim)
-    elif outputs_are_recorded():
+    elif outputs_are_recorded(besides=num_active()):
         y = reduce_from_group(partial, group)
     else:
         y = _ReduceFresh.apply(partial, group)
@@ -230,8 +231,12 @@ class _ReduceFresh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+
+        def reduce() -> Tensor:
+            dist.all_reduce(x, group=group)
+            return x
+
+        return cast(Tensor, keep_result(reduce, into=x))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

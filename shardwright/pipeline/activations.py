@@ -8,13 +8,15 @@ torch would compute it step by step).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from ..ops.keeping import ATTENTION, Region, Selection, keep_result
 from ..utils.pytree import tree_leaves
 from .dry_run import meta_copy, run_dry
 from .layer_chain import Unit
@@ -26,49 +28,63 @@ class Activations(NamedTuple):
 
     kept        from forward to backward
     recomputed  the same where the unit is recomputed: its inputs
+    selective   the same where it is recomputed in part: its inputs, and outputs of its products and attention
     deferred    what weight gradients that are put off wait with: inputs and output gradients of all linears
     """
 
     kept: list[int]
     recomputed: list[int]
     deferred: list[int]
+    selective: list[int]
 
-    def by_stage(self, stages: Sequence[range], again: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Kept and deferred bytes of the stages with these units, the first `again` of which are recomputed."""
+    def by_stage(self, stages: Sequence[range], again: Sequence[int], in_part: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Kept and deferred bytes of the stages with these units, the first `again` of which are recomputed, the next `in_part` in part."""
         kept, deferred = [], []
-        for stage, (units, number) in enumerate(zip(stages, again, strict=True)):
-            places = [*units, *([len(self.kept) - 1] if stage == len(stages) - 1 else [])]
-            first = units.start + number
-            kept.append(float(sum(self.recomputed[unit] if unit < first else self.kept[unit] for unit in places)))
-            deferred.append(float(sum(self.deferred[unit] for unit in places)))
+        for units, whole, selective in zip(stages, again, in_part, strict=True):
+            first, second = units.start + whole, units.start + whole + selective
+            held = sum(self.recomputed[units.start : first]) + sum(self.selective[first:second]) + sum(self.kept[second : units.stop])
+            kept.append(float(held))
+            deferred.append(float(sum(self.deferred[units.start : units.stop])))
+        kept[-1] += self.kept[-1]
+        deferred[-1] += self.deferred[-1]
         return kept, deferred
 
 
-def count_activations(model: nn.Module, units: Sequence[Unit], batch: Any, dtype: torch.dtype | None = None) -> Activations:
-    """Run a copy of `model` on meta tensors like those of `batch`, in `dtype` where it is given."""
+def count_activations(
+    model: nn.Module, units: Sequence[Unit], batch: Any, dtype: torch.dtype | None = None, selection: Selection | None = None
+) -> Activations:
+    """Run a copy of `model` on meta tensors like those of `batch`, in `dtype` where it is given.
+
+    selection   what units keep that are recomputed in part; None: by cost
+    """
     copied = meta_copy(model)
     if dtype is not None:
         copied.to(dtype)
-    counter = _Counter(copied, len(units))
+    counter = _Counter(copied, len(units), selection or Selection())
     for index, unit in enumerate(units):
-        copied.get_submodule(unit.layer).register_forward_pre_hook(counter.enter(index), with_kwargs=True)
+        layer = copied.get_submodule(unit.layer)
+        layer.register_forward_pre_hook(counter.enter(index), with_kwargs=True)
+        layer.register_forward_hook(counter.left(index), prepend=True)
         copied.get_submodule(unit.gate).register_forward_hook(counter.leave)
     for module in copied.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             module.register_forward_hook(counter.linear)
-    with counter, saved_tensors_hooks(counter.save, lambda tensor: tensor):
+    with counter, saved_tensors_hooks(counter.save, lambda tensor: tensor), counter.region:
         run_dry(copied, batch)
-    return Activations(counter.kept, counter.recomputed, counter.deferred)
+    return Activations(counter.kept, counter.recomputed, counter.deferred, counter.selective)
 
 
 class _Counter(TorchFunctionMode):
     """Adds up bytes for the unit that runs."""
 
-    def __init__(self, model: nn.Module, num_units: int) -> None:
+    def __init__(self, model: nn.Module, num_units: int, selection: Selection) -> None:
         super().__init__()
-        self.kept, self.recomputed, self.deferred = ([0] * (num_units + 1) for _ in range(3))
+        self.kept, self.recomputed, self.deferred, self.selective = ([0] * (num_units + 1) for _ in range(4))
         self._unit = 0
+        self._selection = selection
+        self.region = ExitStack()
+        self._partly = Storages()
         self._fixed = Storages([*model.parameters(), *model.buffers()])  # what is not an activation
         self._saved, self._inputs, self._waiting = Storages(), Storages(), Storages()
 
@@ -82,6 +98,19 @@ class _Counter(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor) and leaf not in self._fixed:
                     self.recomputed[index] += self._inputs.add(leaf)
+                    self.selective[index] += self._partly.add(leaf)
+            region = Region(self._selection)
+            self.region.callback(lambda: self._add_region(index, region))
+            self.region.enter_context(region.recording())
+
+        return hook
+
+    def _add_region(self, index: int, region: Region) -> None:
+        self.selective[index] += sum(self._partly.add(tensor) for tensor in region.tensors() if tensor not in self._fixed)
+
+    def left(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.region.close()
 
         return hook
 
@@ -105,9 +134,12 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
+        def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+        out, sums = keep_result(attend, name=ATTENTION)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return cast(torch.Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:

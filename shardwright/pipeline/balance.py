@@ -35,6 +35,8 @@ class ChainCosts:
     forward     of every unit, and last of the tail, what lies behind the units; a backward takes twice as long
     head        part of the first unit that is no layer (embeddings): like the tail it is never recomputed
     recomputed  share of a stage's layers that are run once more in the backward pass, its first ones; or their number by stage
+    selective   the same of those behind them that are run once more without their products
+    cheap       of every unit, the time of a forward without its products
 
     The tail counts as one more unit here: the last stage ends behind it, and may consist of it alone.
     """
@@ -42,6 +44,8 @@ class ChainCosts:
     forward: Sequence[float]
     head: float = 0.0
     recomputed: float | Sequence[int] = 0.0
+    selective: float | Sequence[int] = 0.0
+    cheap: Sequence[float] = ()
 
     def of(self, stages: Sequence[range]) -> NDArray[np.float64]:
         """Time of the stages with these units."""
@@ -61,17 +65,20 @@ class ChainCosts:
         alone = np.cumsum([0.0, self.forward[0] - self.head, *self.forward[1:-1]])
         low, high = bounds[..., :-1], bounds[..., 1:]
         layers = np.minimum(bounds, len(self.forward) - 1)
-        first, again = layers[..., :-1], self._again(np.diff(layers))
-        return total[high] - total[low], alone[first + again] - alone[first]
+        first, length = layers[..., :-1], np.diff(layers)
+        again = _number(self.recomputed, length)
+        repeated = alone[first + again] - alone[first]
+        if self.cheap:
+            cheap = np.cumsum([0.0, *self.cheap])
+            second = first + again
+            repeated = repeated + cheap[second + _number(self.selective, length, length - again)] - cheap[second]
+        return total[high] - total[low], repeated
 
-    def _again(self, length: NDArray[np.int64]) -> NDArray[np.int64]:
-        if isinstance(self.recomputed, float | int):
-            return np.floor(self.recomputed * length).astype(np.int64)
-        return np.minimum(np.array(self.recomputed), length)
-
-    def layers_recomputed(self, stages: Sequence[range]) -> NDArray[np.int64]:
-        """Number by stage."""
-        return self._again(np.array([len(units) for units in stages]))
+    def layers_recomputed(self, stages: Sequence[range]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Number by stage, of layers recomputed as a whole and in part."""
+        length = np.array([len(units) for units in stages])
+        again = _number(self.recomputed, length)
+        return again, _number(self.selective, length, length - again)
 
     def of_actions(self, stages: Sequence[range]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """`parts` of the stages with these units."""
@@ -93,6 +100,12 @@ class ChainCosts:
             time = table[Kind.F][stage] + table[Kind.B][stage]
             found += (time * estimated / estimated.sum()).tolist()
         return found
+
+
+def _number(chosen: float | Sequence[int], length: NDArray[np.int64], most: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """How many of the layers of every stage are chosen, `most` at most."""
+    found = np.floor(chosen * length).astype(np.int64) if isinstance(chosen, float | int) else np.array(chosen)
+    return np.minimum(found, length if most is None else most)
 
 
 def by_rank(stages: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
@@ -148,7 +161,7 @@ def _by_stage(costs: ChainCosts, places: NDArray[np.int64], num_stages: int) -> 
     came_from = []
     cost = _one_stage(costs, places, 0, low, high)
     for stage in range(num_stages):
-        if not isinstance(costs.recomputed, float | int):
+        if not (isinstance(costs.recomputed, float | int) and isinstance(costs.selective, float | int)):
             cost = _one_stage(costs, places, stage, low, high)
         worst, together = np.maximum(dearest[:, None], cost), squares[:, None] + cost**2
         # lexicographic minimum over the starts of this stage
@@ -168,8 +181,8 @@ def _one_stage(
 ) -> NDArray[np.float64]:
     """Cost of one stage from places[low] to places[high]; infinite where it would be empty."""
     bounds = np.stack([places[low], np.maximum(places[low], places[high])], axis=-1)
-    recomputed = costs.recomputed if isinstance(costs.recomputed, float | int) else [costs.recomputed[stage]]
-    found = replace(costs, recomputed=recomputed).stages(bounds)[..., 0]
+    recomputed, selective = (of if isinstance(of, float | int) else [of[stage]] for of in (costs.recomputed, costs.selective))
+    found = replace(costs, recomputed=recomputed, selective=selective).stages(bounds)[..., 0]
     return np.where(low < high, found, np.inf)
 
 

@@ -25,7 +25,7 @@ from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
 from . import schedules
 from .balance import ChainCosts
-from .checkpointing import PipelineGradientCheckpointConfig
+from .checkpointing import PipelineGradientCheckpointConfig, Recomputation
 from .images import check_images, find_towers
 from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
@@ -117,7 +117,7 @@ class CutPlan:
     units, survey  the chain of layers and the facts about them (no survey with one stage)
     placement      where all stages live
     stages         units of every stage
-    checkpointed   per pipeline rank: recomputed layers of each of its stages
+    checkpointed   per pipeline rank: recomputed layers of its stages
     tied_groups    parameters that several ranks hold
     loss_check     finds out what losses do before they run; None where one microbatch on one rank is everything
     costs          of the units, by which the model was cut; None with one stage
@@ -131,7 +131,7 @@ class CutPlan:
     survey: Survey | None
     placement: Placement
     stages: tuple[range, ...]
-    checkpointed: tuple[Mapping[int, int], ...]
+    checkpointed: tuple[Recomputation, ...]
     tied_groups: tuple[TiedGroup, ...]
     loss_check: LossCheck | None = None
     costs: ChainCosts | None = None
@@ -200,7 +200,7 @@ def plan_cut(
             stages = partition_units(survey, costs_of(placement), placement)
     costs = costs_of(placement)
     checkpointed = tuple(
-        config.layers_of(stages, rank, placement.stages_of(rank)) if config is not None else {} for rank in range(num_ranks)
+        config.of(stages, rank, placement.stages_of(rank)) if config is not None else Recomputation() for rank in range(num_ranks)
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
@@ -223,7 +223,7 @@ def _plan_one_stage(
     numbers = settings.num_layers_per_stage
     if numbers is not None and (any(number < 1 for number in numbers) or sum(numbers) != len(units)):
         raise ValueError(f"num_layers_per_stage={list(numbers)} must sum to the model's {len(units)} layers; [{len(units)}] would work")
-    checkpointed = config.layers_of(stages, 0, [0]) if config is not None else {}
+    checkpointed = config.of(stages, 0, [0]) if config is not None else Recomputation()
     one = settings.microbatch_size is None and settings.num_microbatches in (None, 1)
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     check = None if one and alone else LossCheck.of(model, units)

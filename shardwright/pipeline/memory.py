@@ -2,7 +2,8 @@
 
 A schedule bounds how many microbatches are under way; how much that is depends on what a stage keeps of each:
 
-    kept      from F to B, or to I: activations; with recomputation little more than the inputs of layers
+    kept      from F to B, or to I: activations; with recomputation little more than the inputs of layers, with selective recomputation
+              also the outputs of their products and attention
     deferred  from I to W: inputs x and output gradients dy of every linear whose weight gradient waits. Recomputation does not make
               these any less, so that a zero-bubble schedule may hold more than 1F1B although it has no more microbatches under way
     leaving   part of what is kept that is in host memory for a while, of the microbatches that `offload_places` chooses

@@ -9,6 +9,9 @@ where layers are recomputed):
     cost(first)  = those before the first layer;  cost(last) = those behind the last layer (norm, head)
     embedding tables that are only looked up count EMBEDDING_SHARE of their size: no matrix product, but gradient and update
     a tied head counts in full where it multiplies
+    cheap(unit)  = what a layer's forward takes besides its products, for those that recompute it alone: CHEAP_BYTES for each feature of a
+                   token, read or written by norms, rotary embeddings, activations and additions one after the other, each byte the time of
+                   BYTE parameters (2 operations for each at 400 TFLOP/s beside 3 TB/s); at most the whole forward
 
 or what the user has measured. `balance` cuts by these costs so that the dearest rank is as cheap as possible.
 """
@@ -28,6 +31,8 @@ from .placement import Placement
 from .survey import Survey
 
 EMBEDDING_SHARE = 0.05
+CHEAP_BYTES = 80.0
+BYTE = 67.0
 
 
 def chain_costs(
@@ -53,15 +58,19 @@ def chain_costs(
     attention = attention_costs(model, survey.num_units, length)
     forward = [layer + extra for layer, extra in zip(layers, attention, strict=True)]
     forward[0] += head
-    return ChainCosts([*forward, tail], head, _recomputed(config, placement))
-
-
-def _recomputed(config: PipelineGradientCheckpointConfig | None, placement: Placement) -> float | list[int]:
+    hidden = getattr(text_config(model), "hidden_size", 0)
+    passing = CHEAP_BYTES * BYTE * (hidden if isinstance(hidden, int) else 0)
+    cheap = [min(passing, layer + extra) for layer, extra in zip(layers, attention, strict=True)]
     if config is None:
-        return 0.0
-    numbers = config.num_ckpt_layers_per_stage
+        return ChainCosts([*forward, tail], head)
+    whole = _chosen(config.gradient_checkpointing_ratio, config.num_ckpt_layers_per_stage, placement)
+    in_part = _chosen(config.selective_ratio, config.num_selective_layers_per_stage, placement)
+    return ChainCosts([*forward, tail], head, whole, in_part, cheap)
+
+
+def _chosen(ratio: float | None, numbers: Sequence[int] | None, placement: Placement) -> float | list[int]:
     if numbers is None:
-        return float(config.gradient_checkpointing_ratio or 0.0)
+        return float(ratio or 0.0)
     if len(numbers) == placement.num_ranks:  # over a rank's chunks in order: the first ones, unless it is short
         return [numbers[placement.rank_of(stage)] * (placement.chunk_of(stage) == 0) for stage in range(placement.num_stages)]
     return list(numbers) if len(numbers) == placement.num_stages else 0.0

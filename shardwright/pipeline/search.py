@@ -5,12 +5,13 @@ taken if its ranks hold no more than allowed. What is compared is not the bubble
 evenly the model divides. Candidates are few and take milliseconds, so all are tried: the choice is never worse than a style named by
 hand with the cut that it would get. Assumptions are the simulator's:
 
-    backward   twice a forward, and the forward again where layers are recomputed; of zero bubble's W as much as can be deferred
+    backward   twice a forward, and the forward again, or its cheap part, where layers are recomputed; of zero bubble's W as much as can
+               be deferred
     transfer   of one hidden state per token, MESSAGE_COST parameters' worth of arithmetic for each of its features: about 2 bytes
                at 50 GB/s beside 2 operations per parameter at 400 TFLOP/s. Under tensor parallelism every rank sends all of it
-    memory     a layer's activations count 1, or RECOMPUTED of it where it is recomputed, of which all but what a stage has received can
-               wait in host memory; inputs and output gradients of a layer's linears,
-               which deferred weight gradients wait with, are about as much as all that it keeps
+    memory     a layer's activations count 1, RECOMPUTED where it is recomputed, SELECTIVE where it is in part; all but what a stage has
+               received and what selective layers keep besides their inputs can wait in host memory. Inputs and output gradients of a
+               layer's linears, which deferred weight gradients wait with, are about as much as all that it keeps
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .survey import Survey
 
 MESSAGE_COST = 8000.0
 RECOMPUTED = 1 / 16
+SELECTIVE = 0.4
 MAX_CHUNKS = 8
 
 
@@ -127,13 +129,13 @@ def _try(
 ) -> Candidate:
     forward, again = costs.of_actions(stages)
     layers = np.array([len(units) for units in stages])
-    recomputed = costs.layers_recomputed(stages)
+    recomputed, in_part = costs.layers_recomputed(stages)
     splits = name in ("zb", "zbv")
     late = deferred if splits else 1.0  # without a W of its own it does not matter what B is made of
     times = Costs((forward).tolist(), (forward * (2 - late) + again).tolist(), (forward * late).tolist(), transfer)
     run = simulate(schedules.get(name, placement.num_ranks, microbatches, placement.num_chunks), times)
-    kept = layers - recomputed * (1 - RECOMPUTED)
+    kept = layers - recomputed * (1 - RECOMPUTED) - in_part * (1 - SELECTIVE)
     waiting = (layers * deferred).tolist() if splits else None
-    away = Offloaded([offloaded] * len(stages), np.maximum(kept - RECOMPUTED, 0).tolist())
+    away = Offloaded([offloaded] * len(stages), np.maximum(kept - in_part * (SELECTIVE - RECOMPUTED) - RECOMPUTED, 0).tolist())
     memory = max(curve.peak for curve in memory_curves(run.run, kept.tolist(), waiting, away))
     return Candidate(name, placement, list(stages), run.makespan, memory, run.bubble)

@@ -5,7 +5,7 @@ right. What a rank does not hold is released (its parameters become shapes witho
 modules on the way change their class in place:
 
     a gate before the stage      returns what the stage received in its place
-    a layer of the stage         runs, through activation checkpointing if it is one of those
+    a layer of the stage         runs, through activation checkpointing if it is one of those that recompute
     the stage's last gate        ends the forward, which is left by an exception
     a module outside the layers  whose output this stage does not read returns zeros (embeddings behind the first stage)
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from ..utils import pytree
 from ..utils.tensors import map_tensors
-from .checkpointing import run_checkpointed
+from .checkpointing import Recomputation, run_checkpointed, run_selectively
 from .dry_run import forward_defaults, without_data
 from .images import without_patches
 from .layer_calls import LayerCalls
@@ -58,7 +58,6 @@ class StageRun:
     low: int
     high: int
     is_last: bool
-    checkpointed: int
     live: frozenset[str]  # modules outside the layers whose output this stage reads
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
     written: frozenset[int] = frozenset()  # units whose outputs the model writes to
@@ -86,7 +85,7 @@ class StagedModel:
     survey   facts about it; None when one stage holds all (nothing is cut then, and models that cannot be surveyed work)
     stages   units of all stages of the pipeline
     held     indices of the stages of this rank
-    checkpointed  number of layers of each held stage that are recomputed in the backward pass
+    checkpointed  layers of the held stages that are recomputed in the backward pass
     routers  whose logits travel to the last stage
     towers   modules that run for images alone; None: there are no images
     """
@@ -98,7 +97,7 @@ class StagedModel:
         survey: Survey | None,
         stages: Sequence[range],
         held: Sequence[int],
-        checkpointed: Mapping[int, int] | None = None,
+        checkpointed: Recomputation | None = None,
         routers: RouterLogits | None = None,
         towers: frozenset[str] | None = None,
     ) -> None:
@@ -108,7 +107,7 @@ class StagedModel:
         self.survey = survey
         self.stages = tuple(stages)
         self.held = tuple(held)
-        self.checkpointed = dict(checkpointed or {})
+        self.checkpointed = checkpointed or Recomputation()
         self.current: StageRun | None = None
         self.routers = routers
         self.towers = towers
@@ -189,7 +188,7 @@ class StagedModel:
         self._follow_device()
         units = self.stages[stage]
         is_last = stage == self.num_stages - 1
-        run = StageRun(stage, units.start, units.stop, is_last, self.checkpointed.get(stage, 0), self._live.get(stage, frozenset()))
+        run = StageRun(stage, units.start, units.stop, is_last, self._live.get(stage, frozenset()))
         run.begin = min(units.start, units.stop - 1)  # in a stage of the tail alone the unit before it ends
         if self.routers is not None and self.routers.are_wanted(batch):
             passed = self.routers.num_before(units.start)
@@ -353,21 +352,20 @@ class StagedModel:
     def _unit_call(self, index: int, *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
         def call_unit(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             run = self.current
-            if run is None:
-                return call(*args, **kwargs)
+            if run is None:  # the model was called by itself
+                return self._run_layer(0, index if is_layer and self.num_stages == 1 else -1, call, args, kwargs)
             if run.trace is not None:
                 return run.trace.call(index, is_layer, is_gate, call, args, kwargs)
             if is_gate and index < max(run.low, run.begin) and run.router_logits is not None and self.routers is not None:
                 self.routers.replay(index, run.router_logits)
             if is_gate and index < run.begin:
                 return run.output_before(index)
-            checkpointed = is_layer and run.low <= index < run.low + run.checkpointed and torch.is_grad_enabled()
             is_here = index >= run.low  # or the end of the layers, before a stage of the tail alone
-            with run.watch.aside() if run.watch is not None and is_layer else nullcontext():
-                if checkpointed:
-                    output = run_checkpointed(call, *args, **kwargs)
-                else:
-                    output = call(*args, **kwargs) if is_here or not is_gate else run.output_before(index)
+            if is_here or not is_gate:
+                with run.watch.aside() if run.watch is not None and is_layer else nullcontext():
+                    output = self._run_layer(run.stage, index - run.low if is_layer else -1, call, args, kwargs)
+            else:
+                output = run.output_before(index)
             if not is_gate or not run.in_model:
                 return output
             if index in run.wanted and is_here:
@@ -384,6 +382,15 @@ class StagedModel:
             return output
 
         return call_unit
+
+    def _run_layer(self, stage: int, place: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the layer at a place of a stage, through activation checkpointing if it is one of those; place -1 is no layer."""
+        whole, selective = self.checkpointed.of(stage)
+        if place < 0 or place >= whole + selective or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        if place < whole:
+            return run_checkpointed(call, *args, **kwargs)
+        return run_selectively(self.checkpointed.selection, call, *args, **kwargs)
 
     def _install_stubs(self, survey: Survey) -> None:
         """Replace the modules outside the layers that some stage of this rank must not, or need not, run."""

@@ -209,7 +209,8 @@ class _Resolver:
         return max((param.dtype.itemsize for param in self.model.parameters() if param.is_floating_point()), default=4)
 
     def _recomputes(self) -> bool:
-        return any(any(layers.values()) for layers in self.plan.checkpointed)
+        """Layers as a whole: those that are recomputed in part repeat no collective."""
+        return any(any(layers.whole.values()) for layers in self.plan.checkpointed)
 
     # Stages.
 
@@ -232,7 +233,7 @@ class _Resolver:
                 self.plan.placement.rank_of(stage),
                 tuple(self.plan.units[unit].layer for unit in units),
                 sum(params[name].numel() for name in self._of_stage(stage, params)),
-                self.plan.checkpointed[self.plan.placement.rank_of(stage)].get(stage, 0),
+                *self.plan.checkpointed[self.plan.placement.rank_of(stage)].of(stage),
             )
             for stage, units in enumerate(self.plan.stages)
         )
@@ -430,13 +431,14 @@ class _Resolver:
             possible = None if microbatches is None else simulate(self._actions(microbatches)).bubble
             found.append(deferral_warning(self.plan.pp_style, self._deferred, bubble, possible))
         config = pipeline.gradient_checkpoint_config
-        ratio = config.gradient_checkpointing_ratio if config is not None else None
-        if ratio and not self._recomputes():
-            most = max(map(len, self.plan.stages))
-            found.append(
-                f"gradient_checkpointing_ratio={ratio:g} of at most {most} layers per stage rounds down to none: nothing is recomputed; "
-                f"{math.ceil(1000 / most) / 1000:g} is the least that has an effect"
-            )
+        for name, what in (("gradient_checkpointing_ratio", "whole"), ("selective_ratio", "selective")):
+            ratio = getattr(config, name, None)
+            if ratio and not any(any(getattr(layers, what).values()) for layers in self.plan.checkpointed):
+                most = max(map(len, self.plan.stages))
+                found.append(
+                    f"{name}={ratio:g} of at most {most} layers per stage rounds down to none: nothing is recomputed; "
+                    f"{math.ceil(1000 / most) / 1000:g} is the least that has an effect"
+                )
         if self.settings.sharding.enable_all_optimization and not self.kernels:
             found.append(
                 f"enable_all_optimization=True: {type(self.model).__name__} has neither attention nor norms that have fused kernels here"

@@ -14,6 +14,7 @@ class StageShape:
     layers      names of its layers, in order
     parameters  of the whole stage, before tensor parallelism divides them (tied copies count in every stage that holds one)
     recomputed  layers under activation checkpointing
+    selective   layers that keep products and attention and recompute the rest
     """
 
     stage: int
@@ -21,6 +22,11 @@ class StageShape:
     layers: tuple[str, ...]
     parameters: int
     recomputed: int = 0
+    selective: int = 0
+
+    @property
+    def in_part(self) -> str:
+        return f", {self.selective} in part" if self.selective else ""
 
     @property
     def span(self) -> str:
@@ -146,9 +152,9 @@ class ResolvedLayout:
         """Stages, with a column for recomputed layers where there are any."""
         head = ("stage", "rank", "layers", "parameters")
         rows = [(str(stage.stage), str(stage.rank), stage.span, human(stage.parameters)) for stage in self.stages]
-        if not any(stage.recomputed for stage in self.stages):
+        if not any(stage.recomputed + stage.selective for stage in self.stages):
             return _table(head, rows)
-        counts = [f"{stage.recomputed} of {len(stage.layers)} layers" for stage in self.stages]
+        counts = [f"{stage.recomputed} of {len(stage.layers)} layers{stage.in_part}" for stage in self.stages]
         return _table((*head, "recomputed"), [(*row, count) for row, count in zip(rows, counts, strict=True)])
 
     def _schedule(self) -> str:

@@ -233,12 +233,16 @@ class PipelineOptions:
             if value != none:
                 raise ValueError(f"{name}={value} with pp_style='auto', which chooses it; leave {name} out, or name a schedule")
         config = self.gradient_checkpoint_config
-        numbers = config.num_ckpt_layers_per_stage if config is not None else None
-        if numbers is not None and len(numbers) != pp_size:
-            raise ValueError(
-                f"num_ckpt_layers_per_stage={list(numbers)} with pp_style='auto', which chooses the number of stages: give {pp_size} "
-                "numbers, one per pipeline rank, or gradient_checkpointing_ratio"
-            )
+        for name, ratio in (
+            ("num_ckpt_layers_per_stage", "gradient_checkpointing_ratio"),
+            ("num_selective_layers_per_stage", "selective_ratio"),
+        ):
+            numbers = getattr(config, name, None)
+            if numbers is not None and len(numbers) != pp_size:
+                raise ValueError(
+                    f"{name}={list(numbers)} with pp_style='auto', which chooses the number of stages: give {pp_size} "
+                    f"numbers, one per pipeline rank, or {ratio}"
+                )
         if not self.auto_memory >= 1:
             raise ValueError(f"auto_memory={self.auto_memory} must be at least 1: it is the memory of activations over that of 1f1b")
 

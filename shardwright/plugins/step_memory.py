@@ -41,15 +41,16 @@ def held_note(
     batch = {"input_ids": ids}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         batch["decoder_input_ids"] = ids
-    again = [plan.checkpointed[plan.placement.rank_of(stage)].get(stage, 0) for stage in range(len(plan.stages))]
+    recomputed = [plan.checkpointed[plan.placement.rank_of(stage)].of(stage) for stage in range(len(plan.stages))]
     try:
-        counted = count_activations(model, plan.units, batch, dtype)
+        counted = count_activations(model, plan.units, batch, dtype, plan.checkpointed[0].selection)
     except Exception as error:  # the model's own code: anything can happen on a made-up batch
         return (
             f"activations of a step are not known: {type(model).__name__} did not run on made-up tokens ({type(error).__name__}: {error})"
         )
-    kept, deferred = counted.by_stage(plan.stages, again)
-    away = Offloaded(shares, leaving_bytes(counted, plan, kept)) if shares is not None else None
+    whole, in_part = zip(*recomputed, strict=True)
+    kept, deferred = counted.by_stage(plan.stages, whole, in_part)
+    away = Offloaded(shares, leaving_bytes(counted, plan)) if shares is not None else None
     curves = memory_curves(simulate(schedule, costs).run, kept, [late * amount for amount in deferred], away)
     peaks = ", ".join(size(round(curve.peak)) for curve in curves)
     waiting = max(float(curve.deferred.max(initial=0.0)) for curve in curves)
@@ -60,10 +61,13 @@ def held_note(
     return f"activations at the peak of a step, by pipeline rank: {peaks}{besides}; attention as in fused kernels, without the loss"
 
 
-def leaving_bytes(counted: Activations, plan: CutPlan, kept: Sequence[float]) -> list[float]:
-    """What of one microbatch can leave, by stage: all but what the stage has received, which the runtime holds."""
+def leaving_bytes(counted: Activations, plan: CutPlan) -> list[float]:
+    """What of one microbatch can leave, by stage: all but what the stage has received, which the runtime holds, and what selectively
+    recomputed layers keep besides their inputs."""
+    numbers = [sum(plan.checkpointed[plan.placement.rank_of(stage)].of(stage)) for stage in range(len(plan.stages))]
+    seen, _ = counted.by_stage(plan.stages, numbers, [0] * len(numbers))
     received = [float(counted.recomputed[units.start]) if stage and len(units) else 0.0 for stage, units in enumerate(plan.stages)]
-    return [max(amount - own, 0.0) for amount, own in zip(kept, received, strict=True)]
+    return [max(amount - own, 0.0) for amount, own in zip(seen, received, strict=True)]
 
 
 def leaving_note(schedule: Schedule, shares: Sequence[float]) -> str:

@@ -244,6 +244,9 @@ def test_activations_of_a_step_are_stated(world_of: Any) -> None:
     assert plain[1:3] == pytest.approx([gpipe[1] * 3 / 8, gpipe[2] * 2 / 8], rel=0.02), "3 and 2 of 8 microbatches"
     half = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
     assert 0.5 * plain[1] < peaks(gradient_checkpoint_config=half)[1] < 0.6 * plain[1]
+    partly, both = (PipelineGradientCheckpointConfig(ratio, selective_ratio=0.5) for ratio in (None, 0.5))
+    assert 0.7 * plain[1] < peaks(gradient_checkpoint_config=partly)[1] < 0.8 * plain[1]
+    assert 0.2 * plain[1] < peaks(gradient_checkpoint_config=both)[1] < 0.4 * plain[1]
     layout = HybridParallelPlugin(pp_size=4, num_microbatches=8, precision="fp32").preflight(model, adamw(model))
     assert not any("activations" in note for note in layout.notes), "the batch is not known"
 
@@ -277,6 +280,11 @@ def test_what_settings_of_layers_change_is_shown(world_of: Any) -> None:
     half = layout(gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5))
     assert [stage.recomputed for stage in half.stages] == [1, 1]
     assert "1 of 2 layers" in str(half)
+    partly = layout(gradient_checkpoint_config=PipelineGradientCheckpointConfig(0.5, selective_ratio=0.5))
+    assert [(stage.recomputed, stage.selective) for stage in partly.stages] == [(1, 1), (1, 1)]
+    assert "1 of 2 layers, 1 in part" in str(partly)
+    tenth = layout(gradient_checkpoint_config=PipelineGradientCheckpointConfig(selective_ratio=0.1))
+    assert any("selective_ratio=0.1 of at most 2 layers per stage rounds down" in warning for warning in tenth.warnings)
     tenth = layout(gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.1))
     assert any("rounds down to none" in warning and "0.5 is the least" in warning for warning in tenth.warnings)
     assert layout(enable_flash_attention=True).kernels.startswith("attention sdpa")

@@ -42,7 +42,10 @@ def random_chain(rng: random.Random, units: int, placement: Placement) -> ChainC
     head, tail = rng.choice([0.0, 0.3]), rng.choice([0.0, 0.5, 3.0, 7.0])
     forward[0] += head
     numbers = [rng.randint(0, 2) for _ in range(placement.num_stages)]
-    return ChainCosts([*forward, tail], head, rng.choice([0.0, 0.5, 1.0, numbers]))
+    recomputed = rng.choice([0.0, 0.5, 1.0, numbers])
+    apart = random.Random(f"{units} {tail} {numbers}")
+    in_part = apart.choice([0.0, 0.5, [apart.randint(0, 2) for _ in numbers]])
+    return ChainCosts([*forward, tail], head, recomputed, in_part, [apart.choice([0.1, 0.3])] * units if in_part else ())
 
 
 def dearest_rank(costs: ChainCosts, bounds: Any, placement: Placement) -> Any:
@@ -84,6 +87,10 @@ def test_a_stage_costs_what_it_computes() -> None:
     assert costs.of([range(4), range(4, 4)]).tolist() == [3 * 6 + 2, 3 * 5]
     given = ChainCosts([3.0, 1.0, 1.0, 1.0, 5.0], 2.0, [9, 0])
     assert given.of([range(2), range(2, 4)]).tolist() == [3 * 4 + 2, 3 * 7]
+    partly = ChainCosts([3.0, 1.0, 1.0, 1.0, 5.0], 2.0, 0.5, [1, 9], cheap=[0.25] * 4)
+    assert partly.of([range(2), range(2, 4)]).tolist() == [3 * 4 + 1.25, 3 * 7 + 1.25]
+    assert partly.of([range(1), range(1, 4)]).tolist() == [3 * 3 + 0.25, 3 * 8 + 1 + 0.5], "no more than there are"
+    assert [number.tolist() for number in partly.layers_recomputed([range(1), range(1, 4)])] == [[0, 1], [1, 2]]
     actions = costs.actions([range(2), range(2, 4)])
     assert (actions.forward, actions.weight_grad) == ([4 / 5.5, 7 / 5.5],) * 2
     assert actions.input_grad == pytest.approx([5 / 5.5, 8 / 5.5])
@@ -176,6 +183,25 @@ def test_costs_count_the_head_and_hardly_the_table() -> None:
     assert [len(part) for part in partition_units(survey, chain_costs(model, survey, Placement(2)), Placement(2))] == [4, 0]
 
 
+def test_costs_of_layers_that_are_recomputed_in_part() -> None:
+    """What passes through memory counts as arithmetic that takes as long, but never more than the whole layer."""
+    model = zoo.build("llama-causal-lm")
+    survey = survey_model(model)
+    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[1, 2])
+    costs = chain_costs(model, survey, Placement(2), config=config)
+    layer = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
+    assert (costs.recomputed, costs.selective, costs.cheap) == ([1, 0], [1, 2], [layer] * 4), "memory is all that small layers need"
+    with torch.device("meta"):
+        import transformers
+
+        model = transformers.LlamaForCausalLM(zoo.config("llama-causal-lm", hidden_size=4096, intermediate_size=14336, head_dim=128))
+    survey = survey_model(model)
+    costs = chain_costs(model, survey, Placement(2), config=PipelineGradientCheckpointConfig(selective_ratio=0.5))
+    assert costs.selective == 0.5
+    assert costs.cheap == [80 * 67 * 4096] * 4
+    assert 0.05 < costs.cheap[1] / costs.forward[1] < 0.2
+
+
 def test_tied_groups_are_the_same_everywhere() -> None:
     model = zoo.build("llama-tied-causal-lm")
     survey = survey_model(model)
@@ -209,9 +235,32 @@ def test_checkpoint_config() -> None:
     assert PipelineGradientCheckpointConfig(0.5).layers_of(stages, 0, [0, 2]) == {0: 1, 2: 0}
     assert PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 3, 0, 2]).layers_of(stages, 1, [1, 3]) == {1: 3, 3: 2}
     assert PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 4]).layers_of(stages, 1, [1, 3]) == {1: 3, 3: 1}
+    both = PipelineGradientCheckpointConfig(0.5, selective_ratio=0.4).of(stages, 0, [0, 2])
+    assert (both.whole, both.selective, both.of(0)) == ({0: 1, 2: 0}, {0: 0, 2: 0}, (1, 0))
+    given = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 0, 1], selective_ratio=1.0)
+    assert given.of(stages, 1, [1, 3]).selective == {1: 2, 3: 1}, "as many as are left"
+    given = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 2], num_selective_layers_per_stage=[2, 2])
+    assert [given.of(stages, rank, [rank, rank + 2]).selective for rank in range(2)] == [{0: 1, 2: 1}, {1: 1, 3: 1}]
     for bad in ({}, {"gradient_checkpointing_ratio": 1.5}, {"num_ckpt_layers_per_stage": [-1]}):
         with pytest.raises(ValueError, match=r"checkpoint|ckpt"):
             PipelineGradientCheckpointConfig(**bad)
+    for wrong, said in (
+        ({"selective_ratio": -0.1}, "selective_ratio=-0.1 must be a share"),
+        ({"selective_ratio": 0.5, "num_selective_layers_per_stage": [1]}, "exactly one of selective_ratio=0.5"),
+        ({"num_selective_layers_per_stage": [True]}, "num_selective_layers_per_stage=.* whole numbers"),
+        ({"gradient_checkpointing_ratio": 0.75, "selective_ratio": 0.5}, "sum to 1.25, but .* selective_ratio=0.25 would work"),
+        ({"selective_ratio": 1.0, "selective_keep": "aten.mm"}, "selective_keep='aten.mm' must be names of operators"),
+        ({"selective_ratio": 1.0, "selective_keep": ["mm"]}, "selective_keep=.* as .'aten.mm', 'aten.addmm'"),
+        ({"gradient_checkpointing_ratio": 1.0, "selective_keep": ["aten.mm"]}, "but there are none; give selective_ratio="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            PipelineGradientCheckpointConfig(**wrong)
+    with pytest.raises(ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layers besides .* at most 1 works there"):
+        PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0, 0, 0], num_selective_layers_per_stage=[2, 0, 0, 0]).of(
+            stages, 0, [0, 2]
+        )
+    with pytest.raises(ValueError, match="rank 0 has 2 layers besides those that are recomputed as a whole, so 3"):
+        PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[3, 0]).of(stages, 0, [0, 2])
     with pytest.raises(ValueError, match="3 entries"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 1]).layers_of(stages, 0, [0, 2])
     with pytest.raises(ValueError, match="stage 2 has 1 layers"):

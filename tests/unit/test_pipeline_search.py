@@ -75,6 +75,11 @@ def test_what_decides_the_choice() -> None:
     assert recomputed.best.pp_style not in ("zb", "zbv"), "what deferral waits with is not recomputed"
     assert "(too much memory)" in str(recomputed)
     assert str(recomputed).startswith(f"pp_style='auto' chose {recomputed.best.name}: simulated bubble {recomputed.best.bubble:.1%}")
+    none, partly = (searched(ChainCosts([1.0] * 16 + [0.0], selective=share, cheap=[0.1] * 16), 4, 16) for share in (0.0, 1.0))
+    for candidate, other in zip(partly.candidates, none.candidates, strict=True):
+        assert candidate.pp_style == other.pp_style
+        assert other.makespan < candidate.makespan < 1.04 * other.makespan
+        assert candidate.memory == pytest.approx(0.4 * other.memory)
     few = searched(ChainCosts([1.0] * 4 + [0.0]), 4, 8)
     assert {candidate.placement for candidate in few.candidates} == {Placement(4)}, "too few layers for chunks"
 
@@ -139,8 +144,9 @@ def test_counted_activations_are_those_that_autograd_saves(name: str) -> None:
     outputs = sum(module.weight.numel() // size_in(module) for module in linears.values())
     ends = sum(size_in(module) for name, module in linears.items() if name.endswith(("o_proj", "down_proj", "c_proj")))
     assert counted.deferred[1] == 3 * 32 * 4 * (outputs + 2 * model.config.hidden_size + ends), "both norms, attention and the MLP"
-    kept, deferred = counted.by_stage([range(2), range(2, len(units))], [1, 0])
-    assert kept == [counted.recomputed[0] + counted.kept[1], sum(counted.kept[2:])]
+    kept, deferred = counted.by_stage([range(2), range(2, len(units))], [1, 0], [1, 0])
+    assert kept == [counted.recomputed[0] + counted.selective[1], sum(counted.kept[2:])]
+    assert counted.recomputed[1] < counted.selective[1] < counted.kept[1]
     assert sum(deferred) == sum(counted.deferred)
 
 
