@@ -20,6 +20,7 @@ TITLES = {
     "model": "The boosted model",
     "options": "Settings",
     "pipelines": "Pipelines",
+    "selective": "Recomputation",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"
 

@@ -9,6 +9,8 @@ from typing import Any
 from habits import CRITERIA, LORA_TARGETS, OPTIMIZERS, Habits
 from hybrid_ranks import Layout
 
+from shardwright.shardformer import PipelineGradientCheckpointConfig
+
 WORLDS = (1, 2, 2, 3, 4, 4, 4, 4, 6, 8)
 # name, weight of being drawn
 MODELS = {
@@ -25,6 +27,12 @@ MODELS = {
     "qwen3-moe-causal-lm": 3,
     "qwen2-tied-causal-lm": 1,
 }
+RECOMPUTED = (
+    {"selective_ratio": 1.0},
+    {"gradient_checkpointing_ratio": 0.5, "selective_ratio": 0.5},
+    {"selective_ratio": 1.0, "selective_keep": ("aten.mm", "aten.bmm", "aten.tanh")},
+    {"gradient_checkpointing_ratio": 1.0},
+)
 LAYER_NAMES = {"gpt2": "n_layer", "t5": "num_layers"}
 HEAD_NAMES = {"gpt2": "n_head", "t5": "num_heads"}
 
@@ -59,6 +67,9 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     if pp > 1:
         away = random.Random(f"away {seed}")
         plugin["offload_activations"] = away.choice([None, None, 1.0, 0.5, [away.choice([0.0, 0.5, 1.0]) for _ in range(pp * chunks)]])
+    partly = random.Random(f"partly {seed}")
+    if partly.random() < 0.3:
+        plugin["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**partly.choice(RECOMPUTED))
     if plugin["zero_stage"] == 3:
         plugin["gather_ahead"] = random.Random(f"ahead {seed}").choice([None, None, 0, 1, 3])
     if plugin["zero_stage"] in (1, 2):

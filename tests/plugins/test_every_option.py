@@ -69,6 +69,7 @@ SCALER: Settings = {**FP16, "initial_scale": 1024.0, "growth_interval": 3, "hyst
 PIPE: Settings = {"pp_size": 2, "num_microbatches": 4}
 CHUNKS: Settings = {**PIPE, "pp_style": "interleaved", "num_model_chunks": 2}
 HALF = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
+PARTLY = PipelineGradientCheckpointConfig(selective_ratio=0.5)
 TP: Settings = {"tp_size": 2, **F32}
 
 
@@ -176,7 +177,10 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused([0.5, 0.5], "give one number", {**PIPE, "pp_style": "auto"}),
         Refused("half", "a number, or a list of numbers", PIPE),
     ],
-    "gradient_checkpoint_config": [Changes(see.layer_calls, HALF), Changes(see.report, HALF, PIPE)],
+    "gradient_checkpoint_config": [
+        *(Changes(see.layer_calls, value) for value in (HALF, PARTLY)),
+        *(Changes(see.report, value, PIPE) for value in (HALF, PARTLY)),
+    ],
     "make_vocab_size_divisible_by": [Changes(see.modules, 1, TP), Idle(32)],
     "dp_outside": [Changes(see.places, False, PIPE, world=4), Idle(False), Idle(False, PIPE)],
     "inner_ring_size": [Refused(2, "inner_ring_size=2")],

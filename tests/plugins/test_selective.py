@@ -28,6 +28,7 @@ LAYOUTS = [
     Layout("llama-tied-causal-lm", 4, {"tp_size": 2, **PIPE, **BOTH}, FOUR, steps=1),
     Layout("llama-causal-lm", 4, {"zero_stage": 3, **ZBV, **ALL}, FOUR, steps=1),
     Layout("gpt2-causal-lm", 4, {"tp_size": 2, **ZBV, **ALL}, {"n_layer": 4}, steps=1),
+    Layout("llama-causal-lm", 2, {**PIPE, "num_microbatches": 4, "offload_activations": 1.0, **ALL}, FOUR, steps=1),
     Layout("bert-masked-lm", 2, {**PIPE, "zero_stage": 1, **ALL}, steps=1),
     Layout("qwen3-moe-causal-lm", 4, {"tp_size": 2, **PIPE, "pp_style": "zb", **ALL}, steps=1),
     Layout("mixtral-causal-lm", 2, {**PIPE, "zero_stage": 3, **ALL}, steps=1),
