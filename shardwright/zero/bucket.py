@@ -127,6 +127,7 @@ class GradReducer:
         }
         self.slots = {slot.entry.param: slot for slot in self._places}
         self._flying: list[Flight] = []
+        self._in_parts: Bucket | None = None  # with pieces that are still to be launched
         self._ending = True  # whether what is reduced now completes the step's gradients
         self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
         self.in_backward = False
@@ -339,8 +340,12 @@ class GradReducer:
         with self._on_stream():
             for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
                 self._settle(earlier)
-        for number in range(len(self._pieces[bucket.index])):
+        *first, last = range(len(self._pieces[bucket.index]))
+        self._in_parts = bucket
+        for number in first:
             self._launch_piece(bucket, number)
+        self._in_parts = None
+        self._launch_piece(bucket, last)
         bucket.empty = False
 
     def _launch_piece(self, bucket: Bucket, number: int) -> None:
@@ -477,7 +482,7 @@ class GradReducer:
                 shard.mul_(self._predivide_of(bucket))
         self._give_back(flight)
         self._flying.remove(flight)
-        if any(other.bucket is bucket for other in self._flying):
+        if bucket is self._in_parts or any(other.bucket is bucket for other in self._flying):
             return
         if not flight.final:
             bucket.state = GradState.ACCUMULATING
@@ -509,6 +514,7 @@ class GradReducer:
         if self._generation != job.generation():  # sums on their way through groups that were closed by a failure
             self._generation = job.generation()
             self._flying.clear()
+            self._in_parts = None
         self.settle()
         for bucket in self.buckets:
             bucket.forget_gradients()
