@@ -255,7 +255,7 @@ class PipelineExecutor:
 
     cut           this rank's stages
     pipe_group    the pipeline's ranks, in stage order; None with one rank
-    message_groups  see `PipeComm`
+    message_groups  see `PipeComm`; with them building an executor is collective over the pipeline
     loss_group    ranks that hold other samples of the same global batch (data parallel); None: no others
     tied_process_groups  see `tied.create_tied_process_groups`
     reduction     of the gradients of this rank's chunks; see `PipelineRuntime`
@@ -317,6 +317,7 @@ class PipelineExecutor:
             if pipe_group is None:
                 raise ValueError(f"the model is cut for {cut.placement.num_ranks} pipeline ranks; pass their process group as pipe_group")
             self.comm = PipeComm(pipe_group, message_groups)
+            self.comm.warm_up()
             self.comm.caches = settings.enable_metadata_cache
             if cut.loss_check is not None:
                 self._message_shapes = MessageShapes(cut.loss_check, cut.staged)
@@ -463,7 +464,7 @@ class PipelineExecutor:
         assert self._step is not None
         stage, look, _ = key.kind  # see `PipelineRuntime`
         index = next(i for i, other in enumerate(self._step.shape_keys()) if split_sizes(other)[0] == look)
-        return self._message_shapes.find_rule(stage, self._step.inputs.batch(index), key, header)
+        return self._message_shapes.find_rule(stage, self._step.microbatches[index], key, header)
 
     def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks
