@@ -75,12 +75,16 @@ class ShapeRule:
             return None
         if self._most is not None and any(size > most for size, most in zip(sizes, self._most, strict=True)):
             return None
+        known: dict[int, int] = {}  # most tensors are alike, and share their terms
         metas = []
         for meta, dims in zip(self._header.tensors, self._terms, strict=True):
-            values = [{term.of(sizes) for term in terms} for terms in dims]
-            if any(len(found) != 1 for found in values):
-                return None
-            metas.append(meta._replace(shape=tuple(found.pop() for found in values)))
+            for terms in dims:
+                if id(terms) not in known:
+                    values = {term.of(sizes) for term in terms}
+                    if len(values) > 1:
+                        return None
+                    known[id(terms)] = values.pop()
+            metas.append(meta._replace(shape=tuple(known[id(terms)] for terms in dims)))
         return self._header._replace(tensors=tuple(metas))
 
 
@@ -94,15 +98,16 @@ def find_rule(base: Sizes, header: Header, seen: Sequence[tuple[Sizes, Shapes]],
     if any(tuple(map(len, found)) != ranks for _, found in seen):
         return None
     terms = []
+    by_values: dict[Sizes, list[_Term]] = {}
     for tensor, shape in enumerate(shapes):
         dims = []
         for dim, size in enumerate(shape):
-            possible = [_Term(size, ()), *(_Term(0, places) for places in products)]
-            left = [
-                term for term in possible if term.of(base) == size and all(term.of(sizes) == found[tensor][dim] for sizes, found in seen)
-            ]
-            if not left:
+            values = (size, *(found[tensor][dim] for _, found in seen))
+            if values not in by_values:
+                possible = [_Term(size, ()), *(_Term(0, places) for places in products)]
+                by_values[values] = [term for term in possible if values == tuple(map(term.of, (base, *(sizes for sizes, _ in seen))))]
+            if not by_values[values]:
                 return None
-            dims.append(left)
+            dims.append(by_values[values])
         terms.append(dims)
     return ShapeRule(base, header, fixed, most, terms)
