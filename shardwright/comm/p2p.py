@@ -141,6 +141,7 @@ class PipeComm:
         self._max_in_flight = 2 * self.size
         self._sent_headers: dict[int, _Edge] = {}
         self._known_headers: dict[int, _Edge] = {}
+        self._lines: dict[tuple[int, int], _Line] = {}
         self._in_flight: dict[int, deque[Sent]] = {}
         self._abandoned: list[Sent | Receive] = []
 
@@ -170,8 +171,7 @@ class PipeComm:
         wire = [self._wire(tensor) for tensor in tensors]
         if known is None:
             edge.exchanged(key, header)
-            lengths, data = self._encode(header, key)
-            return self._send([[lengths], [data], wire], destination)  # as it is received
+            return self._send(wire, destination, self._encode(header, key))
         if known != header:
             raise ValueError(
                 f"the message {key!r} from pipeline rank {self.rank} to {destination} is not what the receiver expects after the "
@@ -180,7 +180,7 @@ class PipeComm:
                 "what they are), or parameters are frozen and unfrozen between steps, give the plugin enable_metadata_cache=False: every "
                 "message then tells what it is"
             )
-        return self._send([wire], destination)
+        return self._send(wire, destination)
 
     def irecv(self, source: int, key: Hashable) -> Receive:
         """Receive the next message from rank `source`, which sends it with the same key. Only one that has a header blocks."""
@@ -195,7 +195,7 @@ class PipeComm:
 
     def isend_tensors(self, tensors: Sequence[Tensor], destination: int) -> Sent:
         """Send bare tensors, whose shapes and dtypes the receiver knows."""
-        return self._send([[self._wire(tensor) for tensor in tensors]], destination)
+        return self._send([self._wire(tensor) for tensor in tensors], destination)
 
     def irecv_tensors(self, metas: Sequence[TensorMeta], source: int) -> Receive:
         """Receive bare tensors; take them with `wait_tensors`."""
@@ -232,45 +232,60 @@ class PipeComm:
 
     # Posting ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, launches: Sequence[list[Tensor]], destination: int) -> Sent:
+    def _send(self, tensors: Sequence[Tensor], destination: int, described: Sequence[Tensor] = ()) -> Sent:
+        """Start sending `tensors`, behind a header that is received part by part."""
         in_flight = self._in_flight.get(destination)
         if in_flight is None:
             in_flight = self._in_flight[destination] = deque()
-        self._let_go()
-        while not self._is_nccl and len(in_flight) >= self._max_in_flight:
-            in_flight.popleft().wait()
-        line = self._line(self.rank, destination)
-        works = [work for tensors in launches for work in self._post(dist.isend, tensors, line)]
-        sent = Sent(works, [tensor for tensors in launches for tensor in tensors])
+        if self._is_nccl:
+            self._let_go()
+        else:
+            while in_flight and not in_flight[0].pending:
+                in_flight.popleft()
+            while len(in_flight) >= self._max_in_flight:
+                in_flight.popleft().wait()
+        group, peer = self._lines.get((self.rank, destination)) or self._line(self.rank, destination)
+        works = [work for part in described for work in self._start_sending([part], group, peer)]
+        works += self._start_sending(tensors, group, peer)
+        sent = Sent(works, [*described, *tensors])
         in_flight.append(sent)
         return sent
 
+    def _start_sending(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
+        if self._is_nccl:
+            return self._post_batch(dist.isend, tensors, group, peer)
+        return [dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel() > 0]  # type: ignore[misc]
+
     def _expect(self, header: Header, source: int) -> Receive:
-        self._let_go()
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in header.tensors]
-        works = self._post(dist.irecv, [self._wire(buffer) for buffer in buffers], self._line(source, self.rank))
+        wire = [self._wire(buffer) for buffer in buffers]
+        group, peer = self._lines.get((source, self.rank)) or self._line(source, self.rank)
+        if self._is_nccl:
+            self._let_go()
+            works = self._post_batch(dist.irecv, wire, group, peer)
+        else:
+            works = [dist.irecv(tensor, group=group, group_src=peer) for tensor in wire if tensor.numel() > 0]  # type: ignore[misc]
         return Receive(header, buffers, works)
 
-    def _post(self, operation: Callable[..., dist.Work | None], tensors: Sequence[Tensor], line: _Line) -> list[dist.Work]:
-        """Start sending or receiving all of `tensors` that have elements."""
-        tensors = [tensor for tensor in tensors if tensor.numel() > 0]
-        if self._is_nccl and tensors:
-            return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=line.group, group_peer=line.peer) for tensor in tensors])
-        other = {"group_dst" if operation is dist.isend else "group_src": line.peer}
-        works = [operation(tensor, group=line.group, **other) for tensor in tensors]
-        return [work for work in works if work is not None]
+    @staticmethod
+    def _post_batch(operation: Callable[..., Any], tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
+        batch = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors if tensor.numel() > 0]
+        return dist.batch_isend_irecv(batch) if batch else []
 
     def _let_go(self) -> None:
-        """Drop sends that are known to be through."""
+        """Drop sends that are through."""
         for in_flight in self._in_flight.values():
-            while in_flight and (in_flight[0].is_completed() if self._is_nccl else not in_flight[0].pending):
+            while in_flight and in_flight[0].is_completed():
                 in_flight.popleft().wait()
 
     def _line(self, source: int, destination: int) -> _Line:
         other = destination if source == self.rank else source
         if self._groups is None:
-            return _Line(self.group, other)
-        return _Line(self._groups[source, destination], int(other > self.rank))  # groups have their ranks in ascending order
+            line = _Line(self.group, other)
+        else:
+            line = _Line(self._groups[source, destination], int(other > self.rank))  # groups have their ranks in ascending order
+        self._lines[source, destination] = line
+        return line
 
     # Headers ---------------------------------------------------------------------------------------------------------
 

@@ -253,8 +253,9 @@ class PipelineRuntime:
         return result
 
     def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
-        split = {key: split_sizes(key) for key in shape_keys}
-        self._shapes = [split[key] for key in shape_keys]
+        split = {key: split_sizes(key) for key in dict.fromkeys(shape_keys)}
+        self._shapes = [split[key] for key in shape_keys]  # equal ones are one object
+        self._keys: dict[tuple[int, int], MessageKey] = {}
         self._training = training
         self._overlap = overlap
         self._losses: list[Tensor] = []
@@ -372,7 +373,7 @@ class PipelineRuntime:
         return min(len(self._shapes), self.comm.size) * self._largest - others
 
     def _bytes_of(self, stage: int, microbatch: int) -> int:
-        return self._graph_bytes.get(self._key(stage, microbatch), 0)
+        return self._graph_bytes.get(self._key(stage, microbatch), 0) if self._graph_bytes else 0
 
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
         leaves, outputs, _, loss = self._live.pop((stage, microbatch))
@@ -422,8 +423,11 @@ class PipelineRuntime:
 
     def _key(self, stage: int, microbatch: int) -> MessageKey:
         """Messages into `stage` that are alike: tensors require grad only in training."""
-        look, sizes = self._shapes[microbatch]
-        return MessageKey((stage, look, self._training), sizes)
+        shape = self._shapes[microbatch]
+        key = self._keys.get((stage, id(shape)))
+        if key is None:
+            key = self._keys[stage, id(shape)] = MessageKey((stage, shape[0], self._training), shape[1])
+        return key
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         header, tensors = self._outgoing.pop((stage, microbatch))
