@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,15 @@ def test_the_simulator_knows_the_channels() -> None:
                 costs = Costs(forward, input_grad, weight_grad, transfer)
                 compute = schedules.get(style, ranks, microbatches, chunks)
                 assert replay(lower(compute, costs=costs), costs) == pytest.approx(simulate(compute, costs).makespan, rel=1e-12)
+
+
+@pytest.mark.parametrize(("style", "chunks"), STYLES)
+def test_lists_are_good_for_messages_whose_time_nobody_knew(style: str, chunks: int) -> None:
+    """Receives stand where they do not hold up what comes behind them."""
+    compute = schedules.get(style, 8, 32, chunks)
+    for transfer in (0.02, 0.1, 0.2):
+        costs = Costs(*[1 / chunks] * 3, transfer / chunks)
+        assert replay(lower(compute, costs=replace(costs, transfer=0.0)), costs) <= simulate(compute, costs).makespan * 1.001
 
 
 def test_messages_of_a_channel_travel_one_after_the_other() -> None:
