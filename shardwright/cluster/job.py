@@ -63,7 +63,8 @@ class Job:
         self._clones = threading.local()
         self._store_is_gone = False
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = False  # its groups, or they are about to be
+        self._releases: list[Callable[[], None]] | None = []  # to be called when they are; None: they are
         self.local_ranks = _local_ranks(rank, world_size)
         self._introduce()
 
@@ -116,6 +117,18 @@ class Job:
             waits, frames = main_stack()
             self.tell(f"stack/{self.rank}", "\n".join(["waits" if waits else "works", *frames]))
         groups.close_all()
+        with self._lock:
+            releases, self._releases = self._releases or [], None
+        for release in releases:
+            release()
+
+    def when_closed(self, release: Callable[[], None]) -> None:
+        """Call `release` once no backend of this job's groups touches any tensor any more: when they are closed, by whichever thread."""
+        with self._lock:
+            if self._releases is not None:
+                self._releases.append(release)
+                return
+        release()
 
     def first(self, mine: Failure) -> Failure:
         """Publish `mine` unless another was first; returns the first."""
@@ -256,6 +269,7 @@ class Job:
         with self._lock:
             self.checks = checks
             self.generation, self.failure, self.heard, self._closed = generation, None, False, False
+            self._releases = []
         self._introduce()
 
     def stacks(self) -> dict[int, tuple[bool, list[str]]]:
@@ -310,6 +324,12 @@ def require_sound() -> None:
     """Raise `BrokenJobError` if a failed step has broken the communicators. Costs a comparison."""
     if _job is not None and _job.failure is not None:
         _job.refuse()
+
+
+def when_closed(release: Callable[[], None]) -> None:
+    """See `Job.when_closed`. Without a job nobody closes groups, and `release` is never called."""
+    if _job is not None:
+        _job.when_closed(release)
 
 
 def stop_waiting() -> None:

@@ -18,6 +18,7 @@ Axes of the base mesh, outermost first:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -70,9 +71,6 @@ class ParallelMesh:
         # Made now and in this order on every rank: creating a group is collective.
         for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
             self.group(axis)
-        # Messages between stages get a group that no collective uses: debugging checks and NCCL both count operations per group, and
-        # ranks send different numbers of messages.
-        self.message_group = self._shared_group("messages", self.ranks("pp"))
         job.set_place(", ".join(f"{axis}={self.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or sp > 1))
 
     def size(self, *axes: str) -> int:
@@ -133,6 +131,25 @@ class ParallelMesh:
         key = ("tied", tuple(self.ranks("pp")), tuple(holders))
         group = shared_group(key, self.stage_ranks(holders) if present else [self.rank], use_local_synchronization=True)
         return group if present else None
+
+    def message_groups(self, channels: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """The process group of each of the channels that this rank sends or receives in. Collective over the pipeline.
+
+        channels  (source, destination) of all, as pipeline positions, in the order in which they are to be made
+
+        No collective uses these groups: debugging checks and NCCL both count operations per group, and ranks send different numbers of
+        messages. Ranks at the ends, which have fewer neighbors, make groups of one beside theirs: see `tied_group`.
+        """
+        line, here, channels = self.ranks("pp"), self.coordinate("pp"), tuple(channels)
+        found = {}
+        for channel in channels:
+            if here in channel:
+                key = ("messages", tuple(line), channels, channel)
+                found[channel] = shared_group(key, self.stage_ranks(sorted(channel)), use_local_synchronization=True)
+        most = max(Counter(position for channel in channels for position in channel).values(), default=0)
+        for number in range(len(found), most):
+            shared_group(("no messages", tuple(line), channels, number), [self.rank], use_local_synchronization=True)
+        return found
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A torch DeviceMesh over `axes`, for FSDP2 and for describing shards to a checkpoint; it reuses the groups."""

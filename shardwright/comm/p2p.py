@@ -7,125 +7,152 @@ synchronisation with the host. The key is the caller's promise that messages are
 the promise before anything leaves, because a receiver with buffers of the wrong size cannot be saved: gloo aborts the
 process, NCCL hangs.
 
+A key that is new, of a kind that is not (`MessageKey`), needs no header where both sides know a rule for its shapes. Both find it in the
+same message, from the same headers and by the same function (`PipeComm.learn`); the sender checks what it has against the rule, too.
+
 [Note: order]
 Messages carry no tags, which NCCL does not have: on every directed edge (source, destination) they are received in the order in which
-they are sent. NCCL may even run all transfers between two ranks, or all of a rank, one after the other. So the caller's
+they are sent. NCCL runs all transfers of a communicator one after the other. So the caller's
 order must be safe where every transfer blocks, which `pipeline.lowering` guarantees; then waiting for a header where
 the receive is posted, and for old sends before new ones, is safe too.
 
+[Note: communicators]
+Each directed edge has a process group of its two ranks (see [Note: channels] in `pipeline.placement`). On NCCL all its operations are
+posted as batches, also single ones: the tensors of a message are one launch and one `Work`, and torch takes the group's own communicator
+for batches, while for single operations it may make one more for each pair of ranks, which carries both directions (torch 2.13, by reading:
+none of this has run on GPUs). Communicators, and the connections in them, are made when they are first used, which blocks the host
+until the other rank comes: `warm_up` does that before the first step. gloo connects when a group is made, and posts tensors one by one.
+
 [Note: who waits for sends]
-The communicator owns sends in flight: it keeps the data alive until the backend has read it. Finished sends are dropped as later
-ones are posted; `flush` waits for the rest, at the end of a step.
+The communicator owns sends in flight: it keeps the data alive until the backend has read it. NCCL tells which sends are through, and
+these let go of their tensors when something is posted next. gloo tells only whoever waits (`is_completed` is false until then), so there a
+send is kept until it is known to have been received, with all before it on its edge, by the answer to it (`has_arrived`), and the number
+in flight is bounded. `flush` waits for the rest, at the end of a step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .payload import Header, TensorMeta, put_together, take_apart
+from ..cluster import job
+from .in_flight import Receive, Sent
+from .payload import Header, TensorMeta, take_apart
+from .shape_rules import MessageKey, ShapeRule, Sizes
 
 MAX_HEADERS = 4096  # per directed edge; the least recently used is forgotten, by both sides at the same message
+MAX_KINDS = 256
+MAX_LESSONS = 4  # dry runs for one kind of message, each from another header
+
+Learn = Callable[[MessageKey, Header], ShapeRule | None]
 
 
-class _Headers:
+class _Kind:
+    """What is known of one kind of message: a rule, and the latest header that was exchanged because the rule did not tell."""
+
+    def __init__(self) -> None:
+        self.rule: ShapeRule | None = None
+        self.exchanged: tuple[MessageKey, Header] | None = None  # nobody has learnt from it yet
+        self.lessons = 0
+
+    def header(self, sizes: Sizes, learn: Learn) -> Header | None:
+        header = self.rule.header(sizes) if self.rule is not None else None
+        if header is None and self.exchanged is not None and self.lessons < MAX_LESSONS:
+            self.lessons += 1
+            rule, self.exchanged = learn(*self.exchanged), None
+            if rule is not None:
+                self.rule, header = rule, rule.header(sizes)
+        return header
+
+
+class _Edge:
     """Headers known on one directed edge. Sender and receiver see the same keys in the same order, so they agree."""
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[Hashable, Header] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
 
-    def get(self, key: Hashable) -> Header | None:
+    def find(self, key: Hashable, learn: Learn | None) -> Header | None:
+        """The header of a key that was seen before, or that follows from others."""
         header = self._by_key.get(key)
         if header is not None:
             self._by_key.move_to_end(key)
+        elif learn is not None and isinstance(key, MessageKey):
+            header = self._kind(key).header(key.sizes, learn)
+            if header is not None:
+                self._put(key, header)
         return header
 
-    def put(self, key: Hashable, header: Header) -> None:
+    def exchanged(self, key: Hashable, header: Header) -> None:
+        """Keep what one side has told the other."""
+        self._put(key, header)
+        if isinstance(key, MessageKey):
+            self._kind(key).exchanged = (key, header)
+
+    def _put(self, key: Hashable, header: Header) -> None:
         self._by_key[key] = header
         if len(self._by_key) > MAX_HEADERS:
             self._by_key.popitem(last=False)
 
-
-class Sent:
-    """A message on its way: its operations and the tensors they read.
-
-    The communicator owns it and waits for it in the end. Who learns in another way that the message has arrived, such as by the
-    answer to it, calls `wait` to let go of the data at once.
-    """
-
-    __slots__ = ("_tensors", "_works")
-
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        self._works = works
-        self._tensors = tensors
-
-    @property
-    def pending(self) -> bool:
-        """Whether nobody has waited for it yet."""
-        return bool(self._works)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works, self._tensors = [], []
+    def _kind(self, key: MessageKey) -> _Kind:
+        kind = self._kinds.setdefault(key.kind, _Kind())
+        self._kinds.move_to_end(key.kind)
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
+        return kind
 
 
-class Receive:
-    """A message to come. Its owner takes it once, where the data is needed, by `wait` or `wait_tensors`."""
+class _Line(NamedTuple):
+    """Where messages from or to one rank go: a group, and that rank's place in it."""
 
-    __slots__ = ("_buffers", "_works", "header")
-
-    def __init__(self, header: Header, buffers: list[Tensor], works: list[dist.Work]) -> None:
-        self.header = header
-        self._buffers = buffers
-        self._works = works
-
-    def complete(self) -> None:
-        """Wait until the data is here, and leave it where it is. On CUDA only the current stream waits."""
-        for work in self._works:
-            work.wait()
-        self._works = []
-
-    def wait_tensors(self) -> list[Tensor]:
-        """The tensors of the message, none of which requires grad yet."""
-        self.complete()
-        buffers, self._buffers = self._buffers, []
-        return buffers
-
-    def wait(self) -> Any:
-        """The payload; tensors that require grad on the sending side do so here, as leaves."""
-        tensors = self.wait_tensors()
-        for tensor, meta in zip(tensors, self.header.tensors, strict=True):
-            if meta.requires_grad:
-                tensor.requires_grad_()
-        return put_together(self.header, tensors)
+    group: dist.ProcessGroup
+    peer: int
 
 
 class PipeComm:
     """Messages between the ranks of `group`; ranks are counted within the group.
 
+    groups  by (source, destination) the group of the two in which messages travel; None: all messages travel in `group`
     device  where received tensors are put; by default the current accelerator, or the CPU for gloo
+
+    learn   finds the rule for a kind of message from a header and its key, the same on all ranks; None: every new key has a header
+    caches  False: every message has a header
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = device if device is not None else _device_of(group)
-        # Gloo reports a send as complete only once it has been waited for, so there the number in flight is bounded instead.
-        self._completion_is_known = "nccl" in dist.get_backend(group)
+        self.learn: Learn | None = None
+        self.caches = True
+        self._groups = groups
+        self._is_nccl = "nccl" in dist.get_backend(group)
         self._max_in_flight = 2 * self.size
-        self._sent_headers: dict[int, _Headers] = {}
-        self._known_headers: dict[int, _Headers] = {}
+        self._sent_headers: dict[int, _Edge] = {}
+        self._known_headers: dict[int, _Edge] = {}
+        self._lines: dict[tuple[int, int], _Line] = {}
         self._in_flight: dict[int, deque[Sent]] = {}
+        self._abandoned: list[Sent | Receive] = []
+
+    def warm_up(self) -> None:
+        """Let all channels connect, by an empty message each. Collective over the ranks of the pipeline."""
+        for source, destination in self._groups or ():
+            token = torch.zeros(1, device=self.device)
+            if self.rank == source:
+                self.isend_tensors([token], destination).wait()
+            else:
+                self.irecv_tensors([TensorMeta((1,), token.dtype, False)], source).complete()
 
     def isend(self, payload: Any, destination: int, key: Hashable) -> Sent:
         """Send `payload` to rank `destination`, which calls `irecv` with the same key.
@@ -137,33 +164,34 @@ class PipeComm:
 
     def isend_message(self, header: Header, tensors: Sequence[Tensor], destination: int, key: Hashable) -> Sent:
         """`isend` for a payload that has been taken apart already."""
-        headers = self._sent_headers.get(destination)
-        if headers is None:
-            headers = self._sent_headers[destination] = _Headers()
-        known = headers.get(key)
+        edge = self._sent_headers.get(destination)
+        if edge is None:
+            edge = self._sent_headers[destination] = _Edge()
+        known = edge.find(key, self.learn) if self.caches else None
         wire = [self._wire(tensor) for tensor in tensors]
         if known is None:
-            headers.put(key, header)
-            return self._send(self._encode(header, key) + wire, destination)
+            edge.exchanged(key, header)
+            return self._send(wire, destination, self._encode(header, key))
         if known != header:
             raise ValueError(
-                f"the message {key!r} from pipeline rank {self.rank} to {destination} is not like the earlier ones of this key, so the "
-                f"receiver's buffers would not fit it.\n  now:     {header}\n  earlier: {known}\n"
-                "Microbatches of different shapes need different keys; after freezing or unfreezing parameters, or changing what stages "
-                "send, call forget_headers() on all ranks."
+                f"the message {key!r} from pipeline rank {self.rank} to {destination} is not what the receiver expects after the "
+                f"earlier ones, so its buffers would not fit it.\n  now:      {header}\n  expected: {known}\n"
+                "What a stage sends must follow from the shapes of the microbatch. Where it does not (a layer that drops or pads tokens by "
+                "what they are), or parameters are frozen and unfrozen between steps, give the plugin enable_metadata_cache=False: every "
+                "message then tells what it is"
             )
         return self._send(wire, destination)
 
     def irecv(self, source: int, key: Hashable) -> Receive:
-        """Receive the next message from rank `source`, which sends it with the same key. Only the first of a key blocks."""
-        headers = self._known_headers.get(source)
-        if headers is None:
-            headers = self._known_headers[source] = _Headers()
-        header = headers.get(key)
+        """Receive the next message from rank `source`, which sends it with the same key. Only one that has a header blocks."""
+        edge = self._known_headers.get(source)
+        if edge is None:
+            edge = self._known_headers[source] = _Edge()
+        header = edge.find(key, self.learn) if self.caches else None
         if header is None:
             header = self._receive_header(source, key)
-            headers.put(key, header)
-        return self._post(header, source)
+            edge.exchanged(key, header)
+        return self._expect(header, source)
 
     def isend_tensors(self, tensors: Sequence[Tensor], destination: int) -> Sent:
         """Send bare tensors, whose shapes and dtypes the receiver knows."""
@@ -171,7 +199,15 @@ class PipeComm:
 
     def irecv_tensors(self, metas: Sequence[TensorMeta], source: int) -> Receive:
         """Receive bare tensors; take them with `wait_tensors`."""
-        return self._post(Header(("list", (("tensor",),) * len(metas)), tuple(metas)), source)
+        return self._expect(Header(("list", (("tensor",),) * len(metas)), tuple(metas)), source)
+
+    def has_arrived(self, sent: Sent, destination: int) -> None:
+        """The answer to `sent` is here, so it and all that was sent before it has been received."""
+        in_flight = self._in_flight[destination]
+        if sent.pending:
+            while (earlier := in_flight.popleft()) is not sent:
+                earlier.wait()
+            sent.wait()
 
     def flush(self) -> None:
         """Wait for everything that has been sent. On CUDA only the current stream waits."""
@@ -179,9 +215,15 @@ class PipeComm:
             while sent:
                 sent.popleft().wait()
 
-    def discard(self) -> None:
-        """Drop what is in flight after a failed step, without waiting. The communicator cannot be used afterwards."""
+    def discard(self, receives: Iterable[Receive] = ()) -> None:
+        """Give up what is in flight, and `receives`, after a failed step and without waiting. The communicator cannot be used afterwards.
+
+        Until its connections are closed the backend may still read and write the tensors, so they live until then.
+        """
+        self._abandoned += [message for sent in self._in_flight.values() for message in sent]
+        self._abandoned += [receive for receive in receives if receive.pending]
         self._in_flight.clear()
+        job.when_closed(self._abandoned.clear)
 
     def forget_headers(self) -> None:
         """Exchange headers anew. All ranks of the group must call it between the same messages."""
@@ -190,38 +232,73 @@ class PipeComm:
 
     # Posting ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, tensors: list[Tensor], destination: int) -> Sent:
+    def _send(self, tensors: Sequence[Tensor], destination: int, described: Sequence[Tensor] = ()) -> Sent:
+        """Start sending `tensors`, behind a header that is received part by part."""
         in_flight = self._in_flight.get(destination)
         if in_flight is None:
             in_flight = self._in_flight[destination] = deque()
-        while in_flight and (in_flight[0].is_completed() if self._completion_is_known else not in_flight[0].pending):
-            in_flight.popleft()
-        while not self._completion_is_known and len(in_flight) >= self._max_in_flight:
-            in_flight.popleft().wait()
-        works = [dist.isend(tensor, group=self.group, group_dst=destination) for tensor in tensors if tensor.numel() > 0]
-        sent = Sent([work for work in works if work is not None], tensors)
+        if self._is_nccl:
+            self._let_go()
+        else:
+            while in_flight and not in_flight[0].pending:
+                in_flight.popleft()
+            while len(in_flight) >= self._max_in_flight:
+                in_flight.popleft().wait()
+        group, peer = self._lines.get((self.rank, destination)) or self._line(self.rank, destination)
+        works = [work for part in described for work in self._start_sending([part], group, peer)]
+        works += self._start_sending(tensors, group, peer)
+        sent = Sent(works, [*described, *tensors])
         in_flight.append(sent)
         return sent
 
-    def _post(self, header: Header, source: int) -> Receive:
+    def _start_sending(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
+        if self._is_nccl:
+            return self._post_batch(dist.isend, tensors, group, peer)
+        return [dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel() > 0]  # type: ignore[misc]
+
+    def _expect(self, header: Header, source: int) -> Receive:
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in header.tensors]
-        works = [dist.irecv(self._wire(buffer), group=self.group, group_src=source) for buffer in buffers if buffer.numel() > 0]
-        return Receive(header, buffers, [work for work in works if work is not None])
+        wire = [self._wire(buffer) for buffer in buffers]
+        group, peer = self._lines.get((source, self.rank)) or self._line(source, self.rank)
+        if self._is_nccl:
+            self._let_go()
+            works = self._post_batch(dist.irecv, wire, group, peer)
+        else:
+            works = [dist.irecv(tensor, group=group, group_src=peer) for tensor in wire if tensor.numel() > 0]  # type: ignore[misc]
+        return Receive(header, buffers, works)
+
+    @staticmethod
+    def _post_batch(operation: Callable[..., Any], tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
+        batch = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors if tensor.numel() > 0]
+        return dist.batch_isend_irecv(batch) if batch else []
+
+    def _let_go(self) -> None:
+        """Drop sends that are through."""
+        for in_flight in self._in_flight.values():
+            while in_flight and in_flight[0].is_completed():
+                in_flight.popleft().wait()
+
+    def _line(self, source: int, destination: int) -> _Line:
+        other = destination if source == self.rank else source
+        if self._groups is None:
+            line = _Line(self.group, other)
+        else:
+            line = _Line(self._groups[source, destination], int(other > self.rank))  # groups have their ranks in ascending order
+        self._lines[source, destination] = line
+        return line
 
     # Headers ---------------------------------------------------------------------------------------------------------
 
-    def _encode(self, header: Header, key: Hashable) -> list[Tensor]:
-        """[length of the header and of the key's text, both as bytes]"""
+    def _encode(self, header: Header, key: Hashable) -> tuple[Tensor, Tensor]:
+        """[length of the header and of the key's text], [both as bytes]"""
         head, name = header.to_bytes(), repr(key).encode()
         lengths = torch.tensor([len(head), len(name)], dtype=torch.int64, device=self.device)
-        return [lengths, torch.frombuffer(bytearray(head + name), dtype=torch.uint8).to(self.device)]
+        return lengths, torch.frombuffer(bytearray(head + name), dtype=torch.uint8).to(self.device)
 
     def _receive_header(self, source: int, key: Hashable) -> Header:
-        lengths = torch.empty(2, dtype=torch.int64, device=self.device)
-        dist.recv(lengths, group=self.group, group_src=source)
+        (lengths,) = self.irecv_tensors([TensorMeta((2,), torch.int64, False)], source).wait_tensors()
         head, name = lengths.tolist()
-        data = torch.empty(head + name, dtype=torch.uint8, device=self.device)
-        dist.recv(data, group=self.group, group_src=source)
+        (data,) = self.irecv_tensors([TensorMeta((head + name,), torch.uint8, False)], source).wait_tensors()
         raw = bytes(data.tolist())
         if raw[head:] != repr(key).encode():
             raise RuntimeError(

@@ -20,6 +20,8 @@ from torch import nn
 from ..cluster import job
 from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
+from ..comm.payload import Header
+from ..comm.shape_rules import MessageKey, ShapeRule, split_sizes
 from ..ops.vocab_mode import as_scripts_see, detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
@@ -31,6 +33,7 @@ from .layer_chain import Unit, find_units
 from .loss_check import LossCheck
 from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
+from .message_shapes import MessageShapes
 from .microbatch import batch_size, items_of, merge_outputs
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
@@ -57,7 +60,7 @@ class PipelineSettings:
     num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
     gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
     overlap_p2p                  receive while computing; the numbers are the same without
-    enable_metadata_cache        send the description of a message only once per shape
+    enable_metadata_cache        describe a message only where its shapes do not follow from earlier ones; False: describe every message
     deferred_bytes               what weight gradients that a zero-bubble schedule postpones may hold on a rank; None: what fits into
                                  the memory that 1F1B needs
     offload_activations          share of the activations of every stage that waits in host memory between forward and backward, or one per
@@ -252,6 +255,7 @@ class PipelineExecutor:
 
     cut           this rank's stages
     pipe_group    the pipeline's ranks, in stage order; None with one rank
+    message_groups  see `PipeComm`; with them building an executor is collective over the pipeline
     loss_group    ranks that hold other samples of the same global batch (data parallel); None: no others
     tied_process_groups  see `tied.create_tied_process_groups`
     reduction     of the gradients of this rank's chunks; see `PipelineRuntime`
@@ -274,6 +278,7 @@ class PipelineExecutor:
         settings: PipelineSettings,
         *,
         pipe_group: dist.ProcessGroup | None = None,
+        message_groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
         loss_group: dist.ProcessGroup | None = None,
         tied_process_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         reduction: Reduction | None = None,
@@ -311,7 +316,12 @@ class PipelineExecutor:
         if cut.placement.num_ranks > 1:
             if pipe_group is None:
                 raise ValueError(f"the model is cut for {cut.placement.num_ranks} pipeline ranks; pass their process group as pipe_group")
-            self.comm = PipeComm(pipe_group)
+            self.comm = PipeComm(pipe_group, message_groups)
+            self.comm.warm_up()
+            self.comm.caches = settings.enable_metadata_cache
+            if cut.loss_check is not None:
+                self._message_shapes = MessageShapes(cut.loss_check, cut.staged)
+                self.comm.learn = self._learn_shapes
             self.runtime = PipelineRuntime(
                 self.comm,
                 cut.placement,
@@ -444,10 +454,17 @@ class PipelineExecutor:
 
     def _run_pipeline(self, runtime: PipelineRuntime, step: _Step) -> None:
         assert self.comm is not None
-        if not self.settings.enable_metadata_cache or self._generation != job.generation():
-            self._generation = job.generation()  # after a recovery, what was agreed on in the failed step is uncertain
+        if self._generation != job.generation():
+            self._generation = job.generation()  # after a recovery, what was agreed on in the failed step is uncertain,
             self.comm.forget_headers()
+            self.comm.learn = None  # and a shape that did not follow may be why it failed
         runtime.run(self._schedule(len(step.microbatches), step.training), step.shape_keys(), overlap=self.settings.overlap_p2p)
+
+    def _learn_shapes(self, key: MessageKey, header: Header) -> ShapeRule | None:
+        assert self._step is not None
+        stage, look, _ = key.kind  # see `PipelineRuntime`
+        index = next(i for i, other in enumerate(self._step.shape_keys()) if split_sizes(other)[0] == look)
+        return self._message_shapes.find_rule(stage, self._step.microbatches[index], key, header)
 
     def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks

@@ -21,8 +21,8 @@ import functools
 import math
 import types
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,6 +85,10 @@ def _ctc(log_probs: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs:
 
 
 _MADE_UP = {"bincount": _counts, "ctc_loss": _ctc}  # functions whose results have no shape without data
+
+
+class _EndOfRun(Exception):
+    pass
 
 
 class CannotFollow(Exception):
@@ -186,6 +190,28 @@ class LossCheck:
             )
 
         layer.forward = run  # type: ignore[method-assign]
+
+    def returns_of(self, names: Collection[str], last: str, inputs: Any) -> dict[str, Any]:
+        """What modules return for `inputs` without data, by name; the forward ends behind the module `last`.
+
+        Those inside of layers that do not run because one that is alike has run are left out.
+        """
+        seen: dict[str, Any] = {}
+        with ExitStack() as stack:
+            stack.callback(self._known_layers.clear)
+            for name in {*names, last}:
+
+                def note(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                    seen[name] = output
+                    if name == last:
+                        raise _EndOfRun
+
+                stack.callback(self._model.get_submodule(name).register_forward_hook(note).remove)
+            stack.enter_context(without_data())
+            stack.enter_context(torch.no_grad())
+            with suppress(_EndOfRun):
+                _call(self._model, _without_images(inputs))
+        return seen
 
     def follow_mode(self, training: bool) -> None:
         """The model is in training or in evaluation mode."""

@@ -16,12 +16,19 @@ queue, as on an NCCL communicator.
 
 Results are the same either way: the order of the compute actions is.
 
+[Note: how long messages take]
+With overlap a message is taken to need some time, where the costs do not say how much. Were it to need none, what one rank ends and what
+another begins would come at the same moment everywhere, and receives would be posted behind sends that in reality come later: in a
+replay of interleaved x 2 (8 ranks, 32 microbatches, messages of a tenth of a forward) that made a bubble of 15.8 % where the simulator
+has 12.3 %. How long they are taken to need hardly matters: from a fiftieth of a forward to a fifth the replay has 12.3 %.
+
 All ranks have to be simulated, but only the lists that are looked at are made: a rank's own, and in an error those beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +37,8 @@ from .actions import KINDS, NEEDS_WEIGHTS, Action, ActionList, Kind
 from .offload_places import with_offloads
 from .schedules import Schedule
 from .simulate import Costs, Run, simulate
+
+MESSAGE = 1 / 16  # of a forward, where nothing better is known
 
 _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
@@ -54,8 +63,11 @@ def lower(
     offloaded  share of the activations, by stage, that waits in host memory
     """
     costs = Costs() if costs is None else costs
-    if min(min(values) for values in costs.of_kind(schedule.placement.num_stages).values()) <= 0:
+    of_kind = costs.of_kind(schedule.placement.num_stages)
+    if min(min(values) for values in of_kind.values()) <= 0:
         raise ValueError("lowering orders transfers by time and needs costs above 0")
+    if overlap and costs.transfer == 0:  # see [Note: how long messages take]
+        costs = replace(costs, transfer=MESSAGE * min(of_kind[Kind.F]))
     lists = _Lowered(schedule, overlap, costs, gathered, offloaded)
     if rank is not None:
         lists.make(rank)

@@ -150,7 +150,7 @@ def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_si
         for key, value in items_of(batch):
             dim = dims[key]
             entries[key] = value if dim is None else value.narrow(dim, start, size).clone()
-        microbatches.append(_like(batch, entries))
+        microbatches.append(like(batch, entries))
         start += size
     return microbatches
 
@@ -163,7 +163,8 @@ def shared_entries(microbatches: Sequence[Batch]) -> frozenset[Any]:
     return frozenset(key for key, value in first.items() if all(other.get(key) is value for other in others))
 
 
-def _like(batch: Batch, entries: dict[Any, Any]) -> Batch:
+def like(batch: Batch, entries: dict[Any, Any]) -> Batch:
+    """A batch of the type of `batch` with these entries."""
     if isinstance(batch, Mapping):
         return entries
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

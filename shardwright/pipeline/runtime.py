@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..cluster import job
-from ..comm.p2p import PipeComm, Receive, Sent
+from ..comm.in_flight import Receive, Sent
+from ..comm.p2p import PipeComm
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
+from ..comm.shape_rules import MessageKey, split_sizes
 from ..ops.weight_grad import WeightGradStore
 from .actions import COMPUTE, Action, Kind, table
 from .offload import ActivationOffload
@@ -251,7 +253,9 @@ class PipelineRuntime:
         return result
 
     def _start_step(self, shape_keys: Sequence[Hashable], training: bool, overlap: bool) -> None:
-        self._shape_keys = shape_keys
+        split = {key: split_sizes(key) for key in dict.fromkeys(shape_keys)}
+        self._shapes = [split[key] for key in shape_keys]  # equal ones are one object
+        self._keys: dict[tuple[int, int], MessageKey] = {}
         self._training = training
         self._overlap = overlap
         self._losses: list[Tensor] = []
@@ -277,8 +281,7 @@ class PipelineRuntime:
             if self._rank_of[stage - 1] == self.comm.rank:
                 header, tensors = self._handed_over.pop((stage, microbatch))
             else:
-                receive = self._receives.pop((Kind.F, stage, microbatch))
-                header, tensors = receive.header, receive.wait_tensors()
+                header, tensors = self._take((Kind.F, stage, microbatch))
             leaves = [t.requires_grad_() for t, meta in zip(tensors, header.tensors, strict=True) if meta.requires_grad]
             received = put_together(header, tensors)
             del tensors
@@ -367,10 +370,10 @@ class PipelineRuntime:
         to be computed gives its memory to what it postpones.
         """
         others = self._live_bytes - self._bytes_of(stage, microbatch)
-        return min(len(self._shape_keys), self.comm.size) * self._largest - others
+        return min(len(self._shapes), self.comm.size) * self._largest - others
 
     def _bytes_of(self, stage: int, microbatch: int) -> int:
-        return self._graph_bytes.get(self._key(stage, microbatch), 0)
+        return self._graph_bytes.get(self._key(stage, microbatch), 0) if self._graph_bytes else 0
 
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
         leaves, outputs, _, loss = self._live.pop((stage, microbatch))
@@ -380,9 +383,9 @@ class PipelineRuntime:
             if self._rank_of[stage + 1] == self.comm.rank:
                 grads = self._handed_back.pop((stage, microbatch))
             else:
-                grads = self._receives.pop((Kind.B, stage, microbatch)).wait_tensors()
+                _, grads = self._take((Kind.B, stage, microbatch))
                 if self._overlap:
-                    self._sent.pop((stage, microbatch)).wait()  # it has arrived, for this is the answer: let go of the outputs
+                    self.comm.has_arrived(self._sent.pop((stage, microbatch)), self._rank_of[stage + 1])  # let go of the outputs
         self._wait_weights(stage)
         self._offload.wait((stage, microbatch))
         if self.recorder is not None:
@@ -418,9 +421,13 @@ class PipelineRuntime:
 
     # Transfers -------------------------------------------------------------------------------------------------------
 
-    def _key(self, stage: int, microbatch: int) -> Hashable:
+    def _key(self, stage: int, microbatch: int) -> MessageKey:
         """Messages into `stage` that are alike: tensors require grad only in training."""
-        return (stage, self._shape_keys[microbatch], self._training)
+        shape = self._shapes[microbatch]
+        key = self._keys.get((stage, id(shape)))
+        if key is None:
+            key = self._keys[stage, id(shape)] = MessageKey((stage, shape[0], self._training), shape[1])
+        return key
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         header, tensors = self._outgoing.pop((stage, microbatch))
@@ -442,6 +449,13 @@ class PipelineRuntime:
         metas = self._live[stage, microbatch].metas
         self._keep(self.comm.irecv_tensors(metas, self._rank_of[stage + 1]), (Kind.B, stage, microbatch))
 
+    def _take(self, key: tuple[Kind, int, int]) -> tuple[Header, list[Tensor]]:
+        """What has been received, once it is here."""
+        receive = self._receives[key]
+        tensors = receive.wait_tensors()
+        del self._receives[key]  # not before: the backend writes to its tensors until then, also where the wait fails
+        return receive.header, tensors
+
     def _keep(self, receive: Receive, key: tuple[Kind, int, int]) -> None:
         if not self._overlap:
             receive.complete()
@@ -450,9 +464,9 @@ class PipelineRuntime:
     # Failure ---------------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
-        """Let go of everything, so that the error does not keep activations alive."""
+        """Let go of everything but what the backend still reads and writes, so that the error does not keep activations alive."""
+        self.comm.discard(self._receives.values())
         self._start_step((), False, False)
-        self.comm.discard()
         self._offload.discard()
         if self.weight_grads is not None:
             self.weight_grads.discard()

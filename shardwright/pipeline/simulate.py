@@ -26,7 +26,8 @@ class Costs:
     """Cost of the actions of a stage: one number for all stages, or one per stage.
 
     forward, input_grad, weight_grad  of F, I and W; B costs input_grad + weight_grad
-    transfer                          time between the end of an action and the arrival of its result on another rank
+    transfer                          time for which a message occupies its channel (`Placement.channels`): what is to travel in the same
+                                      channel waits, and arrives this much later than it sets out
     overlap                           False: a rank that sends can do nothing else meanwhile
     """
 
@@ -147,7 +148,9 @@ def _run(schedule: Schedule, costs: Costs) -> Run:
     rank_of = np.array([placement.rank_of(stage) for stage in range(placement.num_stages)])
     source, travels = _sources(actions, rank_of)
     cost = costs.table(placement.num_stages)[actions.kinds, actions.stages]
+    channel = _channels(placement)[np.where(travels, (actions.kinds != _F) + 1, 0), actions.stages]
     lag = np.where(travels, costs.transfer, 0.0)
+    free_at = np.zeros(len(placement.channels) + 1)  # every channel; the last one is for what stays on its rank
 
     # Two places behind the last: what is there from the start, and what never comes.
     count = len(actions)
@@ -165,13 +168,27 @@ def _run(schedule: Schedule, costs: Costs) -> Run:
         now = at[there]
         begin = np.maximum(clock[there], input_at[there])
         done = begin + cost[now]
-        start[now], end[now], arrival[now] = begin, done, done + lag[now]
-        clock[there] = done if costs.overlap else done + lag[now]
+        lane = channel[now]  # a rank sends in channels of its own, so nobody else's message is under way in them
+        arrived = np.maximum(done, free_at[lane]) + lag[now]
+        start[now], end[now], arrival[now] = begin, done, arrived
+        free_at[lane] = arrived
+        free_at[-1] = 0.0
+        clock[there] = done if costs.overlap else arrived
         at = at + there
         left = at < stop
         if not left.all():
             ranks, at, stop, clock = ranks[left], at[left], stop[left], clock[left]
     return Run(placement, actions, bounds, source, start, end)
+
+
+def _channels(placement: Placement) -> NDArray[np.int64]:
+    """[3, num_stages]: number of the channel in which the result of a stage travels: of nothing, of F, of B and I."""
+    numbers = {channel: number for number, channel in enumerate(placement.channels)}
+    ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    nowhere = len(numbers)
+    down = [numbers.get(pair, nowhere) for pair in zip(ranks, [*ranks[1:], -1], strict=True)]
+    up = [numbers.get(pair, nowhere) for pair in zip(ranks, [-1, *ranks[:-1]], strict=True)]
+    return np.array([[nowhere] * len(ranks), down, up])
 
 
 def _computing(actions: Sequence[Action]) -> ActionList:

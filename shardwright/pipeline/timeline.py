@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.collectives import all_gather, gather_sizes
 from ..comm.p2p import PipeComm
-from ..comm.payload import TensorMeta
 from .actions import COMPUTE, Action, Kind
 from .placement import Placement
 from .schedules import Schedule
@@ -79,8 +79,10 @@ class Recorder:
         Clocks of ranks are aligned at the start of the step, so a rank that started late seems to be early by as much.
         """
         own = json.dumps([(str(action), start, ready, end) for action, start, ready, end in self.spans()])
-        texts = [own if rank == comm.rank else _exchange_text(own, comm, rank) for rank in range(comm.size)]
-        ranks = [[MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(text)] for text in texts]
+        data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8).to(comm.device)
+        sizes = gather_sizes(len(data), comm.group, comm.device)
+        texts = all_gather(data, comm.group, sizes=sizes).cpu().split(sizes)  # a collective: no two ranks connect for it
+        ranks = [[MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(bytes(text.tolist()))] for text in texts]
         return Timeline(placement, ranks)
 
     def _now(self) -> Any:
@@ -92,27 +94,6 @@ class Recorder:
 
     def _seconds(self, mark: Any) -> float:
         return self._origin.elapsed_time(mark) / 1000 if self._cuda else mark - self._origin
-
-
-def _exchange_text(text: str, comm: PipeComm, other: int) -> str:
-    """The text of rank `other`, which gets ours. The lower rank sends first, so that it works where transfers block."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(comm.device)
-    length = torch.tensor([data.numel()], device=comm.device)
-
-    def send() -> None:
-        comm.isend_tensors([length, data], other).wait()
-
-    def receive() -> str:
-        (count,) = comm.irecv_tensors([TensorMeta((1,), torch.int64, False)], other).wait_tensors()
-        (raw,) = comm.irecv_tensors([TensorMeta((int(count),), torch.uint8, False)], other).wait_tensors()
-        return bytes(raw.tolist()).decode()
-
-    if comm.rank < other:
-        send()
-        return receive()
-    theirs = receive()
-    send()
-    return theirs
 
 
 @dataclass(frozen=True)

@@ -425,7 +425,8 @@ class HybridParallelPlugin(Plugin):
         return PipelineExecutor(
             cut,
             self.settings.pipeline.settings,
-            pipe_group=self.mesh.message_group if self.pp_size > 1 else None,
+            pipe_group=self.pp_group if self.pp_size > 1 else None,
+            message_groups=self.mesh.message_groups(cut.placement.channels),
             loss_group=self.dp_group if self.dp_size > 1 else None,
             reduction=ChunkReduction(optimizer) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks

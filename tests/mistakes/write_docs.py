@@ -16,6 +16,7 @@ TITLES = {
     "failures": "Ranks that fail, stall or are stopped",
     "gradients": "Gradients, clipping and optimizers",
     "loss": "Losses and criteria",
+    "messages": "Messages between pipeline stages",
     "microbatches": "Microbatches",
     "model": "The boosted model",
     "options": "Settings",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardwright.cluster import ParallelMesh
 from shardwright.cluster.groups import all_groups
+from shardwright.pipeline.placement import Placement
 from shardwright.testing import run_ranks
 
 
@@ -48,7 +49,11 @@ AXES = ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica", "world")
 def groups_of(mesh: ParallelMesh) -> Iterator[tuple[list[int], dist.ProcessGroup]]:
     for axis in AXES:
         yield mesh.ranks(axis), mesh.group(axis)
-    yield mesh.ranks("pp"), mesh.message_group
+    for style in ("linear", "round_robin"):
+        groups = mesh.message_groups(Placement(mesh.size("pp"), 1, style).channels)
+        assert set(groups) == {channel for channel in Placement(mesh.size("pp"), 1, style).channels if mesh.coordinate("pp") in channel}
+        for channel, group in groups.items():
+            yield sorted(mesh.stage_ranks(channel)), group
     for holders in ([0, mesh.size("pp") - 1], [0, 1]):
         if mesh.size("pp") > 2 and (group := mesh.tied_group(holders)) is not None:
             yield mesh.stage_ranks(holders), group
@@ -78,8 +83,10 @@ def test_messages_have_a_group_of_their_own() -> None:
 
 def keep_messages_apart(rank: int, world: int) -> None:
     mesh = ParallelMesh(pp=2)
-    assert mesh.message_group is not mesh.group("pp")
-    assert ParallelMesh(pp=2).message_group is mesh.message_group
+    channels = Placement(2).channels
+    down, up = mesh.message_groups(channels).values()
+    assert len({id(group) for group in (down, up, mesh.group("pp"))}) == 3
+    assert list(ParallelMesh(pp=2).message_groups(channels).values()) == [down, up]
     dist.barrier()  # a rank that ends closes connections, which another may still be making
 
 

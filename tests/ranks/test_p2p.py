@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.cluster import ParallelMesh
 from shardwright.comm import p2p
 from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import Header, TensorMeta, put_together, take_apart
@@ -138,7 +140,7 @@ def test_mismatches_are_errors_with_both_sides_named() -> None:
     sender, receiver = run_ranks(_mismatch, 2, timeout=60)
     assert "[2, 4]" in sender
     assert "[2, 3]" in sender
-    assert "forget_headers" in sender
+    assert "enable_metadata_cache=False" in sender
     assert "('F', 2)" in receiver
     assert "('F', 1)" in receiver
 
@@ -162,6 +164,39 @@ def test_messages_in_flight_are_bounded() -> None:
     assert run_ranks(_long_run, 2, timeout=60)[0] <= 4
 
 
+def _answered(rank: int, world_size: int) -> list[bool]:
+    """Which of three messages still hold their data when the second has been answered."""
+    mesh = ParallelMesh(pp=2)
+    comm = PipeComm(mesh.group("pp"), mesh.message_groups(((0, 1), (1, 0))))
+    comm.warm_up()
+    metas = [TensorMeta((5,), torch.float32, False)]
+    if rank == 1:
+        for _ in range(2):
+            comm.irecv_tensors(metas, 0).wait_tensors()
+        comm.isend_tensors([torch.ones(5)], 0)
+        dist.barrier()
+        comm.irecv_tensors(metas, 0).wait_tensors()
+        comm.flush()
+        return []
+    kept, messages = [], []
+    for _ in range(3):
+        tensor = torch.zeros(5)
+        kept.append(weakref.ref(tensor.untyped_storage()))
+        messages.append(comm.isend_tensors([tensor], 1))
+    del tensor
+    comm.irecv_tensors(metas, 1).wait_tensors()
+    comm.has_arrived(messages[1], 1)
+    held = [storage() is not None for storage in kept]
+    dist.barrier()
+    comm.flush()
+    assert not any(storage() is not None for storage in kept)
+    return held
+
+
+def test_an_answer_lets_go_of_what_was_sent_before() -> None:
+    assert run_ranks(_answered, 2, timeout=60)[0] == [False, False, True]
+
+
 def _many_keys(rank: int, world_size: int) -> int:
     """More kinds of messages than headers are kept: both sides forget the same ones."""
     assert dist.group.WORLD is not None
@@ -171,7 +206,7 @@ def _many_keys(rank: int, world_size: int) -> int:
     for index in range(60):
         size = 1 + (index * index) % 7
         if rank == 0:
-            exchanged += comm._sent_headers.get(1, p2p._Headers()).get(size) is None
+            exchanged += comm._sent_headers.get(1, p2p._Edge()).find(size, None) is None
             comm.isend(torch.full((size,), float(index)), 1, size)
         else:
             assert comm.irecv(0, size).wait().tolist() == [index] * size

@@ -92,5 +92,5 @@ def test_wrong_returns_of_a_stage_are_explained() -> None:
 def test_unlike_messages_are_refused_by_their_sender() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_run, 3, "shape", "1f1b", 1, timeout=60)
-    assert "is not like the earlier ones of this key" in str(caught.value)
+    assert "is not what the receiver expects after the earlier ones" in str(caught.value)
     assert "action 1SEND_F2 (stage 1, chunk 0, microbatch 2) failed on rank 1" in str(caught.value)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from pipeline_toy import ToyModel, ToyStage, make_batch
 
+from shardwright.cluster import ParallelMesh
 from shardwright.comm.p2p import PipeComm
 from shardwright.pipeline import schedules
 from shardwright.pipeline.lowering import lower
@@ -28,7 +29,8 @@ def _measured(rank: int, world_size: int) -> dict[str, Any]:
     microbatches = make_batch(5)
     model = ToyModel()
     stages = [_Slow(model, s, placement.num_stages, microbatches) for s in placement.stages_of(rank)]
-    runtime = PipelineRuntime(PipeComm(dist.group.WORLD), placement, stages)
+    groups = ParallelMesh(pp=world_size).message_groups(placement.channels)  # no collective among the messages
+    runtime = PipelineRuntime(PipeComm(dist.group.WORLD, groups), placement, stages)
     schedule = lower(schedules.get("zbv", world_size, 5, 2))
     runtime.recorder = Recorder()
     for _ in range(2):  # the second step has no headers

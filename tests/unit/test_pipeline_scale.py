@@ -6,6 +6,7 @@ import random
 import time
 import tracemalloc
 from bisect import bisect_left
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from shardwright.pipeline import schedules
 from shardwright.pipeline.actions import Action, Kind, table
 from shardwright.pipeline.executor import CutModel, PipelineExecutor, PipelineSettings
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.lowering import MESSAGE, lower
 from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.schedules import Schedule
 from shardwright.pipeline.simulate import Costs, simulate
@@ -68,13 +69,15 @@ def test_times_and_lists_equal_a_walk_action_by_action() -> None:
             for m in (1, 2, 5, 9):
                 stages = p * v
                 forward, input_grad, weight_grad = ([rng.choice([0.5, 1.0, 2.0, rng.random() + 0.1]) for _ in range(stages)] for _ in "FIW")
-                costs = Costs(forward, input_grad, weight_grad, rng.choice([0.0, 0.3]), rng.random() < 0.5)
+                costs = Costs(forward, input_grad, weight_grad, rng.choice([0.0, 0.3, 2.5]), rng.random() < 0.5)
                 schedule = schedules.get(style, p, m, v, forward_only=rng.random() < 0.3)
                 times = walk(schedule, costs)
                 simulated = simulate(schedule, costs)
                 assert simulated.spans == [[(action, *times[action]) for action in actions] for actions in schedule.actions]
                 assert simulated.makespan == max(end for _, end in times.values())
                 for overlap in (False, True):
+                    if overlap and not costs.transfer:
+                        times = walk(schedule, replace(costs, transfer=MESSAGE * min(forward)))
                     wanted = lower_all(schedule, times, overlap)
                     for rank in rng.sample(range(p), p):
                         assert lower(schedule, overlap, costs, rank).actions[rank] == wanted[rank], (style, p, m, v, overlap, rank)
@@ -103,6 +106,8 @@ def walk(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
     lists = [list(actions) for actions in schedule.actions]
     clock = [0.0] * len(lists)
     times: dict[Action, tuple[float, float]] = {}
+    arrivals: dict[Action, float] = {}
+    free: dict[tuple[int, int], float] = {}  # channels
     while any(lists):
         for rank, actions in enumerate(lists):
             while actions:
@@ -113,10 +118,14 @@ def walk(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
                     break
                 start = clock[rank]
                 for source in made:
-                    start = max(start, times[source][1] + (costs.transfer if consumer(source, placement) is not None else 0.0))
+                    start = max(start, arrivals[source])
                 end = start + cost[action.kind][action.stage]
                 times[actions.pop(0)] = (start, end)
-                clock[rank] = end + (costs.transfer if not costs.overlap and consumer(action, placement) is not None else 0.0)
+                clock[rank] = arrivals[action] = end
+                if (target := consumer(action, placement)) is not None:
+                    channel = rank, placement.rank_of(target)
+                    arrivals[action] = free[channel] = max(end, free.get(channel, 0.0)) + costs.transfer
+                    clock[rank] = end if costs.overlap else arrivals[action]
     return times
 
 
