@@ -33,7 +33,7 @@ from ..comm.p2p import PipeComm
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..comm.shape_rules import MessageKey, split_sizes
 from ..ops.weight_grad import WeightGradStore
-from .actions import COMPUTE, Action, Kind, table
+from .actions import COMPUTE, Kind, table
 from .offload import ActivationOffload
 from .placement import Placement
 from .saved_bytes import measure
@@ -490,7 +490,9 @@ class PipelineRuntime:
         step = min(step, len(actions) - 1)  # waiting for the last sends counts as part of the last action
         if step > 0 and actions[step - 1].kind is Kind.FB and self.pairs.failed_forward:
             step -= 1
-        action: Action = actions[step]
+        action = actions[step]
+        if action.kind is Kind.FB:
+            action = action._replace(kind=Kind.F)
         doing = f"action {action} (stage {action.stage}, chunk {self.placement.chunk_of(action.stage)}"
         doing += f", microbatch {action.microbatch})" if action.microbatch >= 0 else ")"
         return PipelineError(
