@@ -25,7 +25,7 @@ from shardwright.pipeline.simulate import simulate
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, run_ranks, zoo
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2, "dualpipev": 2}
 
 
 def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
