@@ -3,7 +3,7 @@
     python benchmarks/pairs.py                            what changing turns costs; then 2 ranks, 8 microbatches
     python benchmarks/pairs.py --ranks 4 --microbatches 12 --share 0.4
 
-A forward is two pieces of sleep, an input gradient two more and a weight gradient one as long as both. Behind each piece but the last stands a
+A forward is two pieces of sleep, an input gradient two more and a weight gradient one as long as both. Behind each piece but the last is a
 collective that takes `share` of a piece without the rank's doing. So no core is needed, and what is measured is what the schedule does.
 """
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+BACKWARD_THREAD = "shardwright-backward"  # on which the second of two runs where a pipeline rank runs two
 _pass_on: Callable[[], None] | None = None
 
 

@@ -212,8 +212,8 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
         for step, action in enumerate(rank_actions):
             if joined is not None and (action.kind is not Kind.B or action[1:] == joined[1:]):
                 fail(step, f"{action} behind {joined}, which runs together with a B of another microbatch or stage")
-            joined = action if action.kind is Kind.FB else None
-            kind, stage, microbatch = action = action._replace(kind=Kind.F) if joined is not None else action
+            joined = action._replace(kind=Kind.F) if action.kind is Kind.FB else None
+            kind, stage, microbatch = action = joined if joined is not None else action
             if kind in TRANSFER and not (forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
                 continue
             if kind in (Kind.GATHER, Kind.FREE):

@@ -45,7 +45,6 @@ from ..comm.compat import current_modes, with_modes
 from ..utils.generators import States, accelerator_module, get_states, set_states
 
 FORWARD, BACKWARD = 0, 1
-THREAD = "shardwright-backward"
 
 
 class _Stop(BaseException):
@@ -189,7 +188,7 @@ class TwoAtOnce:
     def _queue(self) -> SimpleQueue[Callable[[], None] | None]:
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            threading.Thread(target=_serve, args=(self._jobs,), name=THREAD, daemon=True).start()
+            threading.Thread(target=_serve, args=(self._jobs,), name=turns.BACKWARD_THREAD, daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
         return self._jobs
 

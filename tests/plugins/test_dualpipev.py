@@ -14,9 +14,10 @@ from habits import Habits
 from hybrid_ranks import Layout, Run
 
 from shardwright import Booster
+from shardwright.comm.turns import BACKWARD_THREAD
 from shardwright.pipeline.actions import Kind
 from shardwright.pipeline.timeline import Recorder
-from shardwright.pipeline.two_at_once import THREAD, TwoAtOnce
+from shardwright.pipeline.two_at_once import TwoAtOnce
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, keep_float64, run_ranks, zoo
 from shardwright.zero.param_guard import own_gradient
@@ -71,7 +72,7 @@ class Launches:
 
         def note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._in_pair and not tensor.is_meta:  # as where a module is asked for the shapes that it returns
-                self.pairs[-1].append(("b" if threading.current_thread().name == THREAD else "f", tensor.numel()))
+                self.pairs[-1].append(("b" if threading.current_thread().name == BACKWARD_THREAD else "f", tensor.numel()))
             return reduce(tensor, *args, **kwargs)
 
         def note_pair(pair: TwoAtOnce, forward: Any, backward: Any) -> None:
@@ -114,7 +115,7 @@ def _in_turns(rank: int, world: int) -> list[list[tuple[str, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         launches = Launches(patch)
         found = _step(booster, model, optimizer)
-    assert [thread.name for thread in threading.enumerate()].count(THREAD) == 1
+    assert [thread.name for thread in threading.enumerate()].count(BACKWARD_THREAD) == 1
     timeline = executor.runtime.recorder.gather(executor.runtime.comm, executor.runtime.placement)
     for spans in timeline.ranks:
         pairs = [place for place, span in enumerate(spans) if span.action.kind is Kind.FB]
@@ -136,9 +137,9 @@ def _in_turns(rank: int, world: int) -> list[list[tuple[str, int]]]:
     del booster, model, optimizer, executor
     gc.collect()
     deadline = time.monotonic() + 10
-    while any(thread.name == THREAD for thread in threading.enumerate()) and time.monotonic() < deadline:
+    while any(thread.name == BACKWARD_THREAD for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert all(thread.name != THREAD for thread in threading.enumerate()), "it ended with the model"
+    assert all(thread.name != BACKWARD_THREAD for thread in threading.enumerate()), "it ended with the model"
     return launches.pairs
 
 

@@ -11,7 +11,7 @@ from failure_jobs import batch_of, join
 import shardwright
 from shardwright.booster import Booster
 from shardwright.comm import turns
-from shardwright.pipeline.two_at_once import THREAD
+from shardwright.comm.turns import BACKWARD_THREAD
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
 
@@ -69,7 +69,7 @@ def _fails(rank: int, world: int) -> list[str]:
         run.step(number)
     for one, other in zip(run.weights(), untouched.weights(), strict=True):
         assert torch.equal(one, other)
-    assert [thread.name for thread in threading.enumerate()].count(THREAD) <= 2, "one per model"
+    assert [thread.name for thread in threading.enumerate()].count(BACKWARD_THREAD) <= 2, "one per model"
     return said
 
 

@@ -13,8 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.cluster.failure import main_stack
 from shardwright.comm import turns
-from shardwright.pipeline.two_at_once import THREAD, TwoAtOnce
+from shardwright.comm.turns import BACKWARD_THREAD
+from shardwright.pipeline.two_at_once import TwoAtOnce
 
 
 class Launched:
@@ -40,7 +42,7 @@ class _Work:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+    return [thread for thread in threading.enumerate() if thread.name == BACKWARD_THREAD]
 
 
 def wait_for_end_of_threads() -> None:
@@ -168,9 +170,9 @@ def test_the_backward_has_what_the_caller_s_thread_keeps() -> None:
     pair = TwoAtOnce()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         pair.run(forward, backward)
-    assert found == {"thread": THREAD, "grad": False, "autocast": (True, torch.bfloat16), "device": "meta"}
+    assert found == {"thread": BACKWARD_THREAD, "grad": False, "autocast": (True, torch.bfloat16), "device": "meta"}
     pair.run(forward, backward)
-    assert found == {"thread": THREAD, "grad": True, "autocast": (False, torch.bfloat16), "device": "cpu"}
+    assert found == {"thread": BACKWARD_THREAD, "grad": True, "autocast": (False, torch.bfloat16), "device": "cpu"}
     assert Counting.seen == {threading.current_thread().name}, "the forward's own"
 
 
@@ -246,3 +248,48 @@ def test_an_interrupt_while_the_backward_computes_ends_both() -> None:
     seen = Launched()
     pair.run(seen.several("f", 1), seen.several("b", 1))
     assert seen.events == ["f0 launched", "b0 launched", "f0 done", "b0 done"]
+
+
+def test_a_backward_on_a_thread_of_autograd_takes_the_turns_of_the_backward() -> None:
+    """As on CUDA, where a backward runs its functions on another thread and waits for it."""
+    launched = Launched()
+    pair = TwoAtOnce()
+
+    def on_another(work: Callable[[], None]) -> None:
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        for error in errors:
+            raise error
+
+    def fails() -> None:
+        launched.collective("b")
+        raise ValueError("there")
+
+    pair.run(launched.several("f", 2), lambda: on_another(launched.several("b", 2)))
+    assert ", ".join(launched.events) == "f0 launched, b0 launched, f0 done, f1 launched, b0 done, b1 launched, f1 done, b1 done"
+    with pytest.raises(ValueError, match="there"):
+        pair.run(launched.several("f", 3), lambda: on_another(fails))
+    assert not pair.failed_forward
+    with pytest.raises(ZeroDivisionError):
+        pair.run(lambda: launched.collective("f") or 1 // 0, lambda: on_another(launched.several("b", 3)))  # type: ignore[func-returns-value]
+    assert pair.failed_forward
+
+
+def test_what_a_rank_is_doing_is_what_the_half_does_whose_turn_it_is() -> None:
+    launched = Launched()
+    said: list[str] = []
+
+    def where_am_i() -> None:
+        said.extend(main_stack()[1])
+
+    TwoAtOnce().run(launched.several("f", 1), where_am_i)
+    assert any("where_am_i" in line for line in said), said
