@@ -30,7 +30,6 @@ from shardwright.pipeline.timeline import Recorder
 from shardwright.pipeline.two_at_once import TwoAtOnce
 from shardwright.testing import run_ranks
 
-UNIT = 0.02
 CONTENDERS = (("1f1b", 1, True), ("zbv", 2, True), ("dualpipev", 2, False), ("dualpipev", 2, True))
 
 
@@ -104,7 +103,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
     results = {}
     for style, chunks, pairs in CONTENDERS:
         comm, placement = PipeComm(dist.group.WORLD), schedules.get_placement(style, world_size, chunks)
-        unit = UNIT * 2 / chunks  # a rank has the same work in every schedule
+        unit = options.unit * 2 / chunks  # a rank has the same work in every schedule
         stages = [SleepingStage(placement.is_last(stage), unit, options.share) for stage in placement.stages_of(rank)]
         runtime = PipelineRuntime(comm, placement, stages)
         compute = schedules.get(style, world_size, options.microbatches, chunks, pairs=pairs)
@@ -153,6 +152,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--share", type=float, default=0.4, help="time of a collective over that of the piece of work before it")
+    parser.add_argument("--unit", type=float, default=0.02, help="seconds of a forward of one of a rank's two chunks")
     options = parser.parse_args()
     change, empty = turn_cost()
     print(f"a change of turns: {change:.1f} us; a pair in which nothing is launched: {empty:.1f} us\n")

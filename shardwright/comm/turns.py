@@ -33,20 +33,19 @@ def taken(pass_on: Callable[[], None]) -> Iterator[None]:
         _pass_on = None
 
 
-def wait(work: Waitable) -> Any:
-    """`work.wait()`, for what has been launched asynchronously."""
-    if _pass_on is not None:
+def wait(work: Waitable, tensor: Tensor) -> Any:
+    """`work.wait()`, for what has been launched asynchronously with `tensor`."""
+    # A meta tensor moves nothing, and stands where a module is being asked for its shapes: no place to stop.
+    if _pass_on is not None and not tensor.is_meta:
         _pass_on()
     return work.wait()
 
 
 def run(collective: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
     """`collective(tensor, ...)`, done when this returns (on CUDA: what follows on the current stream comes behind it)."""
-    # A meta tensor moves nothing, and stands where a module is being asked for its shapes: no place to stop.
     if _pass_on is None or tensor.is_meta:
         collective(tensor, *args, **kwargs)
         return
     work = collective(tensor, *args, async_op=True, **kwargs)
     if work is not None:
-        _pass_on()
-        work.wait()
+        wait(work, tensor)

@@ -217,8 +217,8 @@ class _Open(torch.autograd.Function):
         elif reduction is not None and (store := active_store()) is not None:
             store.run_one_of_others()  # where dW is postponed, one of a microbatch before hides the collective
         link.operands = None
-        if reduction is not None:
-            turns.wait(reduction)
+        if reduction is not None and dx is not None:
+            turns.wait(reduction, dx)
         return dx, dw, None, None
 
 

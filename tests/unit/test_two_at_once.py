@@ -89,6 +89,7 @@ def test_what_launches_nothing_runs_in_order_without_a_thread() -> None:
     assert not threads()
     with turns.taken(lambda: pytest.fail("a meta tensor moves nothing")):
         turns.run(lambda tensor: launched.events.append("meta"), torch.zeros(1, device="meta"))
+        turns.wait(_Work(lambda: launched.events.append("waited")), torch.zeros(1, device="meta"))
 
 
 def _layer(x: torch.Tensor, weight: torch.Tensor, reduce: Callable[[str], None]) -> torch.Tensor:
