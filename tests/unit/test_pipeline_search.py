@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from shardwright.pipeline.balance import ChainCosts, balance
 from shardwright.pipeline.layer_chain import find_units
 from shardwright.pipeline.memory import memory_curves
 from shardwright.pipeline.placement import Placement
-from shardwright.pipeline.search import NO_TRANSFERS, Found, Transfers, search
+from shardwright.pipeline.search import NO_TRANSFERS, Found, Transfers, search, transfers
 from shardwright.pipeline.simulate import Costs, Span, simulate
 from shardwright.testing import zoo
 
@@ -57,12 +59,12 @@ def test_the_choice_is_never_worse_than_a_named_schedule() -> None:
         layers = rng.randint(p, 4 * p)
         chain = ChainCosts([1.0] * layers + [rng.choice([0.0, 1.0, 6.0])], 0.0, rng.choice([0.0, 1.0]))
         transfer, deferred, allowed = rng.choice([0.0, 0.2, 1.0]), rng.choice([0.0, 0.5, 1.0]), rng.choice([1.0, 1.5, 9.0])
-        transfers = Transfers(transfer, rng.choice([0.0, 0.3]))
-        found = searched(chain, p, m, transfers, deferred, allowed)
+        exchanged = Transfers(transfer, rng.choice([0.0, 0.3]))
+        found = searched(chain, p, m, exchanged, deferred, allowed)
         assert found.best.memory <= found.limit
         tried = {(candidate.pp_style, candidate.placement.num_chunks): candidate for candidate in found.candidates}
         named = {
-            (name, v): length_of_a_step(name, p, m, v, chain, transfers, deferred)
+            (name, v): length_of_a_step(name, p, m, v, chain, exchanged, deferred)
             for name, style in schedules.STYLES.items()
             for v in range(style.min_chunks, min(style.max_chunks or 8, layers // p) + 1)
         }
@@ -90,6 +92,17 @@ def test_what_decides_the_choice() -> None:
     assert waits.best.makespan < 0.95 * min(c.makespan for c in waits.candidates if c.pp_style == "zbv")
     few = searched(ChainCosts([1.0] * 4 + [0.0]), 4, 8)
     assert {candidate.placement for candidate in few.candidates} == {Placement(4)}, "too few layers for chunks"
+
+
+def test_what_layers_wait_for_follows_the_ranks_that_share_them() -> None:
+    """Two all-reduces of a hidden state per token, of which a rank sends 2 (n - 1) / n, in parameters of the whole layer."""
+    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+    found = {copies: transfers(model, ChainCosts([1.0], 0.0), None, copies, measured=False) for copies in (1, 2, 4)}  # type: ignore[arg-type]
+    assert [found[copies].waiting for copies in (1, 2, 4)] == [0.0, 2 * 1333 * 64 * 2 * 1.0, 2 * 1333 * 64 * 4 * 1.5]
+    assert found[4].message == 4 * found[1].message > 0
+    counted = searched(ChainCosts([1.0] * 16 + [0.0]), 4, 16, Transfers(waiting=0.3, counted=True), deferred=1.0)
+    added = searched(ChainCosts([1.0] * 16 + [0.0]), 4, 16, Transfers(waiting=0.3), deferred=1.0)
+    assert counted.best.makespan < added.best.makespan, "measured costs have in them what layers wait for"
 
 
 def test_activations_follow_the_microbatches_under_way() -> None:
