@@ -188,9 +188,17 @@ class TwoAtOnce:
     def _queue(self) -> SimpleQueue[Callable[[], None] | None]:
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            threading.Thread(target=_serve, args=(self._jobs,), name=turns.BACKWARD_THREAD, daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+            thread = threading.Thread(target=_serve, args=(self._jobs,), name=turns.BACKWARD_THREAD, daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, self._jobs, thread)
         return self._jobs
+
+
+def _end(jobs: SimpleQueue[Any], thread: threading.Thread) -> None:
+    """When the object is gone, or the process about to end: a thread that wakes later finds an interpreter that is taken apart."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:
