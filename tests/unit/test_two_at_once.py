@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.cluster.failure import main_stack
@@ -153,6 +154,15 @@ def test_the_backward_has_what_the_caller_s_thread_keeps() -> None:
             Counting.seen.add(threading.current_thread().name)
             return func(*args, **(kwargs or {}))
 
+    class Noting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[str, str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append((threading.current_thread().name, func._schema.name))
+            return func(*args, **(kwargs or {}))
+
     launched = Launched()
     found: dict[str, Any] = {}
 
@@ -172,8 +182,13 @@ def test_the_backward_has_what_the_caller_s_thread_keeps() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         pair.run(forward, backward)
     assert found == {"thread": BACKWARD_THREAD, "grad": False, "autocast": (True, torch.bfloat16), "device": "meta"}
+    with Noting() as noting:
+        pair.run(forward, backward)
+    assert (BACKWARD_THREAD, "aten::zeros") in noting.seen
+    seen = len(noting.seen)
     pair.run(forward, backward)
     assert found == {"thread": BACKWARD_THREAD, "grad": True, "autocast": (False, torch.bfloat16), "device": "cpu"}
+    assert len(noting.seen) == seen, "it has left the other thread"
     assert Counting.seen == {threading.current_thread().name}, "the forward's own"
 
 
