@@ -47,7 +47,7 @@ def test_gradients_and_weights_are_those_of_one_process() -> None:
     sharded = [
         layout("llama-tied-causal-lm", 4, 5, tp_size=2, zero_stage=1, habits=clipped),
         layout("mixtral-causal-lm", 4, 4, tp_size=2),
-        layout("llama-causal-lm", 4, 6, tp_size=2, zero_stage=3, checkpointing=True, overlap_p2p=False),
+        layout("llama-causal-lm", 4, 6, tp_size=2, zero_stage=3, checkpointing=True, overlap_p2p=False, offload_activations=0.5),
         layout("gpt2-causal-lm", 4, 3, tp_size=2, zero_stage=2, deferred_bytes=0),
     ]
     changes = run_ranks(_trained, 4, sharded)
