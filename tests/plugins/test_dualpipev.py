@@ -19,6 +19,7 @@ from shardwright.pipeline.actions import Kind
 from shardwright.pipeline.timeline import Recorder
 from shardwright.pipeline.two_at_once import TwoAtOnce
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import adamw, keep_float64, run_ranks, zoo
 from shardwright.zero.param_guard import own_gradient
 
@@ -46,7 +47,7 @@ def test_gradients_and_weights_are_those_of_one_process() -> None:
     clipped = Habits(clip="plugin", clip_at=0.05)
     sharded = [
         layout("llama-tied-causal-lm", 4, 5, tp_size=2, zero_stage=1, habits=clipped),
-        layout("mixtral-causal-lm", 4, 4, tp_size=2),
+        layout("mixtral-causal-lm", 4, 4, tp_size=2, gradient_checkpoint_config=PipelineGradientCheckpointConfig(selective_ratio=1.0)),
         layout("llama-causal-lm", 4, 6, tp_size=2, zero_stage=3, checkpointing=True, overlap_p2p=False, offload_activations=0.5),
         layout("gpt2-causal-lm", 4, 3, tp_size=2, zero_stage=2, deferred_bytes=0),
     ]
