@@ -36,7 +36,7 @@ from shardwright.pipeline.timeline import Recorder
 from shardwright.testing import run_ranks
 
 HEADS = 4
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2))
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2), ("dualpipev", 2))
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ from shardwright.pipeline.executor import PipelineSettings, plan_cut
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.simulate import simulate
 
-STYLES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2))
+STYLES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2), ("dualpipev", 2))
 
 
 def plan(style: str, chunks: int, stages: int, microbatches: int) -> tuple[float, float, float, float, float]:

@@ -25,7 +25,8 @@ from shardwright.pipeline.simulate import simulate
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, run_ranks, zoo
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+APART = "dualpipev apart"  # the same schedule without pairs
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2, "dualpipev": 2, APART: 2}
 
 
 def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -43,12 +44,14 @@ def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
             tp_size=options.tp,
             precision="fp32",
             num_microbatches=options.microbatches,
-            pp_style=style,
+            pp_style=style.split()[0],
             num_model_chunks=CHUNKS[style],
             deferred_bytes=options.deferred_bytes if style.startswith("zb") else None,
         )
         booster = Booster(plugin=plugin)
         jobs[style] = (booster, *booster.boost(model, adamw(model))[:2])
+        if style == APART:
+            jobs[style][1].executor._pairs = False
     times: dict[str, list[tuple[float, float]]] = {style: [] for style in jobs}
     losses: dict[str, list[float]] = {style: [] for style in jobs}
     for round_index in range(options.rounds + 2):  # the first ones warm up
@@ -97,7 +100,8 @@ def main() -> None:
         rounds = list(zip(*(result["times"][style] for result in results), strict=True))
         walls, cpus = [max(w for w, _ in ranks) for ranks in rounds], [sum(c for _, c in ranks) for ranks in rounds]
         # A rank of 1F1B holds one stage; stages of other schedules are smaller by the number of chunks.
-        ideal = simulate(schedules.get(style, stages, options.microbatches, CHUNKS[style])).makespan / CHUNKS[style]
+        pairs = options.tp > 1 and style != APART
+        ideal = simulate(schedules.get(style.split()[0], stages, options.microbatches, CHUNKS[style], pairs=pairs)).makespan / CHUNKS[style]
         first = first or (walls, cpus, ideal)
         wall_ratio, cpu_ratio = (
             median(a / b for a, b in zip(mine, base, strict=True)) for mine, base in ((walls, first[0]), (cpus, first[1]))

@@ -21,8 +21,8 @@ MODULES = {
     "nn": "optimizers are in shardwright.optim (HybridAdam, CPUAdam, FusedAdam), lr schedulers in shardwright.optim.lr_scheduler "
     "(CosineAnnealingWarmupLR, LinearWarmupLR), layers in shardwright.shardformer.layer",
     "legacy": "Booster and the plugins replace it: from shardwright import Booster",
-    "pipeline.schedule": 'pp_style="1f1b", "eager_1f1b", "interleaved", "zb", "zbv", "gpipe" or "auto" of HybridParallelPlugin '
-    'chooses the schedule, and "zbv" plans itself: leave PipelineGraph and scheduler_nodes out',
+    "pipeline.schedule": 'pp_style="1f1b", "eager_1f1b", "interleaved", "zb", "zbv", "dualpipev", "gpipe" or "auto" of '
+    'HybridParallelPlugin chooses the schedule, and "zbv" plans itself: leave PipelineGraph and scheduler_nodes out',
     "pipeline.stage_manager": "ask plugin.stage_manager of a HybridParallelPlugin",
     "tensor": "parameters are plain tensors with a note on their layout: see shardwright.spec",
     "inference": "generate works on boosted models without a pipeline; to serve a model, export it with booster.save_model",

@@ -16,6 +16,8 @@ from pathlib import Path
 from sys import _current_frames
 from types import TracebackType
 
+from ..comm.turns import BACKWARD_THREAD
+
 RAISED, TIMEOUT, DIED, LEFT, INTERRUPTED = "raised", "timeout", "died", "left", "interrupted"
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
@@ -148,10 +150,21 @@ def condense(frames: list[traceback.FrameSummary], limit: int = FRAMES) -> tuple
 
 def main_stack() -> tuple[bool, tuple[str, ...]]:
     """What the main thread of this process is doing: (whether it waits for other ranks, condensed frames)."""
-    frame = _current_frames().get(threading.main_thread().ident or 0)
-    frames = list(traceback.extract_stack(frame)) if frame is not None else []
+    frames = _stack_of(threading.main_thread())
+    if _waits_for_its_turn(frames):  # the other one of two runs
+        others = (_stack_of(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD)
+        frames = next((stack for stack in others if not _waits_for_its_turn(stack)), frames)
     waits = bool(frames) and any(part in frames[-1].filename for part in ("torch/distributed/", "shardwright/comm/"))
     return waits, condense(frames)
+
+
+def _stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
+    frame = _current_frames().get(thread.ident or 0)
+    return list(traceback.extract_stack(frame)) if frame is not None else []
+
+
+def _waits_for_its_turn(frames: list[traceback.FrameSummary]) -> bool:
+    return bool(frames) and frames[-1].filename.endswith("pipeline/two_at_once.py")
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from . import turns
 from .compat import all_gather_single, reduce_scatter_single
 from .handle import Handle
 
@@ -56,7 +57,7 @@ def all_gather_async(
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Every rank's tensor joined along `dim`."""
-    return all_gather_async(tensor, group, dim, sizes).wait()
+    return turns.wait(all_gather_async(tensor, group, dim, sizes), tensor)
 
 
 def reduce_scatter_async(
@@ -82,7 +83,7 @@ def reduce_scatter_async(
 
 def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's part along `dim` of the sum over the ranks."""
-    return reduce_scatter_async(tensor, group, dim, sizes).wait()
+    return turns.wait(reduce_scatter_async(tensor, group, dim, sizes), tensor)
 
 
 def all_reduce_async(

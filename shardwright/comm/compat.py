@@ -6,8 +6,8 @@ Checked on torch 2.11 (`all_gather_into_tensor`, `reduce_scatter_tensor`) and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -138,3 +138,29 @@ def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors look at the memory of `tensor`, itself included. Checked on torch 2.13: `torch._C._storage_Use_Count`."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # the object that asks is one more user
+
+
+def current_modes() -> tuple[list[Any], list[Any]]:
+    """Function modes and dispatch modes of this thread, outermost first.
+
+    Checked on torch 2.13: `torch._C._get_function_stack_at`, `torch._C._get_dispatch_stack_at` and the lengths of these stacks.
+    """
+    functions = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+    return functions, [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
+
+
+@contextmanager
+def with_modes(modes: tuple[list[Any], list[Any]]) -> Iterator[None]:
+    """Inside, these modes of another thread are in force on this one too. They are not entered, which some of them count."""
+    functions, dispatches = modes
+    for mode in functions:
+        torch._C._push_on_torch_function_stack(mode)
+    for mode in dispatches:
+        torch._C._push_on_torch_dispatch_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in dispatches:
+            torch._C._pop_torch_dispatch_stack(None)
+        for _ in functions:
+            torch._C._pop_torch_function_stack()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm import compat
+from shardwright.comm import compat, turns
 from shardwright.comm.collectives import all_gather, even_sizes, reduce_scatter
 
 from .keeping import keep_result
@@ -111,7 +111,7 @@ def all_to_all_in_group(
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The ranks' sum in a fresh contiguous tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op=op, group=group)
+    turns.run(dist.all_reduce, total, op=op, group=group)
     return total
 
 
@@ -125,7 +125,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim
         shapes.append(shape)
     counts = [torch.Size(shape).numel() for shape in shapes]
     received = x.new_empty(sum(counts))
-    compat.all_to_all_single(received, torch.cat(sent), counts, [part.numel() for part in sent], group=group)
+    turns.run(compat.all_to_all_single, received, torch.cat(sent), counts, [part.numel() for part in sent], group=group)
     return torch.cat([part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)], gather_dim)
 
 

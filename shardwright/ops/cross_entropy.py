@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm import turns
+
 from .vocab_shard import VocabShard
 
 Reduction = Literal["mean", "sum", "none"]
@@ -73,14 +75,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
         peak = real.amax(1) if shard.length else real.new_full(target.shape, -torch.inf)
         several = shard.group.size() > 1 and not logits.is_meta  # without data there is nothing to reduce
         if several:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
+            turns.run(dist.all_reduce, peak, op=dist.ReduceOp.MAX, group=shard.group)
         shares = real.new_zeros((3, *target.shape))  # of Z, of x_target, of the sum of x
         shares[0] = (real - peak.unsqueeze(1)).exp_().sum(1)
         shares[1] = _promoted(logits.gather(1, local_target.unsqueeze(1)).squeeze(1)).masked_fill(foreign, 0)
         if label_smoothing:
             shares[2] = real.sum(1)
         if several:
-            dist.all_reduce(shares, group=shard.group)
+            turns.run(dist.all_reduce, shares, group=shard.group)
         total, x_target, x_sum = shares
         lse = total.log_().add_(peak)
         losses = (1 - label_smoothing) * (lse - x_target)

@@ -42,6 +42,7 @@ A second backward through a region (`retain_graph=True`) recomputes everything: 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -282,13 +283,20 @@ class Region:
         return output if output.structure is not None else None
 
 
-_active: list[Region] = []  # innermost last; process-wide, because on CUDA recomputations run on a thread of the engine
+class _Here(threading.local):
+    """Of a thread, as dispatch modes are: a forward and a recomputation may be under way on one each."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []  # innermost last
+
+
+_here = _Here()
 _COLLECTIVE = "a collective"
 
 
 def num_active() -> int:
     """Dispatch modes of regions that are in effect."""
-    return len(_active)
+    return len(_here.regions)
 
 
 def keep_result(compute: Callable[[], Any], into: Tensor | None = None, name: str = _COLLECTIVE) -> Any:
@@ -297,9 +305,9 @@ def keep_result(compute: Callable[[], Any], into: Tensor | None = None, name: st
     into   the tensor in whose memory the result lies, which is returned; nobody else may hold it
     name   of the operator that this is, for the user's choice
     """
-    if not _active:
+    if not _here.regions:
         return compute()
-    region = _active[-1]
+    region = _here.regions[-1]
     if name is not _COLLECTIVE and not region.selection.keeps(name):
         return compute()
     if not region.replaying:
@@ -341,12 +349,12 @@ class _Recording(TorchDispatchMode):
             return pack(tensor)
 
         self._exit.enter_context(saved_tensors_hooks(note, unpack))
-        _active.append(region)
+        _here.regions.append(region)
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        assert _active.pop() is self._region
+        assert _here.regions.pop() is self._region
         self._exit.close()
         self._region.close()
 
@@ -384,12 +392,12 @@ class _Replaying(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._region.rewind()
         self._region.replaying = True
-        _active.append(self._region)
+        _here.regions.append(self._region)
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        assert _active.pop() is self._region
+        assert _here.regions.pop() is self._region
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = self._region.selection.facts(func)

@@ -39,6 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.comm import turns
 from shardwright.comm.compat import outputs_are_recorded
 
 from .collective import reduce_from_group, reduce_scatter_to_group
@@ -216,8 +217,8 @@ class _Open(torch.autograd.Function):
         elif reduction is not None and (store := active_store()) is not None:
             store.run_one_of_others()  # where dW is postponed, one of a microbatch before hides the collective
         link.operands = None
-        if reduction is not None:
-            reduction.wait()
+        if reduction is not None and dx is not None:
+            turns.wait(reduction, dx)
         return dx, dw, None, None
 
 
@@ -233,7 +234,7 @@ class _ReduceFresh(torch.autograd.Function):
         ctx.mark_dirty(x)
 
         def reduce() -> Tensor:
-            dist.all_reduce(x, group=group)
+            turns.run(dist.all_reduce, x, group=group)
             return x
 
         return cast(Tensor, keep_result(reduce, into=x))

@@ -68,9 +68,9 @@ class _Waiting(NamedTuple):
 
 
 _EDITED = (
-    "the gradient of a weight of shape {shape} waits, as pp_style 'zb' and 'zbv' have it, and what it is computed from was edited in place "
-    "meanwhile, as a buffer is that every forward updates: multiply with a copy of it (buffer.clone()), or let nothing wait "
-    "(deferred_bytes=0)"
+    "the gradient of a weight of shape {shape} waits, as pp_style 'zb', 'zbv' and 'dualpipev' have it, and what it is computed from was "
+    "edited in place meanwhile, as a buffer is that every forward updates: multiply with a copy of it (buffer.clone()), or let nothing "
+    "wait (deferred_bytes=0)"
 )
 
 _active: list[WeightGradStore | None] = []  # innermost last; process-wide, because on CUDA backward runs on a thread of the engine

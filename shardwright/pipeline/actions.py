@@ -6,6 +6,8 @@ actions per rank; it can be printed, parsed, validated, simulated and drawn with
     F               forward
     B               full backward: gradients of the inputs and of the weights
     I, W            the same in two halves: gradients of the inputs, later gradients of the weights
+    FB              forward that runs together with the backward B of another microbatch, which is the rank's next action: while one waits
+                    for other ranks, the other computes. The two are printed as `(0F3;1B2)`
     SEND_F, RECV_F  SEND_F of stage s pairs with RECV_F of stage s + 1: the output of s travels
     SEND_B, RECV_B  SEND_B of stage s pairs with RECV_B of stage s - 1: the gradient of the input of s travels
     REDUCE          all weight gradients of the stage are complete: reduce them over data-parallel ranks (no microbatch)
@@ -13,7 +15,7 @@ actions per rank; it can be printed, parsed, validated, simulated and drawn with
                     microbatch; ZeRO stage 3)
     OFFLOAD, RELOAD the activations of a microbatch start for host memory behind its F, and back before its B or I
 
-Schedules (`schedules/`) write F, B, I and W only; `lowering` derives the others.
+Schedules (`schedules/`) write F, B, I, W and FB only; `lowering` derives the others.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Kind(StrEnum):
     B = "B"
     I = "I"  # noqa: E741  (the name that the literature gives to this half of the backward pass)
     W = "W"
+    FB = "FB"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -46,14 +49,15 @@ class Kind(StrEnum):
 
 
 KINDS = tuple(Kind)  # the number of a kind is its place here
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-NEEDS_WEIGHTS = frozenset({Kind.F, Kind.B, Kind.I})
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.FB})
+NEEDS_WEIGHTS = frozenset({Kind.F, Kind.B, Kind.I, Kind.FB})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 MOVES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 OF_STAGE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.FREE})  # of no microbatch
 
 _NEEDS = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}  # which action before
-_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|GATHER|FREE|OFFLOAD|RELOAD|F|B|I|W)(\d*)")
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|GATHER|FREE|OFFLOAD|RELOAD|FB|F|B|I|W)(\d*)")
+_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)")
 
 
 class Action(NamedTuple):
@@ -121,12 +125,34 @@ class ActionList(Sequence[Action]):
 
 def parse_list(text: str) -> list[Action]:
     """The actions of one rank from text separated by blanks or commas."""
-    return [Action.parse(word) for word in text.replace(",", " ").split()]
+    found = []
+    for word in text.replace(",", " ").split():
+        pair = _PAIR.fullmatch(word)
+        found += [Action.parse(pair[1].replace("F", "FB")), Action.parse(pair[2])] if pair is not None else [Action.parse(word)]
+    return found
 
 
 def format_list(actions: Sequence[Action]) -> str:
     """One rank's actions on one line; `parse_list` reads it back."""
-    return " ".join(map(str, actions))
+    return " ".join(_cells(actions)).replace("; ", ";")
+
+
+def _cells(actions: Sequence[Action]) -> list[str]:
+    """Text of each action; the two of a pair have a bracket each."""
+    found: list[str] = []
+    joined = False
+    for action in actions:
+        text = f"{action})" if joined else str(action)
+        joined = action.kind is Kind.FB
+        found.append(f"({text.replace('FB', 'F')};" if joined else text)
+    return found
+
+
+def separate(actions: Sequence[Action]) -> ActionList:
+    """The same actions one after the other: every FB is an F."""
+    compact = ActionList.of(actions)
+    kinds = np.where(compact.kinds == KINDS.index(Kind.FB), np.int8(KINDS.index(Kind.F)), compact.kinds)
+    return ActionList(kinds, compact.stages, compact.microbatches)
 
 
 def table(actions: Sequence[Sequence[Action]], failing: tuple[int, int] | None = None, context: int = 8) -> str:
@@ -138,7 +164,7 @@ def table(actions: Sequence[Sequence[Action]], failing: tuple[int, int] | None =
     ranks = range(len(actions))
     if failing is not None:
         ranks = ranks[max(0, failing[0] - context) : failing[0] + context + 1]
-    lists = {rank: actions[rank] for rank in ranks}
+    lists = {rank: _cells(actions[rank]) for rank in ranks}
     steps = max(map(len, lists.values()), default=0)
     first, last = 0, steps
     if failing is not None:
@@ -148,7 +174,7 @@ def table(actions: Sequence[Sequence[Action]], failing: tuple[int, int] | None =
     for step in range(first, last):
         row = [str(step)]
         for rank, rank_actions in lists.items():
-            cell = str(rank_actions[step]) if step < len(rank_actions) else ""
+            cell = rank_actions[step] if step < len(rank_actions) else ""
             row.append(cell + mark if failing == (rank, step) else cell)
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -166,9 +192,10 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
     """Check what holds for every correct schedule; raise ValueError with the table and the failing cell marked.
 
     Every stage runs every microbatch exactly once, on the rank that holds it: F, then B or I and later W (nothing but F when
-    `forward_only`). REDUCE, where present, comes once per stage and after its last weight gradient. Where a rank gathers, F, B and I
-    stand between a GATHER and the FREE of their stage. What an OFFLOAD takes away between F and B or I, a RELOAD brings back before
-    B or I. That the stages can run in their order without waiting for one another for ever is what `simulate` and `lower` check.
+    `forward_only`). FB is an F with a B of another microbatch or stage right behind it. REDUCE, where present, comes once per stage and
+    after its last weight gradient. Where a rank gathers, F, B and I stand between a GATHER and the FREE of their stage. What an OFFLOAD
+    takes away between F and B or I, a RELOAD brings back before B or I. That the stages can run in their order without waiting for one
+    another for ever is what `simulate` and `lower` check.
     """
     if len(actions) != placement.num_ranks:
         raise ValueError(f"the schedule has lists for {len(actions)} ranks, the placement has {placement.num_ranks}")
@@ -181,8 +208,12 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
         def fail(step: int, why: str, rank: int = rank) -> None:
             raise ValueError(f"bad schedule: {why} (rank {rank}, step {step})\n{table(actions, (rank, step))}")
 
+        joined: Action | None = None
         for step, action in enumerate(rank_actions):
-            kind, stage, microbatch = action
+            if joined is not None and (action.kind is not Kind.B or action[1:] == joined[1:]):
+                fail(step, f"{action} behind {joined}, which runs together with a B of another microbatch or stage")
+            joined = action._replace(kind=Kind.F) if action.kind is Kind.FB else None
+            kind, stage, microbatch = action = joined if joined is not None else action
             if kind in TRANSFER and not (forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
                 continue
             if kind in (Kind.GATHER, Kind.FREE):
@@ -217,6 +248,8 @@ def validate(actions: Sequence[Sequence[Action]], placement: Placement, num_micr
                 fail(step, f"{action} after the backward that needs the activations")
             if kind in (Kind.B, Kind.W):
                 weights_done[stage] += 1
+        if joined is not None:
+            fail(len(rank_actions) - 1, f"{joined} is the last action, and runs together with a B")
         for stage, done in weights_done.items():
             forwards = sum(Action(Kind.F, stage, microbatch) in seen for microbatch in range(num_microbatches))
             wanted = 0 if forward_only else num_microbatches

@@ -42,7 +42,7 @@ from .router_logits import RouterLogits, find_router_logits, without_router_logi
 from .router_loss import RouterLoss
 from .runtime import Gathering, PipelineRuntime, Reduction
 from .schedules import Schedule
-from .search import Found, message_cost, search
+from .search import Found, search, transfers
 from .simulate import Costs
 from .stage import Payload, StagedModel
 from .step_inputs import StepInputs
@@ -182,14 +182,14 @@ def plan_cut(
     found = None
     if settings.pp_style == "auto":
         assert settings.num_microbatches is not None
-        message = message_cost(model, costs_of(Placement(num_ranks)), survey, message_copies, settings.layer_costs is not None)
+        exchanged = transfers(model, costs_of(Placement(num_ranks)), survey, message_copies, settings.layer_costs is not None)
         found = search(
             num_ranks,
             survey.num_units,
             settings.num_microbatches,
             costs_of,
             partial(partition_units, survey),
-            transfer=message,
+            transfers=exchanged,
             deferred=deferred,
             allowed=settings.auto_memory,
             offloaded=(settings.offloaded(1) or [0.0])[0],
@@ -265,6 +265,7 @@ class PipelineExecutor:
                   *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
     device        where batches are moved; None: where the model's parameters are
     postpone_weights  see `PipelineRuntime`
+    pairs         layers wait for other ranks, so that a forward and a backward at the same time hide it; else pairs run one after the other
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
     equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
@@ -287,6 +288,7 @@ class PipelineExecutor:
         grad_factor: float = 1.0,
         device: torch.device | None = None,
         postpone_weights: bool = True,
+        pairs: bool = False,
         split_heads: Mapping[str, VocabShard] | None = None,
         cast_inputs: Callable[[Any], Any] = _as_they_are,
         same_batch: SameBatch | None = None,
@@ -306,6 +308,7 @@ class PipelineExecutor:
         if cut.loss_check is not None:
             cut.loss_check.split_heads = self._split_heads
         self._cast_inputs = cast_inputs
+        self._pairs = pairs
         self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
         self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
@@ -469,7 +472,7 @@ class PipelineExecutor:
     def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks
         chunks = self.cut.placement.num_chunks
-        schedule = schedules.get(self.cut.pp_style, ranks, num_microbatches, chunks, forward_only=not training)
+        schedule = schedules.get(self.cut.pp_style, ranks, num_microbatches, chunks, forward_only=not training, pairs=self._pairs)
         costs = self.cut.costs.actions(self.cut.staged.stages) if self.cut.costs is not None else None
         return lower(
             schedule,

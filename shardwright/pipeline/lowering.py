@@ -10,7 +10,8 @@ Simulate all ranks. Every transfer has a time: the end of the action that produc
 
 In both cases there is one global order of which every rank's list is a part: transfers by their time, and compute actions by
 their start (without overlap) or their end (with it). The action that produced the data comes before the transfer in this order, and the one
-that needs it after. So whatever blocks, the first entry of the global order that has not run can always run: even where
+that needs it after. A pair (FB and the B behind it) is one action: what it makes leaves behind both, what it needs comes before both.
+So whatever blocks, the first entry of the global order that has not run can always run: even where
 SEND blocks until the receiver stands at RECV, as rendezvous protocols do, or where all transfers of a rank share one
 queue, as on an NCCL communicator.
 
@@ -40,8 +41,8 @@ from .simulate import Costs, Run, simulate
 
 MESSAGE = 1 / 16  # of a forward, where nothing better is known
 
-_SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
-_RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+_SENDS = {Kind.F: Kind.SEND_F, Kind.FB: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+_RECEIVES = {Kind.F: Kind.RECV_F, Kind.FB: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
 def lower(
@@ -112,6 +113,7 @@ def _lower_rank(run: Run, rank: int, overlap: bool) -> ActionList:
     mine, start, end, source = run.actions[here], run.start[here], run.end[here], run.source[here]
     count = len(mine)
     kinds, stages = mine.kinds, mine.stages
+    joined = kinds == KINDS.index(Kind.FB)  # with the next one: the pair is one action here
     ranks_of = np.array([run.placement.rank_of(stage) for stage in range(run.placement.num_stages)])
 
     # Sends stand behind the action that made what they send.
@@ -128,9 +130,10 @@ def _lower_rank(run: Run, rank: int, overlap: bool) -> ActionList:
     before = np.searchsorted(start, time)
     if overlap:
         before -= (before > 0) & (time < end[np.maximum(before - 1, 0)])
+        before -= (before > 0) & joined[np.maximum(before - 1, 0)]  # nothing stands inside of a pair
 
     sources = np.concatenate([here.start + sending, made_by])
-    stays = np.concatenate([sending + 1, before])
+    stays = np.concatenate([sending + 1 + joined[sending], before])
     transfers = ActionList(
         np.concatenate([_renamed(kinds[sending], _SENDS), _renamed(kinds[receiving], _RECEIVES)]),
         stages[np.concatenate([sending, receiving])],
@@ -157,8 +160,8 @@ def _lower_rank(run: Run, rank: int, overlap: bool) -> ActionList:
 
 
 def _neighbor(kinds: NDArray[np.int8]) -> NDArray[np.int64]:
-    """How many stages on a result is needed: 1 for F, -1 for B and I, 0 for W."""
-    return np.array([{Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(kind, 0) for kind in KINDS])[kinds]
+    """How many stages on a result is needed: 1 for F and FB, -1 for B and I, 0 for W."""
+    return np.array([{Kind.F: 1, Kind.FB: 1, Kind.B: -1, Kind.I: -1}.get(kind, 0) for kind in KINDS])[kinds]
 
 
 def _renamed(kinds: NDArray[np.int8], names: dict[Kind, Kind]) -> NDArray[np.int8]:
@@ -169,14 +172,21 @@ def with_gathers(actions: Sequence[Action], most: int) -> list[Action]:
     """`actions` of one rank with the weights of at most `most` of its stages gathered at once: of those that it needs next.
 
     A GATHER stands before the action from which on its stage is among these, so that it runs while others compute; a FREE behind the
-    action that was the last for the time being.
+    action that was the last for the time being. A pair has the weights of both of its stages, be `most` 1 or not.
     """
     upcoming: list[list[int]] = []  # at every action the next stages that need their weights, soonest first
     following: list[int] = []
+    behind: Action | None = None
     for action in reversed(actions):
         if action.kind in NEEDS_WEIGHTS:
             following = [action.stage, *(stage for stage in following if stage != action.stage)]
-        upcoming.append(following[:most])
+        if action.kind is Kind.FB:
+            assert behind is not None
+            upcoming[-1] = following[: max(most, len({action.stage, behind.stage}))]
+            upcoming.append(upcoming[-1])
+        else:
+            upcoming.append(following[:most])
+        behind = action
     upcoming.reverse()
     result: list[Action] = []
     held: list[int] = []

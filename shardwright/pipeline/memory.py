@@ -21,7 +21,7 @@ from .actions import KINDS, Kind
 from .offload_places import find_leaving
 from .simulate import Run
 
-_F, _B, _I, _W = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+_F, _B, _I, _W, _FB = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.FB))
 
 
 class Offloaded(NamedTuple):
@@ -55,20 +55,20 @@ def memory_curves(
     for rank in range(run.placement.num_ranks):
         here = run.of(rank)
         kinds, stages = run.actions.kinds[here], run.actions.stages[here]
-        forward, last = kinds == _F, (kinds == _B) | (kinds == _I)
+        forward, last = (kinds == _F) | (kinds == _FB), (kinds == _B) | (kinds == _I)
         times = np.where(forward, run.start[here], run.end[here])
         held = np.where(forward, of_kept[stages], 0.0) - np.where(last, of_kept[stages], 0.0)
         waiting = np.where(kinds == _I, of_deferred[stages], 0.0) - np.where(kinds == _W, of_deferred[stages], 0.0)
         host = np.zeros(len(times))
         if offloaded is not None:
-            gone, back = find_leaving(run.actions[here], offloaded.shares)
-            amount = np.array(offloaded.leaving, dtype=float)[stages[gone]]
-            none, end = np.zeros(len(gone)), run.end[here]
+            leaving, end = find_leaving(run.actions[here], offloaded.shares), run.end[here]
+            amount = np.array(offloaded.leaving, dtype=float)[stages[leaving.forward]]
+            none = np.zeros(len(amount))
             # Behind an action's own change of what is held: of F the start of a copy, of the next the end of it; of the one before the
             # last in front of B the start of the copy back.
-            places = np.concatenate([np.arange(len(times)), gone, gone + 1, back - 2])
+            places = np.concatenate([np.arange(len(times)), leaving.behind, leaving.gone, leaving.called])
             order = np.argsort(places, kind="stable")
-            times = np.concatenate([times, end[gone], end[gone + 1], end[back - 2]])[order]
+            times = np.concatenate([times, end[leaving.behind], end[leaving.gone], end[leaving.called]])[order]
             held = np.concatenate([held, none, -amount, amount])[order]
             waiting = np.concatenate([waiting, none, none, none])[order]
             host = np.concatenate([host, amount, none, -amount])[order]

@@ -5,7 +5,7 @@
     output tensors     until they have been received, at the latest when their gradients come back; the backward needs only
                        their place in the graph (`GradientEdge`)
     the graph          from F to B or I, in host memory meanwhile between OFFLOAD and RELOAD; then the weight-gradient store holds what W
-                       needs
+                       needs (FB and the B behind it run as one action, see `two_at_once`)
     gradients to send  until they have been sent
 So memory follows the activations in flight, which the schedule bounds, and never the number of microbatches.
 
@@ -33,12 +33,13 @@ from ..comm.p2p import PipeComm
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..comm.shape_rules import MessageKey, split_sizes
 from ..ops.weight_grad import WeightGradStore
-from .actions import COMPUTE, Action, Kind, table
+from .actions import COMPUTE, Kind, table
 from .offload import ActivationOffload
 from .placement import Placement
 from .saved_bytes import measure
 from .schedules import Schedule
 from .timeline import Recorder
+from .two_at_once import TwoAtOnce
 
 
 class StageProgram(Protocol):
@@ -179,8 +180,10 @@ class PipelineRuntime:
         self._parameters = parameters
         self.weight_grads: WeightGradStore | None = None
         self._graph_bytes: dict[Hashable, int] = {}  # of one microbatch on one stage, by shape
+        self.pairs = TwoAtOnce()
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._run_forward,
+            Kind.FB: self._join_forward,
             Kind.B: self._run_backward,
             Kind.I: self._run_input_grad,
             Kind.W: self._run_weight_grad,
@@ -228,7 +231,7 @@ class PipelineRuntime:
                 if recorder is not None:
                     recorder.start_step()
                 for kind, stage, microbatch in actions:
-                    if self._to_leave and kind in COMPUTE:
+                    if self._to_leave and kind in COMPUTE and kind is not Kind.FB:  # which runs with the next
                         self._offload.compute_begins()
                     if recorder is None:
                         handlers[kind](stage, microbatch)
@@ -262,6 +265,7 @@ class PipelineRuntime:
         self._num_live = self._peak_live = 0
         self._live_bytes = self._largest = 0  # of all graphs held; most that a microbatch leaves on this rank's stages
         self._to_leave = set[tuple[int, int]]()  # whose activations wait in host memory
+        self._joined: tuple[int, int] | None = None  # the forward that runs with the next action
         self._to_come = Counter[int]()  # microbatches whose weight gradients are still to be made, by stage
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
@@ -336,7 +340,17 @@ class PipelineRuntime:
         self._losses.append(loss.detach())
         return loss
 
+    def _join_forward(self, stage: int, microbatch: int) -> None:
+        self._joined = (stage, microbatch)
+
     def _run_backward(self, stage: int, microbatch: int) -> None:
+        if self._joined is None:
+            self._run_full_backward(stage, microbatch)
+            return
+        forward, self._joined = self._joined, None
+        self.pairs.run(lambda: self._run_forward(*forward), lambda: self._run_full_backward(stage, microbatch))
+
+    def _run_full_backward(self, stage: int, microbatch: int) -> None:
         with self._making_gradients(stage, None):
             self._backward_of(stage, microbatch, defer=False)
         self._num_live -= 1
@@ -474,7 +488,11 @@ class PipelineRuntime:
     def _failure(self, schedule: Schedule, step: int, error: Exception) -> PipelineError:
         actions = schedule.actions[self.comm.rank]
         step = min(step, len(actions) - 1)  # waiting for the last sends counts as part of the last action
-        action: Action = actions[step]
+        if step > 0 and actions[step - 1].kind is Kind.FB and self.pairs.failed_forward:
+            step -= 1
+        action = actions[step]
+        if action.kind is Kind.FB:
+            action = action._replace(kind=Kind.F)
         doing = f"action {action} (stage {action.stage}, chunk {self.placement.chunk_of(action.stage)}"
         doing += f", microbatch {action.microbatch})" if action.microbatch >= 0 else ")"
         return PipelineError(

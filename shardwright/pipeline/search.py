@@ -7,6 +7,8 @@ hand with the cut that it would get. Assumptions are the simulator's:
 
     backward   twice a forward, and the forward again, or its cheap part, where layers are recomputed; of zero bubble's W as much as can
                be deferred
+    waiting    under tensor parallelism a layer's forward waits for two all-reduces of one hidden state per token, COLLECTIVE_COST for each
+               feature that a rank sends: 2 bytes at 300 GB/s. Pairs of actions hide it; a backward's pass behind its weight gradients
     transfer   of one hidden state per token, MESSAGE_COST parameters' worth of arithmetic for each of its features: about 2 bytes
                at 50 GB/s beside 2 operations per parameter at 400 TFLOP/s. Under tensor parallelism every rank sends all of it
     memory     a layer's activations count 1, RECOMPUTED where it is recomputed, SELECTIVE where it is in part; all but what a stage has
@@ -31,6 +33,7 @@ from .simulate import Costs, simulate
 from .survey import Survey
 
 MESSAGE_COST = 8000.0
+COLLECTIVE_COST = 1333.0
 RECOMPUTED = 1 / 16
 SELECTIVE = 0.4
 MAX_CHUNKS = 8
@@ -76,11 +79,28 @@ class Found(NamedTuple):
         )
 
 
-def message_cost(model: nn.Module, costs: ChainCosts, survey: Survey, copies: int, measured: bool) -> float:
-    """Time of a message in the unit of `costs`; `copies` ranks share the arithmetic, and each sends all."""
+class Transfers(NamedTuple):
+    """In the unit of the chain's costs.
+
+    message  time of a message to the next stage
+    waiting  of a layer's forward for the ranks that share its arithmetic
+    counted  whether the chain's costs have it in them already, as those that were measured
+    """
+
+    message: float = 0.0
+    waiting: float = 0.0
+    counted: bool = False
+
+
+NO_TRANSFERS = Transfers()
+
+
+def transfers(model: nn.Module, costs: ChainCosts, survey: Survey, copies: int, measured: bool) -> Transfers:
+    """What layers and stages exchange; `copies` ranks share the arithmetic, and each sends all."""
     hidden = getattr(text_config(model), "hidden_size", 0)
     unit = sum(costs.forward) / sum(unit_costs(model, survey)) if measured else 1.0
-    return MESSAGE_COST * hidden * copies * unit if isinstance(hidden, int) else 0.0
+    features = hidden * copies * unit if isinstance(hidden, int) else 0.0
+    return Transfers(MESSAGE_COST * features, 2 * COLLECTIVE_COST * features * 2 * (copies - 1) / copies, measured)
 
 
 def search(
@@ -90,14 +110,14 @@ def search(
     costs_of: Callable[[Placement], ChainCosts],
     cut: Callable[[ChainCosts, Placement], list[range]],
     *,
-    transfer: float = 0.0,
+    transfers: Transfers = NO_TRANSFERS,
     deferred: float = 0.0,
     allowed: float = 1.5,
     offloaded: float = 0.0,
 ) -> Found:
     """Try everything.
 
-    transfer  time of a message, in the unit of the costs
+    transfers  what layers and stages exchange. Pairs of actions are made where layers wait
     deferred  share of the weight gradients that a zero-bubble schedule can put off
     allowed   memory, over that of 1F1B
     offloaded share of the activations that waits in host memory
@@ -108,7 +128,8 @@ def search(
         for chunks in range(style.min_chunks, most + 1):
             placement = schedules.get_placement(name, num_ranks, chunks)
             costs = costs_of(placement)
-            candidates.append(_try(name, placement, costs, cut(costs, placement), num_microbatches, transfer, deferred, offloaded))
+            stages = cut(costs, placement)
+            candidates.append(_try(name, placement, costs, stages, num_microbatches, transfers, deferred, offloaded))
     limit = allowed * next(candidate.memory for candidate in candidates if candidate.pp_style == "1f1b") * (1 + 1e-9)
     candidates.sort(key=lambda candidate: (candidate.makespan, candidate.memory))
     fitting = [candidate for candidate in candidates if candidate.memory <= limit]
@@ -123,19 +144,23 @@ def _try(
     costs: ChainCosts,
     stages: Sequence[range],
     microbatches: int,
-    transfer: float,
+    transfers: Transfers,
     deferred: float,
     offloaded: float,
 ) -> Candidate:
-    forward, again = costs.of_actions(stages)
+    arithmetic, again = costs.of_actions(stages)
     layers = np.array([len(units) for units in stages])
+    waiting = layers * transfers.waiting
     recomputed, in_part = costs.layers_recomputed(stages)
-    splits = name in ("zb", "zbv")
+    forward = arithmetic if transfers.counted else arithmetic + waiting
+    splits = schedules.STYLES[name].splits
     late = deferred if splits else 1.0  # without a W of its own it does not matter what B is made of
-    times = Costs((forward).tolist(), (forward * (2 - late) + again).tolist(), (forward * late).tolist(), transfer)
-    run = simulate(schedules.get(name, placement.num_ranks, microbatches, placement.num_chunks), times)
+    hidden = float(waiting.sum() / (forward + 2 * arithmetic + again).sum())
+    input_grad, weight_grad = arithmetic * (2 - late) + again, arithmetic * late
+    times = Costs(forward.tolist(), input_grad.tolist(), weight_grad.tolist(), transfers.message, hidden=hidden)
+    run = simulate(schedules.get(name, placement.num_ranks, microbatches, placement.num_chunks, pairs=transfers.waiting > 0), times)
     kept = layers - recomputed * (1 - RECOMPUTED) - in_part * (1 - SELECTIVE)
-    waiting = (layers * deferred).tolist() if splits else None
+    postponed = (layers * deferred).tolist() if splits else None
     away = Offloaded([offloaded] * len(stages), np.maximum(kept - in_part * (SELECTIVE - RECOMPUTED) - RECOMPUTED, 0).tolist())
-    memory = max(curve.peak for curve in memory_curves(run.run, kept.tolist(), waiting, away))
+    memory = max(curve.peak for curve in memory_curves(run.run, kept.tolist(), postponed, away))
     return Candidate(name, placement, list(stages), run.makespan, memory, run.bubble)

@@ -26,6 +26,7 @@ class Costs:
     """Cost of the actions of a stage: one number for all stages, or one per stage.
 
     forward, input_grad, weight_grad  of F, I and W; B costs input_grad + weight_grad
+    hidden                            share of the F and the B of a pair (FB) that passes while the other one computes
     transfer                          time for which a message occupies its channel (`Placement.channels`): what is to travel in the same
                                       channel waits, and arrives this much later than it sets out
     overlap                           False: a rank that sends can do nothing else meanwhile
@@ -36,6 +37,7 @@ class Costs:
     weight_grad: float | Sequence[float] = 1.0
     transfer: float = 0.0
     overlap: bool = True
+    hidden: float = 0.0
 
     def of_kind(self, num_stages: int) -> dict[Kind, list[float]]:
         """Cost by kind and stage."""
@@ -51,7 +53,7 @@ class Costs:
 
         forward, input_grad, weight_grad = map(per_stage, ("forward", "input_grad", "weight_grad"))
         both = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
-        return {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad, Kind.B: both}
+        return {Kind.F: forward, Kind.FB: forward, Kind.I: input_grad, Kind.W: weight_grad, Kind.B: both}
 
     def table(self, num_stages: int) -> NDArray[np.float64]:
         """Cost by number of the kind and stage; nan for what is no computation."""
@@ -61,7 +63,7 @@ class Costs:
         return found
 
 
-_F, _B, _I, _W = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+_F, _B, _I, _W, _FB = (KINDS.index(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.FB))
 _COMPUTE = np.array([kind in COMPUTE for kind in KINDS])
 
 
@@ -78,7 +80,7 @@ class Run:
     actions     of all ranks
     bounds      rank r has the places bounds[r] to bounds[r + 1]
     source      place of the action whose result an action needs; -1 where it needs none, -2 where no action makes it
-    start, end  of every action
+    start, end  of every action; the two of a pair have the same
     """
 
     placement: Placement
@@ -122,7 +124,7 @@ class Simulation:
 def peak_live(actions: Sequence[Action]) -> int:
     """Most activations that a rank with these actions holds at once; costs have no influence on it."""
     kinds = ActionList.of(actions).kinds
-    live = np.cumsum((kinds == _F).astype(np.int32) - (kinds == _B) - (kinds == _W))
+    live = np.cumsum(((kinds == _F) | (kinds == _FB)).astype(np.int32) - (kinds == _B) - (kinds == _W))
     return int(live.max(initial=0))
 
 
@@ -131,7 +133,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     costs = Costs() if costs is None else costs
     run = _run(schedule, costs)
     makespan = float(run.end.max(initial=0.0))
-    work = float((run.end - run.start).sum())
+    work = float((run.end - run.start)[run.actions.kinds != _FB].sum())
     bubble = 1 - work / (run.placement.num_ranks * makespan) if makespan else 0.0
     return Simulation(makespan, bubble, [peak_live(run.actions[run.of(rank)]) for rank in range(run.placement.num_ranks)], run)
 
@@ -148,9 +150,14 @@ def _run(schedule: Schedule, costs: Costs) -> Run:
     rank_of = np.array([placement.rank_of(stage) for stage in range(placement.num_stages)])
     source, travels = _sources(actions, rank_of)
     cost = costs.table(placement.num_stages)[actions.kinds, actions.stages]
-    channel = _channels(placement)[np.where(travels, (actions.kinds != _F) + 1, 0), actions.stages]
+    forward = (actions.kinds == _F) | (actions.kinds == _FB)
+    channel = _channels(placement)[np.where(travels, 2 - forward, 0), actions.stages]
     lag = np.where(travels, costs.transfer, 0.0)
     free_at = np.zeros(len(placement.channels) + 1)  # every channel; the last one is for what stays on its rank
+    joined = actions.kinds == _FB  # with the next one
+    has_pairs = bool(joined.any())
+    pairs = np.flatnonzero(joined)
+    cost[pairs] = (cost[pairs] + cost[pairs + 1]) * (1 - costs.hidden)
 
     # Two places behind the last: what is there from the start, and what never comes.
     count = len(actions)
@@ -161,6 +168,9 @@ def _run(schedule: Schedule, costs: Costs) -> Run:
     at, stop, clock = bounds[ranks], bounds[ranks + 1], np.zeros(len(ranks))  # their next action, their last and their time
     while len(ranks):
         input_at = arrival[needed[at]]
+        if has_pairs:
+            with_next = joined[at]
+            input_at = np.maximum(input_at, arrival[needed[at + with_next]])
         there = input_at < np.inf
         if not there.any():
             rank, step = int(ranks[0]), int(at[0] - bounds[ranks[0]])
@@ -175,6 +185,15 @@ def _run(schedule: Schedule, costs: Costs) -> Run:
         free_at[-1] = 0.0
         clock[there] = done if costs.overlap else arrived
         at = at + there
+        if has_pairs:
+            pair = with_next & there
+            first, second = at[pair] - 1, at[pair]
+            start[second], end[second] = start[first], end[first]
+            arrival[second] = free_at[channel[second]] = np.maximum(end[first], free_at[channel[second]]) + lag[second]
+            free_at[-1] = 0.0
+            if not costs.overlap:
+                clock[pair] = np.maximum(clock[pair], arrival[second])
+            at = at + pair
         left = at < stop
         if not left.all():
             ranks, at, stop, clock = ranks[left], at[left], stop[left], clock[left]
@@ -200,7 +219,7 @@ def _sources(actions: ActionList, rank_of: NDArray[np.int64]) -> tuple[NDArray[n
     """For every action the place of the one whose result it needs (see `Run`), and whether its own result travels to another rank."""
     kinds, stages, microbatches = actions.kinds, actions.stages.astype(np.int64), actions.microbatches
     last = len(rank_of) - 1
-    forward, backward = kinds == _F, (kinds == _B) | (kinds == _I)
+    forward, backward = (kinds == _F) | (kinds == _FB), (kinds == _B) | (kinds == _I)
     source = np.full(len(actions), -1)
     travels = np.zeros(len(actions), dtype=bool)
     for mine, step in ((forward, 1), (backward, -1)):

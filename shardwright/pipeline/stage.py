@@ -16,6 +16,7 @@ stages of one rank is therefore one parameter.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,8 @@ class StagedModel:
         self.stages = tuple(stages)
         self.held = tuple(held)
         self.checkpointed = checkpointed or Recomputation()
-        self.current: StageRun | None = None
+        # Of the thread: layers that a backward recomputes on another one, while a forward runs, play no stage (`two_at_once`).
+        self._of_thread = threading.local()
         self.routers = routers
         self.towers = towers
         if routers is not None:
@@ -136,6 +138,16 @@ class StagedModel:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def current(self) -> StageRun | None:
+        """What the modules play in the forward that runs."""
+        run: StageRun | None = getattr(self._of_thread, "run", None)
+        return run
+
+    @current.setter
+    def current(self, run: StageRun | None) -> None:
+        self._of_thread.run = run
 
     def run(
         self, stage: int, received: Payload | None, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]] = nullcontext

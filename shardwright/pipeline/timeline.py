@@ -29,7 +29,10 @@ from .simulate import Costs, simulate
 
 
 class MeasuredSpan(NamedTuple):
-    """Seconds since the start of the step. Between `start` and `ready` the action waited for its input."""
+    """Seconds since the start of the step. Between `start` and `ready` the action waited for its input.
+
+    The two actions of a pair have the times of both together.
+    """
 
     action: Action
     start: float
@@ -58,14 +61,18 @@ class Recorder:
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
         start = self._now()
-        self._ready = start
+        self._ready = None
         with torch.profiler.record_function(f"pipeline::{action}"):
             yield
-        self._marks.append((action, start, self._ready, self._now()))
+        times = start, start if self._ready is None else self._ready, self._now()
+        if self._marks and self._marks[-1][0].kind is Kind.FB:  # which ran now
+            self._marks[-1] = (self._marks[-1][0], *times)
+        self._marks.append((action, *times))
 
     def inputs_arrived(self) -> None:
-        """The current action has what it waited for, and starts to compute."""
-        self._ready = self._now()
+        """The current action (of a pair, the first of the two) has what it waited for, and starts to compute."""
+        if self._ready is None:
+            self._ready = self._now()
 
     def spans(self) -> list[MeasuredSpan]:
         """The actions of the latest step, in order."""
@@ -112,16 +119,24 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Part of the ranks' time in which they did not compute."""
-        work = sum(span.end - span.ready for spans in self.ranks for span in spans if span.action.kind in COMPUTE)
+        work = sum(span.end - span.ready for spans in self.ranks for span in spans if span.action.kind in COMPUTE - {Kind.FB})
         return 1 - work / (len(self.ranks) * self.makespan)
 
     def mean_costs(self) -> Costs:
-        """Costs of the stages as measured, for the simulator. What B takes is counted half as I, half as W."""
+        """Costs of the stages as measured, for the simulator. What B takes is counted half as I, half as W.
+
+        Actions count where they run alone, as each does for some microbatch; what pairs take less is `hidden`.
+        """
         seconds: dict[tuple[Kind, int], list[float]] = {}
+        pairs: list[tuple[int, int, float]] = []
         for spans in self.ranks:
+            joined = None
             for action, _, ready, end in spans:
-                if action.kind in COMPUTE:
+                if joined is not None:
+                    pairs.append((joined, action.stage, end - ready))
+                elif action.kind in COMPUTE - {Kind.FB}:
                     seconds.setdefault((action.kind, action.stage), []).append(end - ready)
+                joined = action.stage if action.kind is Kind.FB else None
 
         def cost(kind: Kind, stage: int) -> float:
             if kind is not Kind.F and (Kind.B, stage) in seconds:
@@ -131,7 +146,9 @@ class Timeline:
         forward, input_grad, weight_grad = (
             [cost(kind, stage) for stage in range(self.placement.num_stages)] for kind in (Kind.F, Kind.I, Kind.W)
         )
-        return Costs(forward, input_grad, weight_grad)
+        apart = sum(forward[f] + input_grad[b] + weight_grad[b] for f, b, _ in pairs)
+        hidden = max(0.0, 1 - sum(together for *_, together in pairs) / apart) if apart else 0.0
+        return Costs(forward, input_grad, weight_grad, hidden=hidden)
 
     def ideal(self) -> Timeline:
         """The same schedule as the simulator runs it with the measured mean costs: no jitter, transfers free."""
@@ -148,9 +165,9 @@ class Timeline:
         )
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """Events of the Chrome trace format: one process per rank, waiting and transfers on threads of their own."""
+        """Events of the Chrome trace format: one process per rank; waiting, transfers and the forwards of pairs on threads of their own."""
         events: list[dict[str, Any]] = []
-        threads = {"compute": 0, "wait": 1, "transfer": 2}
+        threads = {"compute": 0, "wait": 1, "transfer": 2, "beside": 3}
         for rank, spans in enumerate(self.ranks):
             events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}})
             for name, thread in threads.items():
@@ -163,8 +180,9 @@ class Timeline:
                     "microbatch": action.microbatch,
                     "kind": action.kind.value,
                 }
-                parts = [("compute" if computes else "transfer", str(action), ready if computes else start, end)]
-                if computes and ready > start:
+                place = "beside" if action.kind is Kind.FB else "compute" if computes else "transfer"
+                parts = [(place, str(action), ready if computes else start, end)]
+                if place == "compute" and ready > start:
                     parts.append(("wait", f"wait for {action}", start, ready))
                 for thread_name, name, begin, finish in parts:
                     events.append(

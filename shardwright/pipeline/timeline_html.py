@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from .actions import COMPUTE, Kind
 from .timeline import Timeline
 
 COLORS = {
     Kind.F: "#4c8bf5",
+    Kind.FB: "#7a6ff0",
     Kind.B: "#2f9e5b",
     Kind.I: "#57b894",
     Kind.W: "#e8a33d",
@@ -27,6 +29,7 @@ COLORS = {
 WAIT = "#e3e3e3"
 LEGEND = {
     Kind.F: "forward",
+    Kind.FB: "forward beside a backward",
     Kind.B: "backward",
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
@@ -40,42 +43,56 @@ LEGEND = {
 _WIDTH, _LEFT, _ROW, _BAR = 1100, 60, 30, 24
 
 
-def _bars(timeline: Timeline) -> Iterator[tuple[int, float, float, str, str, str]]:
-    """(rank, start, end, color, text in the bar, tooltip) of everything that is drawn."""
+class _Bar(NamedTuple):
+    rank: int
+    start: float
+    end: float
+    color: str
+    label: str
+    tip: str
+    top: float = 0.0  # of the row's height, and how much of it: of a pair each has a half
+    height: float = 1.0
+
+
+def _bars(timeline: Timeline) -> Iterator[_Bar]:
+    """Everything that is drawn."""
     for rank, spans in enumerate(timeline.ranks):
+        joined = False
         for action, start, ready, end in spans:
-            if action.kind in COMPUTE and ready > start:
-                yield rank, start, ready, WAIT, "", f"wait for {action}: {1000 * (ready - start):.3f} ms"
+            if action.kind in COMPUTE and ready > start and not joined:
+                yield _Bar(rank, start, ready, WAIT, "", f"wait for {action}: {1000 * (ready - start):.3f} ms")
             if action.kind in COLORS:
                 chunk = timeline.placement.chunk_of(action.stage)
                 label = str(action.microbatch) if action.microbatch >= 0 else ""
                 tip = f"{action}: {1000 * (end - ready):.3f} ms (rank {rank}, chunk {chunk}, from {1000 * ready:.3f} ms)"
-                yield rank, ready, end, COLORS[action.kind], label, tip
+                half = {"top": 0.5 * joined, "height": 0.5} if joined or action.kind is Kind.FB else {}
+                yield _Bar(rank, ready, end, COLORS[action.kind], label, tip, **half)
+            joined = action.kind is Kind.FB
 
 
 def _svg(timeline: Timeline, seconds: float) -> str:
     """One row per rank; `seconds` is the time that the full width stands for."""
     scale = (_WIDTH - _LEFT) / max(seconds, 1e-9)
     num_ranks = len(timeline.ranks)
-    height = num_ranks * _ROW + 24
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" xmlns="http://www.w3.org/2000/svg">']
+    whole = num_ranks * _ROW + 24
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {whole}" width="100%" xmlns="http://www.w3.org/2000/svg">']
     for rank in range(num_ranks):
         parts.append(f'<text x="4" y="{rank * _ROW + 17}" class="name">rank {rank}</text>')
-    for rank, start, end, color, label, tip in _bars(timeline):
+    for rank, start, end, color, label, tip, top, share in _bars(timeline):
         # The second chunk and later ones are drawn with an outline, so that a V or an interleaving can be seen.
         x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
+        y, height = rank * _ROW + 1 + top * _BAR, share * _BAR
         outline = ' stroke="#333" stroke-width="1"' if "chunk 0" not in tip and color != WAIT else ""
         parts.append(
-            f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{rank * _ROW + 1}" width="{width:.2f}" height="{_BAR}" '
-            f'fill="{color}"{outline}/>'
+            f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{color}"{outline}/>'
         )
         if label and width > 7 * len(label):
-            parts.append(f'<text x="{x + width / 2:.2f}" y="{rank * _ROW + 17}" class="label">{label}</text>')
+            parts.append(f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" class="label">{label}</text>')
         parts.append("</g>")
     step = _nice_step(1000 * seconds / 8)
     for tick in range(int(1000 * seconds / step) + 1):
         x = _LEFT + tick * step / 1000 * scale
-        parts.append(f'<text x="{min(x, _WIDTH - 44):.1f}" y="{height - 6}" class="tick">{tick * step:g} ms</text>')
+        parts.append(f'<text x="{min(x, _WIDTH - 44):.1f}" y="{whole - 6}" class="tick">{tick * step:g} ms</text>')
     parts.append("</svg>")
     return "".join(parts)
 
@@ -140,8 +157,9 @@ def write_png(timeline: Timeline, path: str | Path, title: str = "Pipeline step"
     figure.suptitle(f"{title}: {timeline.summary()}", fontsize=9)
     axes = figure.subplots(2, 1, sharex=True)
     for axis, which, drawn in zip(axes, ("measured", "ideal"), (timeline, ideal), strict=True):
-        for rank, start, end, color, _, _ in _bars(drawn):
-            axis.broken_barh([(1000 * start, 1000 * (end - start))], (rank - 0.4, 0.8), facecolors=color)
+        for bar in _bars(drawn):
+            place = (bar.rank - 0.4 + 0.8 * bar.top, 0.8 * bar.height)
+            axis.broken_barh([(1000 * bar.start, 1000 * (bar.end - bar.start))], place, facecolors=bar.color)
         axis.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
         axis.invert_yaxis()
         axis.set_title(f"{which}: bubble {100 * drawn.bubble:.1f} %", fontsize=9)

@@ -1,8 +1,8 @@
 """How much of the weight-gradient work of a model zero-bubble schedules can postpone, and what that leaves of their bubble.
 
-Schedules 'zb' and 'zbv' split a backward into I (input gradients) and W (weight gradients), which may run later: those of linears,
-experts, routers and heads (`shardformer.deferring`). Convolutions and what nobody knows compute theirs in I. With a share d of the
-matrix elements of a stage postponed, and a backward that costs twice a forward F = 1:
+Schedules 'zb', 'zbv' and, at the ends of a step, 'dualpipev' split a backward into I (input gradients) and W (weight gradients), which may
+run later: those of linears, experts, routers and heads (`shardformer.deferring`). Convolutions and what nobody knows compute theirs in I.
+With a share d of the matrix elements of a stage postponed, and a backward that costs twice a forward F = 1:
 
     I = 1 + (1 - d)     W = d
 
@@ -19,11 +19,12 @@ from torch import nn
 
 from ..pipeline.executor import CutPlan
 from ..pipeline.partition import lookup_tables, visited_share
+from ..pipeline.schedules import STYLES
 from ..pipeline.simulate import Costs
 from ..shardformer.deferring import can_wait
 from ..spec import ParamSpec
 
-ZERO_BUBBLE = ("zb", "zbv")
+ZERO_BUBBLE = tuple(name for name, style in STYLES.items() if style.splits)
 
 
 class WeightWork(NamedTuple):

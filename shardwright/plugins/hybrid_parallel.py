@@ -431,6 +431,7 @@ class HybridParallelPlugin(Plugin):
             reduction=ChunkReduction(optimizer) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
+            pairs=self.tp_size > 1,
             gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
             gathered=chunks_gathered(self.settings.reduction.gather_ahead),
             split_heads=split_heads(cut.staged.model),

@@ -342,7 +342,8 @@ class _Resolver:
         return self.settings.pipeline.settings.offloaded(self.plan.placement.num_stages)
 
     def _actions(self, microbatches: int) -> Schedule:
-        return schedules.get(self.plan.pp_style, self.mesh.size("pp"), microbatches, self.plan.placement.num_chunks)
+        ranks, chunks, pairs = self.mesh.size("pp"), self.plan.placement.num_chunks, self.mesh.size("tp") > 1
+        return schedules.get(self.plan.pp_style, ranks, microbatches, chunks, pairs=pairs)
 
     @cached_property
     def _weight_work(self) -> list[WeightWork] | None:

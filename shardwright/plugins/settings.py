@@ -142,8 +142,8 @@ class ShardingSettings:
 class PipelineOptions:
     """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`).
 
-    deferred_bytes  what weight gradients that "zb" and "zbv" postpone may hold on a rank; None: what fits into 1F1B's memory, 0: nothing
-                    is postponed
+    deferred_bytes  what weight gradients that "zb", "zbv" and "dualpipev" postpone may hold on a rank; None: what fits into 1F1B's memory,
+                    0: nothing is postponed
     offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and backward, or a list
                     with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three actions stay
     example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned

@@ -67,7 +67,7 @@ HYBRID: Sequence[Rule] = (
         "pp_size=1 has no pipeline",
     ),
     Rule(("deferred_bytes",), lambda facts: facts.pp == 1, "pp_size=1 has no pipeline"),
-    Rule(("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb' and 'zbv' postpone weight gradients"),
+    Rule(("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb', 'zbv' and 'dualpipev' postpone weight gradients"),
     Rule(("auto_memory",), lambda facts: facts.pp == 1 or facts.pp_style != "auto", "only pp_style='auto' searches"),
     Rule(("dp_outside",), lambda facts: facts.pp == 1 or facts.dp == 1, "only pipeline and data-parallel ranks can change places"),
     Rule(("make_vocab_size_divisible_by",), lambda facts: facts.tp == 1, "tp_size=1 keeps the vocabulary whole"),

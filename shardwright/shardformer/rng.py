@@ -16,6 +16,7 @@ from the global generators, so all of them are reached without touching a forwar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.utils.generators import States, accelerator_module, get_states, set_states
+
 _MASK = (1 << 63) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over all bits
-
-States = list[Tensor]
 
 
 class ShardedRng:
@@ -36,7 +37,18 @@ class ShardedRng:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         self._size = group.size()
-        self._outer: States | None = None  # the global states while a region is open
+        # A forward and the recomputation of another microbatch, on a thread of its own, may each be in a region (`pipeline.two_at_once`).
+        self._of_thread = threading.local()
+
+    @property
+    def _outer(self) -> States | None:
+        """The global states while a region is open."""
+        outer: States | None = getattr(self._of_thread, "outer", None)
+        return outer
+
+    @_outer.setter
+    def _outer(self, states: States | None) -> None:
+        self._of_thread.outer = states
 
     @property
     def is_open(self) -> bool:
@@ -46,13 +58,13 @@ class ShardedRng:
         """Go over to this rank's own numbers; nothing happens if a region is open already."""
         if self._outer is None and self._size > 1:
             seed = int(torch.randint(_MASK, ()))
-            self._outer = _get_states()
+            self._outer = get_states()
             _seed((seed ^ ((self._rank + 1) * _GOLDEN)) & _MASK)
 
     def close(self) -> None:
         """Go back to the numbers that all ranks share."""
         if self._outer is not None:
-            _set_states(self._outer)
+            set_states(self._outer)
             self._outer = None
 
     @contextmanager
@@ -73,13 +85,13 @@ class ShardedRng:
         if self._outer is None:
             yield
             return
-        inner = _get_states()
+        inner = get_states()
         self.close()
         try:
             yield
         finally:
-            self._outer = _get_states()
-            _set_states(inner)
+            self._outer = get_states()
+            set_states(inner)
 
 
 _trackers: dict[dist.ProcessGroup, ShardedRng] = {}
@@ -96,12 +108,12 @@ def synchronize_rng(group: dist.ProcessGroup) -> None:
     """Give all ranks of `group` the generator states of its first rank, whatever they were seeded with before."""
     if group.size() == 1:
         return
-    states = _get_states()
+    states = get_states()
     for number, state in enumerate(states):
         shared = state.to(_device_of(group))
         dist.broadcast(shared, group=group, group_src=0)
         states[number] = shared.to(state.device)
-    _set_states(states)
+    set_states(states)
 
 
 def make_sharded_region(
@@ -183,26 +195,9 @@ def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return world
 
 
-def _accelerator() -> Any:
-    """The device module (`torch.cuda`, ...) whose default generator dropout uses, or None on a CPU-only machine."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None else torch.get_device_module(device)
-
-
-def _get_states() -> States:
-    accelerator = _accelerator()
-    return [torch.get_rng_state()] + ([] if accelerator is None else [accelerator.get_rng_state()])
-
-
-def _set_states(states: States) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        _accelerator().set_rng_state(states[1])
-
-
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    accelerator = _accelerator()
+    accelerator = accelerator_module()
     if accelerator is not None:
         accelerator.manual_seed(seed)
 

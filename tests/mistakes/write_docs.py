@@ -20,6 +20,7 @@ TITLES = {
     "microbatches": "Microbatches",
     "model": "The boosted model",
     "options": "Settings",
+    "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",
     "selective": "Recomputation",
 }

@@ -98,6 +98,9 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["num_microbatches"] = 256
         layout = replace(layout, batch=256, accumulate=1, steps=1)
     _other_schedule(random.Random(-1 - seed), plugin)
+    chance = {"zbv": 0.5, "interleaved": 0.5 * (chunks == 2 and tp > 1)}.get(plugin.get("pp_style", ""), 0.0)
+    if random.Random(f"pairs {seed}").random() < chance:
+        plugin["pp_style"] = "dualpipev"
     return _with_habits(rng, layout)
 
 

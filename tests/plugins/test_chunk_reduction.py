@@ -22,6 +22,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
     "zb": {"pp_style": "zb"},
     "zbv": {"pp_style": "zbv", "num_model_chunks": 2},
+    "dualpipev": {"pp_style": "dualpipev", "num_model_chunks": 2},
 }
 UNTIED = {"tie_word_embeddings": False, "num_hidden_layers": 8}
 

@@ -20,7 +20,7 @@ from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.pipeline.simulate import simulate
 from shardwright.testing import run_ranks
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2)]
+CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
 
 
 def shape_keys(microbatches: list[Tensor]) -> list[tuple[int, ...]]:

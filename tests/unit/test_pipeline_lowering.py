@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from shardwright.pipeline import schedules
 from shardwright.pipeline.actions import COMPUTE, NEEDS_WEIGHTS, TRANSFER, Action, Kind, validate
 from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.schedules import Schedule
 from shardwright.pipeline.simulate import Costs
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2)]
+CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 5, 8, 13)]
 PAIRS = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 
@@ -21,6 +23,17 @@ def message_of(action: Action) -> Action:
     """The SEND that a transfer belongs to: itself, or the partner of a RECV."""
     kind, shift = PAIRS.get(action.kind, (action.kind, 0))
     return Action(kind, action.stage + shift, action.microbatch)
+
+
+def needed_by(action: Action, rank: int, placement: Placement) -> list[Action]:
+    """The SEND on another rank, if there is one, of what an action computes with."""
+    forward, backward = (Kind.SEND_F, -1), (Kind.SEND_B, 1)
+    needed = {Kind.F: forward, Kind.FB: forward, Kind.B: backward, Kind.I: backward}.get(action.kind)
+    if needed is None:
+        return []
+    kind, source = needed[0], action.stage + needed[1]
+    crosses = 0 <= source < placement.num_stages and placement.rank_of(source) != rank
+    return [Action(kind, source, action.microbatch)] if crosses else []
 
 
 def all_cases() -> list[tuple[str, Schedule, Schedule]]:
@@ -44,6 +57,8 @@ def test_compute_order_is_kept_and_every_boundary_is_crossed_once() -> None:
         sends, receives = [], []
         for rank, actions in enumerate(lowered.actions):
             assert [a for a in actions if a.kind in COMPUTE] == list(compute.actions[rank]), name
+            pairs = [(action, behind) for action, behind in itertools.pairwise(actions) if action.kind is Kind.FB]
+            assert all(behind.kind is Kind.B for _, behind in pairs), f"{name}: something stands inside of a pair"
             sends += [a for a in actions if a.kind in (Kind.SEND_F, Kind.SEND_B)]
             receives += [message_of(a) for a in actions if a.kind in PAIRS]
             reduces = [a.stage for a in actions if a.kind is Kind.REDUCE]
@@ -94,13 +109,9 @@ def test_asynchronous_transfers_through_one_queue_per_rank_never_deadlock() -> N
                     if action.kind in TRANSFER:
                         queues[rank].append(message_of(action))
                     else:
-                        needed = {Kind.F: (Kind.SEND_F, -1), Kind.B: (Kind.SEND_B, 1), Kind.I: (Kind.SEND_B, 1)}.get(action.kind)
-                        if needed is not None:
-                            kind, shift = needed
-                            source = action.stage + shift
-                            crosses = 0 <= source < placement.num_stages and placement.rank_of(source) != rank
-                            if crosses and Action(kind, source, action.microbatch) not in arrived:
-                                break
+                        together = actions[position[rank] :][: 2 if action.kind is Kind.FB else 1]
+                        if not all(message in arrived for part in together for message in needed_by(part, rank, placement)):
+                            break
                     position[rank] += 1
                     moved = True
             heads: dict[Action, list[int]] = defaultdict(list)
@@ -128,7 +139,7 @@ def test_receive_buffers_in_use_do_not_grow_with_microbatches() -> None:
                     for kind, stage, _ in actions:
                         posted += kind in PAIRS
                         peak = max(peak, posted)
-                        if (kind is Kind.F and stage > 0) or (kind in (Kind.B, Kind.I) and stage < p * v - 1):
+                        if (kind in (Kind.F, Kind.FB) and stage > 0) or (kind in (Kind.B, Kind.I) and stage < p * v - 1):
                             posted -= 1
                 peaks.append(peak)
             # GPipe's and the warm-up's early arrivals: data that a stage cannot use yet stays with the sender
@@ -157,7 +168,7 @@ def test_costs_must_be_positive() -> None:
         lower(schedules.get("1f1b", 2, 2), costs=Costs(forward=0))
 
 
-@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("gpipe", 1)])
+@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("gpipe", 1), ("dualpipev", 2)])
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_weights_are_gathered_for_what_comes_next(style: str, chunks: int, most: int) -> None:
     """Never more stages than allowed, always the one that runs, the next ones as early as they may be; freed ones are needed later."""
@@ -167,15 +178,18 @@ def test_weights_are_gathered_for_what_comes_next(style: str, chunks: int, most:
     for actions, without in zip(lowered.actions, plain.actions, strict=True):
         assert [action for action in actions if action.kind not in (Kind.GATHER, Kind.FREE)] == without
         held: list[int] = []
+        in_pair = False
         for place, action in enumerate(actions):
             if action.kind is Kind.GATHER:
                 held.append(action.stage)
-                assert len(held) <= most
+                assert len(held) <= max(most, 2 if style == "dualpipev" else 1)
             elif action.kind is Kind.FREE:
                 held.remove(action.stage)
             elif action.kind in NEEDS_WEIGHTS:
                 coming = dict.fromkeys(later.stage for later in actions[place:] if later.kind in NEEDS_WEIGHTS)
-                assert set(held) == set(list(coming)[:most])
+                in_pair = in_pair or action.kind is Kind.FB
+                assert set(held) == set(list(coming)[: max(most, 1 + in_pair)])
+                in_pair = action.kind is Kind.FB
         assert not held
         if most >= chunks:
             assert sum(action.kind is Kind.GATHER for action in actions) == chunks, "once per step"

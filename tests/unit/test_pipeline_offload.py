@@ -86,6 +86,40 @@ def test_the_memory_curve_is_that_of_the_actions(style: str, v: int) -> None:
         assert (curve.times[1:] >= curve.times[:-1]).all()
 
 
+def test_a_pair_is_one_action_to_copies() -> None:
+    """Nothing stands inside of it, and the copy of a forward in a pair starts behind the pair."""
+    for p, m, share in product((2, 4), (3, 12), (0.4, 1.0)):
+        schedule = schedules.get("dualpipev", p, m, 2)
+        lowered = lower(schedule, offloaded=[share] * (2 * p))
+        validate(lowered.actions, schedule.placement, m)
+        curves = memory_curves(simulate(schedule).run, [1.0] * (2 * p), None, Offloaded([share] * (2 * p), [1.0] * (2 * p)))
+        for actions, curve in zip(lowered.actions, curves, strict=True):
+            together: list[list[Action]] = []  # compute actions, those of a pair in one entry
+            for place, action in enumerate(actions):
+                if action.kind is Kind.FB:
+                    assert actions[place + 1].kind is Kind.B
+                    together.append([action])
+                elif action.kind in COMPUTE:
+                    together = (
+                        [*together[:-1], [*together[-1], action]] if place and actions[place - 1].kind is Kind.FB else [*together, [action]]
+                    )
+            for place, action in enumerate(actions):
+                before = [entry for entry in together if actions.index(entry[0]) < place]
+                if action.kind is Kind.OFFLOAD:
+                    assert any(a.kind in (Kind.F, Kind.FB) and a[1:] == action[1:] for a in before[-1])
+                elif action.kind is Kind.RELOAD:
+                    next_but_one = together[len(before) + 1]
+                    assert any(a.kind in (Kind.B, Kind.I) and a[1:] == action[1:] for a in next_but_one)
+            assert curve.kept[-1] == curve.host[-1] == 0
+            assert (curve.times[1:] >= curve.times[:-1]).all()
+            assert m == 3 or any(action.kind is Kind.OFFLOAD for action in actions)
+    plain, away = (
+        memory_curves(simulate(schedules.get("dualpipev", 8, 32, 2)).run, [1.0] * 16, None, given)
+        for given in (None, Offloaded([1.0] * 16, [1.0] * 16))
+    )
+    assert max(curve.peak for curve in away) < 0.6 * max(curve.peak for curve in plain)
+
+
 def test_a_deep_pipeline_holds_two_microbatches() -> None:
     """1F1B's first rank has p microbatches under way; of those that leave, one is computed, one on its way out, one back."""
     run = simulate(schedules.get("1f1b", 8, 32)).run

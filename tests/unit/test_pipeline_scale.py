@@ -20,10 +20,13 @@ from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.schedules import Schedule
 from shardwright.pipeline.simulate import Costs, simulate
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2)]
+CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
 
 
-@pytest.mark.parametrize(("style", "ranks", "chunks"), [("1f1b", 512, 1), ("interleaved", 256, 2), ("zbv", 256, 2)])
+@pytest.mark.parametrize(
+    ("style", "ranks", "chunks"),
+    [("1f1b", 512, 1), ("interleaved", 256, 2), ("zbv", 256, 2), pytest.param("dualpipev", 256, 2, marks=pytest.mark.sweep)],
+)
 def test_512_stages_and_4096_microbatches_take_seconds(style: str, ranks: int, chunks: int) -> None:
     """Built, simulated and lowered for one rank in under 10 s of CPU time and under 1 GiB."""
     tracemalloc.start()
@@ -37,7 +40,8 @@ def test_512_stages_and_4096_microbatches_take_seconds(style: str, ranks: int, c
         tracemalloc.stop()
     assert seconds < 10
     assert peak < 2**30
-    assert sum(map(len, schedule.actions)) == 512 * 4096 * (3 if style == "zbv" else 2)
+    split = {"zbv": 512 * 4096, "dualpipev": 256 * 256 + 256 * 255 // 2}.get(style, 0)  # backwards in two parts
+    assert sum(map(len, schedule.actions)) == 512 * 4096 * 2 + split
     assert len(lowered.actions[rank]) == len(schedule.actions[rank]) + chunks * (4 * 4096 + 1)
 
 
@@ -69,7 +73,7 @@ def test_times_and_lists_equal_a_walk_action_by_action() -> None:
             for m in (1, 2, 5, 9):
                 stages = p * v
                 forward, input_grad, weight_grad = ([rng.choice([0.5, 1.0, 2.0, rng.random() + 0.1]) for _ in range(stages)] for _ in "FIW")
-                costs = Costs(forward, input_grad, weight_grad, rng.choice([0.0, 0.3, 2.5]), rng.random() < 0.5)
+                costs = Costs(forward, input_grad, weight_grad, rng.choice([0.0, 0.3, 2.5]), rng.random() < 0.5, 0.25)
                 schedule = schedules.get(style, p, m, v, forward_only=rng.random() < 0.3)
                 times = walk(schedule, costs)
                 simulated = simulate(schedule, costs)
@@ -86,8 +90,8 @@ def test_times_and_lists_equal_a_walk_action_by_action() -> None:
 def produced_by(action: Action, num_stages: int) -> tuple[Action, ...]:
     """The actions that one may wait for, of which the schedule has one."""
     kind, stage, microbatch = action
-    if kind is Kind.F:
-        return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
+    if kind in (Kind.F, Kind.FB):
+        return (Action(Kind.F, stage - 1, microbatch), Action(Kind.FB, stage - 1, microbatch)) if stage else ()
     if kind is Kind.W or stage == num_stages - 1:
         return ()
     return (Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch))
@@ -95,7 +99,7 @@ def produced_by(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 def consumer(action: Action, placement: Placement) -> int | None:
     """The stage on another rank that waits for what an action makes."""
-    target = action.stage + {Kind.F: 1, Kind.W: placement.num_stages}.get(action.kind, -1)
+    target = action.stage + {Kind.F: 1, Kind.FB: 1, Kind.W: placement.num_stages}.get(action.kind, -1)
     return target if 0 <= target < placement.num_stages and placement.rank_of(target) != placement.rank_of(action.stage) else None
 
 
@@ -111,21 +115,23 @@ def walk(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
     while any(lists):
         for rank, actions in enumerate(lists):
             while actions:
-                action = actions[0]
-                sources = produced_by(action, placement.num_stages)
-                made = [source for source in sources if source in times]
-                if sources and not made:
+                together = actions[: 2 if actions[0].kind is Kind.FB else 1]
+                needed = [produced_by(action, placement.num_stages) for action in together]
+                made = [source for sources in needed for source in sources if source in times]
+                if len(made) < sum(map(bool, needed)):
                     break
                 start = clock[rank]
                 for source in made:
                     start = max(start, arrivals[source])
-                end = start + cost[action.kind][action.stage]
-                times[actions.pop(0)] = (start, end)
-                clock[rank] = arrivals[action] = end
-                if (target := consumer(action, placement)) is not None:
-                    channel = rank, placement.rank_of(target)
-                    arrivals[action] = free[channel] = max(end, free.get(channel, 0.0)) + costs.transfer
-                    clock[rank] = end if costs.overlap else arrivals[action]
+                takes = sum(cost[action.kind][action.stage] for action in together)
+                clock[rank] = end = start + takes * (1 - costs.hidden if len(together) == 2 else 1)
+                for action in together:
+                    times[actions.pop(0)] = (start, end)
+                    arrivals[action] = end
+                    if (target := consumer(action, placement)) is not None:
+                        channel = rank, placement.rank_of(target)
+                        arrivals[action] = free[channel] = max(end, free.get(channel, 0.0)) + costs.transfer
+                        clock[rank] = clock[rank] if costs.overlap else max(clock[rank], arrivals[action])
     return times
 
 
@@ -137,12 +143,13 @@ def lower_all(schedule: Schedule, times: dict[Action, tuple[float, float]], over
     for rank, actions in enumerate(lists):
         for index, action in enumerate(actions):
             if (target := consumer(action, placement)) is not None:
-                send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+                forward = action.kind in (Kind.F, Kind.FB)
+                send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
                 transfers.append(
                     (
                         times[action][1],
                         action.stage,
-                        index + 1,
+                        index + (2 if action.kind is Kind.FB else 1),
                         rank,
                         action._replace(kind=send),
                         Action(receive, target, action.microbatch),
@@ -155,6 +162,8 @@ def lower_all(schedule: Schedule, times: dict[Action, tuple[float, float]], over
         before = bisect_left([times[action][0] for action in lists[receiver]], time_of)
         if overlap and before > 0 and time_of < times[lists[receiver][before - 1]][1]:
             before -= 1
+        if before > 0 and lists[receiver][before - 1].kind is Kind.FB:
+            before -= 1  # in front of a pair
         gaps[receiver][before].append(receive_action)
     lowered = []
     for actions, own in zip(lists, gaps, strict=True):

@@ -10,13 +10,23 @@ import pytest
 import torch
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import Action, Kind, validate
+from shardwright.pipeline.actions import Action, Kind, parse_list, validate
 from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.schedules import STYLES, Schedule
 from shardwright.pipeline.schedules.interleaved import limit
 from shardwright.pipeline.simulate import Costs, simulate
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb", 1), ("zbv", 2)]
+CASES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("eager_1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("zb", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
 
 
 def slots(style: str, p: int, m: int, v: int) -> int:
@@ -32,6 +42,10 @@ def slots(style: str, p: int, m: int, v: int) -> int:
             return max(3 * m + p - 1, 2 * m + 2 * p - 1)
         case "zbv":
             return max(6 * m + p - 1, 4 * m + 4 * p - 2)
+        case "dualpipev":
+            return max(6 * m + 2 * (p - 1), 4 * m + 6 * p - 2) if m > p else 4 * m + 5 * p - 3
+        case "dualpipev without pairs":
+            return max(6 * m + p - 1, 4 * m + 5 * p - 1) if m > p else 4 * m + 5 * p - 3
     raise AssertionError(style)
 
 
@@ -78,7 +92,7 @@ def test_any_number_of_microbatches_is_valid_and_never_waits_for_ever(p: int) ->
             evaluation = schedules.get(style, p, m, v, forward_only=True)
             validate(evaluation.actions, evaluation.placement, m, forward_only=True)
             forward = simulate(evaluation)
-            if style == "zbv":
+            if style in ("zbv", "dualpipev"):
                 # The best there is: the last rank starts after p - 1 slots, and what it does last has p - 1 stages to go
                 assert forward.makespan == 2 * m + 2 * (p - 1), (p, m)
             elif m % p == 0 or v == 1:
@@ -103,6 +117,12 @@ def test_live_activations_are_as_promised(p: int) -> None:
         assert max(v_shape) <= 2 * max(one_f_one_b)
         if m >= 2 * p - 1:
             assert v_shape == [2 * p] * p
+        # One chunk more where forwards run together with backwards, or would
+        for pairs in (True, False):
+            paired = simulate(schedules.get("dualpipev", p, m, 2, pairs=pairs)).peak_live
+            assert max(paired) <= (2 * p + 1 if m > p else 2 * m)
+            if m >= 2 * p and p > 1:
+                assert paired == [2 * p + 1] * p
         for v in (2, 3):
             if m % p == 0:
                 bound = [min(v * m, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
@@ -149,6 +169,23 @@ def test_unequal_costs_and_transfers() -> None:
         simulate(schedule, Costs(forward=[1, 2, 3]))
 
 
+def test_pairs_cost_what_they_do_not_hide() -> None:
+    one, two = (Action.parse(text) for text in ("0FB1", "1B0"))
+    schedule = Schedule(Placement(1, 2, "round_robin"), [parse_list("0F0 1F0 (0F1;1B0) 1F1 1B1 0B0 0B1")])
+    costs = Costs(forward=[1, 2], input_grad=[3, 4], weight_grad=[5, 6], hidden=0.25)
+    spans = {action: (start, end) for action, start, end in simulate(schedule, costs).spans[0]}
+    assert spans[one] == spans[two] == (3.0, 3.0 + 0.75 * (1 + 10))
+    assert simulate(schedule, costs).bubble == 0.0, "what is hidden is no work"
+    for p in (1, 2, 3, 8):
+        for m in (1, p, p + 1, 2 * p, 5 * p):
+            plain, apart = (simulate(schedules.get("dualpipev", p, m, 2, pairs=pairs)).makespan for pairs in (True, False))
+            assert apart == slots("dualpipev without pairs", p, m, 2), (p, m)
+            gained = [simulate(schedules.get("dualpipev", p, m, 2), Costs(hidden=hidden)).makespan for hidden in (0.1, 0.2)]
+            assert gained[1] <= gained[0] <= plain, (p, m)
+            if m >= 2 * p:  # the dearest rank has m - p + min(p - 1, 2) pairs of 3 units or so
+                assert gained[1] <= plain - 0.2 * 3 * 2 * (m - 2 * p), (p, m)
+
+
 def test_an_eager_warm_up_hides_transfers() -> None:
     """1F1B waits for two messages per microbatch; with twice the warm-up a step takes hardly longer than without messages."""
     p, m, transfer = 8, 64, 0.2
@@ -171,7 +208,7 @@ def test_a_schedule_that_waits_for_ever_is_found() -> None:
         (("1f1v", 2, 4), "did you mean '1f1b'"),
         (("zb-h1", 2, 4), "did you mean 'zb'"),
         (("interleaved", 2, 4), "num_model_chunks=1: pp_style='interleaved' needs at least 2"),
-        (("1f1b", 2, 4, 2), "needs exactly 1 .* works with 'interleaved', 'zbv'"),
+        (("1f1b", 2, 4, 2), "needs exactly 1 .* works with 'interleaved', 'zbv', 'dualpipev'"),
         (("zbv", 2, 4, 3), "needs exactly 2 .* works with 'interleaved'"),
         (("1f1b", 2, 0), "num_microbatches=0"),
         (("1f1b", 0, 1), "pp_size=0"),
@@ -207,17 +244,25 @@ def torch_order(name: str, p: int, m: int, v: int) -> list[list[Action]]:
     if name in ("ScheduleGPipe", "Schedule1F1B"):
         made = getattr(oracle, name)(stage(0), m, loss_fn=lambda output, target: output)
     else:
-        indices = [0, 2 * p - 1] if name == "ScheduleZBVZeroBubble" else [chunk * p for chunk in range(v)]
+        indices = [0, 2 * p - 1] if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else [chunk * p for chunk in range(v)]
         made = getattr(oracle, name)([stage(index) for index in indices], m, loss_fn=lambda output, target: output)
     kinds = {"F": Kind.F, "I": Kind.I, "W": Kind.W, "B": Kind.B}
     lists = []
     for rank in range(p):
+        if name == "ScheduleDualPipeV":
+            lists.append(parse_list(" ".join(_without_name(action) for action in made.pipeline_order[rank])))
+            continue
         actions = [action for action in made.pipeline_order[rank] if action is not None and action.computation_type.value in kinds]
         if name == "Schedule1F1B" and rank == p - 1:
             # Its list for display counts the forwards of the last rank from 1; what it executes counts them from 0.
             actions = [a._replace(microbatch_index=a.microbatch_index - (a.computation_type.value == "F")) for a in actions]
         lists.append([Action(kinds[a.computation_type.value], a.stage_index, a.microbatch_index) for a in actions])
     return lists
+
+
+def _without_name(action: Any) -> str:
+    """Torch prints pairs as `(0F3;1B2)OVERLAP_F_B`."""
+    return str(action).removesuffix("OVERLAP_F_B")
 
 
 @pytest.mark.skipif(
@@ -232,12 +277,14 @@ def torch_order(name: str, p: int, m: int, v: int) -> list[list[Action]]:
         ("interleaved", "ScheduleInterleaved1F1B", 3),
         ("zb", "ScheduleInterleavedZeroBubble", 1),
         ("zbv", "ScheduleZBVZeroBubble", 2),
+        ("dualpipev", "ScheduleDualPipeV", 2),
     ],
 )
 def test_same_work_as_torch_and_never_longer(style: str, name: str, v: int) -> None:
     def halves(actions: list[Action]) -> Counter[Action]:
         """The work in actions, B counted as I and W."""
-        kinds = [(kind, a) for a in actions for kind in ((Kind.I, Kind.W) if a.kind is Kind.B else (a.kind,))]
+        parts = {Kind.B: (Kind.I, Kind.W), Kind.FB: (Kind.F,)}
+        kinds = [(kind, a) for a in actions for kind in parts.get(a.kind, (a.kind,))]
         return Counter(Action(kind, a.stage, a.microbatch) for kind, a in kinds)
 
     compared = 0
@@ -249,6 +296,8 @@ def test_same_work_as_torch_and_never_longer(style: str, name: str, v: int) -> N
                 continue
             ours = schedules.get(style, p, m, v)
             assert [halves(actions) for actions in ours.actions] == [halves(actions) for actions in theirs]
+            if style == "dualpipev":
+                assert [list(actions) for actions in ours.actions] == theirs, "the same order of all actions"
             for costs in (Costs(), Costs(forward=2, input_grad=2, weight_grad=1), Costs(forward=1, input_grad=2, weight_grad=1)):
                 other, own = simulate(Schedule(ours.placement, theirs), costs), simulate(ours, costs)
                 # Interleaving an odd number of microbatches, torch holds far more of them: that may buy it a little time.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,12 @@ from shardwright.pipeline.balance import ChainCosts, balance
 from shardwright.pipeline.layer_chain import find_units
 from shardwright.pipeline.memory import memory_curves
 from shardwright.pipeline.placement import Placement
-from shardwright.pipeline.search import Found, search
+from shardwright.pipeline.search import NO_TRANSFERS, Found, Transfers, search, transfers
 from shardwright.pipeline.simulate import Costs, Span, simulate
 from shardwright.testing import zoo
 
 
-def searched(chain: ChainCosts, p: int, m: int, transfer: float = 0.0, deferred: float = 0.0, allowed: float = 1.5) -> Found:
+def searched(chain: ChainCosts, p: int, m: int, transfers: Transfers = NO_TRANSFERS, deferred: float = 0.0, allowed: float = 1.5) -> Found:
     layers = len(chain.forward) - 1
     return search(
         p,
@@ -29,19 +31,23 @@ def searched(chain: ChainCosts, p: int, m: int, transfer: float = 0.0, deferred:
         m,
         lambda placement: chain,
         lambda costs, placement: balance(costs, range(1, layers + 1), placement),
-        transfer=transfer,
+        transfers=transfers,
         deferred=deferred,
         allowed=allowed,
     )
 
 
-def length_of_a_step(style: str, p: int, m: int, v: int, chain: ChainCosts, transfer: float, deferred: float) -> float:
+def length_of_a_step(style: str, p: int, m: int, v: int, chain: ChainCosts, transfers: Transfers, deferred: float) -> float:
     """Of a schedule named by hand, with the cut that it gets."""
-    schedule = schedules.get(style, p, m, v)
+    schedule = schedules.get(style, p, m, v, pairs=transfers.waiting > 0)
     stages = balance(chain, range(1, len(chain.forward)), schedule.placement)
-    forward, again = chain.of_actions(stages)
-    late = deferred if style in ("zb", "zbv") else 1.0
-    costs = Costs(list(forward), list(forward * (2 - late) + again), list(forward * late), transfer)
+    arithmetic, again = chain.of_actions(stages)
+    late = deferred if style in ("zb", "zbv", "dualpipev") else 1.0
+    waiting = np.array([len(units) for units in stages]) * transfers.waiting
+    backward = 2 * arithmetic + again
+    hidden = sum(waiting) / sum(arithmetic + waiting + backward)
+    weights = arithmetic * late
+    costs = Costs(list(arithmetic + waiting), list(backward - weights), list(weights), transfers.message, hidden=hidden)
     return simulate(schedule, costs).makespan
 
 
@@ -53,11 +59,12 @@ def test_the_choice_is_never_worse_than_a_named_schedule() -> None:
         layers = rng.randint(p, 4 * p)
         chain = ChainCosts([1.0] * layers + [rng.choice([0.0, 1.0, 6.0])], 0.0, rng.choice([0.0, 1.0]))
         transfer, deferred, allowed = rng.choice([0.0, 0.2, 1.0]), rng.choice([0.0, 0.5, 1.0]), rng.choice([1.0, 1.5, 9.0])
-        found = searched(chain, p, m, transfer, deferred, allowed)
+        exchanged = Transfers(transfer, rng.choice([0.0, 0.3]))
+        found = searched(chain, p, m, exchanged, deferred, allowed)
         assert found.best.memory <= found.limit
         tried = {(candidate.pp_style, candidate.placement.num_chunks): candidate for candidate in found.candidates}
         named = {
-            (name, v): length_of_a_step(name, p, m, v, chain, transfer, deferred)
+            (name, v): length_of_a_step(name, p, m, v, chain, exchanged, deferred)
             for name, style in schedules.STYLES.items()
             for v in range(style.min_chunks, min(style.max_chunks or 8, layers // p) + 1)
         }
@@ -80,12 +87,26 @@ def test_what_decides_the_choice() -> None:
         assert candidate.pp_style == other.pp_style
         assert other.makespan < candidate.makespan < 1.04 * other.makespan
         assert candidate.memory == pytest.approx(0.4 * other.memory)
+    waits = even(transfers=Transfers(waiting=0.4), deferred=1.0, allowed=1.5)
+    assert waits.best.pp_style == "dualpipev", "it hides what layers wait for"
+    assert waits.best.makespan < 0.95 * min(c.makespan for c in waits.candidates if c.pp_style == "zbv")
     few = searched(ChainCosts([1.0] * 4 + [0.0]), 4, 8)
     assert {candidate.placement for candidate in few.candidates} == {Placement(4)}, "too few layers for chunks"
 
 
+def test_what_layers_wait_for_follows_the_ranks_that_share_them() -> None:
+    """Two all-reduces of a hidden state per token, of which a rank sends 2 (n - 1) / n, in parameters of the whole layer."""
+    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+    found = {copies: transfers(model, ChainCosts([1.0], 0.0), None, copies, measured=False) for copies in (1, 2, 4)}  # type: ignore[arg-type]
+    assert [found[copies].waiting for copies in (1, 2, 4)] == [0.0, 2 * 1333 * 64 * 2 * 1.0, 2 * 1333 * 64 * 4 * 1.5]
+    assert found[4].message == 4 * found[1].message > 0
+    counted = searched(ChainCosts([1.0] * 16 + [0.0]), 4, 16, Transfers(waiting=0.3, counted=True), deferred=1.0)
+    added = searched(ChainCosts([1.0] * 16 + [0.0]), 4, 16, Transfers(waiting=0.3), deferred=1.0)
+    assert counted.best.makespan < added.best.makespan, "measured costs have in them what layers wait for"
+
+
 def test_activations_follow_the_microbatches_under_way() -> None:
-    for style, v in (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2)):
+    for style, v in (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2), ("dualpipev", 2)):
         result = simulate(schedules.get(style, 4, 9, v), Costs([1.0 + s / 10 for s in range(4 * v)]))
         curves = memory_curves(result.run, [3.0] * (4 * v), [3.0] * (4 * v))
         # with as much waiting between I and W as was kept before, this is the count of live microbatches
@@ -100,7 +121,7 @@ def test_activations_follow_the_microbatches_under_way() -> None:
 def most_held(spans: list[Span], kept: list[float]) -> float:
     held = most = 0.0
     for (kind, stage, _), _, _ in spans:
-        held += kept[stage] * ((kind == "F") - (kind in ("B", "I")))
+        held += kept[stage] * ((kind in ("F", "FB")) - (kind in ("B", "I")))
         most = max(most, held)
     return most
 

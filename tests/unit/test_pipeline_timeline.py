@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import COMPUTE, MOVES, OF_STAGE
+from shardwright.pipeline.actions import COMPUTE, MOVES, OF_STAGE, Kind
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.simulate import Costs, simulate
 from shardwright.pipeline.timeline import MeasuredSpan, Timeline
@@ -88,6 +88,28 @@ def test_png_needs_matplotlib(tmp_path: Path) -> None:
     else:
         write_png(made_up(), tmp_path / "step.png")
         assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pairs_are_one_span_of_two_halves(tmp_path: Path) -> None:
+    """What pairs take less than their two apart is found in the timeline, and drawn."""
+    costs = Costs(forward=0.01, input_grad=0.01, weight_grad=0.02, hidden=0.2)
+    schedule = schedules.get("dualpipev", 2, 6, 2)
+    simulated = simulate(schedule, costs)
+    ranks = [[MeasuredSpan(action, start, start, end) for action, start, end in spans] for spans in simulated.spans]
+    timeline = Timeline(schedule.placement, ranks)
+    assert timeline.makespan == pytest.approx(simulated.makespan)
+    assert timeline.bubble == pytest.approx(simulated.bubble), "a pair counts once"
+    found = timeline.mean_costs()
+    assert found.forward == pytest.approx([0.01] * 4)
+    assert found.hidden == pytest.approx(0.2)
+    assert timeline.ideal().makespan == pytest.approx(simulated.makespan)
+    number = sum(span.action.kind is Kind.FB for spans in ranks for span in spans)
+    assert number > 4
+    assert page(timeline).count('height="12"') == 2 * 2 * number, "two halves of a row each, measured and ideal"
+    beside = [event for event in timeline.trace_events() if event["ph"] == "X" and event["tid"] == 3]
+    assert len(beside) == number
+    if importlib.util.find_spec("matplotlib") is not None:
+        write_png(timeline, tmp_path / "step.png")
 
 
 def test_kinds_have_colors() -> None:

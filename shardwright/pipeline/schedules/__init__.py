@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...utils.errors import one_of
-from ..actions import Action
+from ..actions import Action, separate
 from ..placement import Placement
+from .dual_pipe_v import dual_pipe_v
 from .eager import eager_1f1b
 from .forward_only import forward_only as _forward_only
 from .gpipe import gpipe
@@ -27,6 +28,7 @@ class Style(NamedTuple):
     placement: str
     min_chunks: int
     max_chunks: int | None  # None: any number
+    splits: bool = False  # some backwards, into I and W
 
 
 STYLES: dict[str, Style] = {
@@ -34,8 +36,9 @@ STYLES: dict[str, Style] = {
     "1f1b": Style(one_f_one_b, "linear", 1, 1),
     "eager_1f1b": Style(eager_1f1b, "linear", 1, 1),
     "interleaved": Style(interleaved, "round_robin", 2, None),
-    "zb": Style(zero_bubble, "linear", 1, 1),
-    "zbv": Style(zero_bubble_v, "v", 2, 2),
+    "zb": Style(zero_bubble, "linear", 1, 1, splits=True),
+    "zbv": Style(zero_bubble_v, "v", 2, 2, splits=True),
+    "dualpipev": Style(dual_pipe_v, "v", 2, 2, splits=True),
 }
 
 
@@ -62,14 +65,17 @@ def get_placement(pp_style: str, num_ranks: int, num_model_chunks: int = 1) -> P
     return Placement(num_ranks, num_model_chunks, style.placement)
 
 
-def get(pp_style: str, num_ranks: int, num_microbatches: int, num_model_chunks: int = 1, forward_only: bool = False) -> Schedule:
+def get(
+    pp_style: str, num_ranks: int, num_microbatches: int, num_model_chunks: int = 1, forward_only: bool = False, pairs: bool = True
+) -> Schedule:
     """The schedule named `pp_style` (or, when `forward_only`, the evaluation schedule of its placement) for all ranks.
 
-    Any `num_microbatches` >= 1 works; fewer than ranks only means more waiting.
+    Any `num_microbatches` >= 1 works; fewer than ranks only means more waiting. Where layers wait for no other rank there is nothing that
+    `pairs` of actions hide; without them the two run, and send, one after the other.
     """
     placement = get_placement(pp_style, num_ranks, num_model_chunks)
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: a step needs at least 1 microbatch")
     build = _forward_only if forward_only else STYLES[pp_style].build
-    ranks = range(num_ranks)
-    return Schedule(placement, [number(build(placement, rank, num_microbatches), placement, rank, num_microbatches) for rank in ranks])
+    lists = [number(build(placement, rank, num_microbatches), placement, rank, num_microbatches) for rank in range(num_ranks)]
+    return Schedule(placement, lists if pairs else [separate(actions) for actions in lists])
