@@ -23,7 +23,8 @@ and everything else is recomputed. A user's own choice is a function of the oper
 [Note: what is needed]
 Of the outputs of chosen operators only those are kept that autograd saves, or that an operator reads which is recomputed before the last
 tensor that autograd saves, where a recomputation ends. The last product of a block, which is added to the residual stream, is neither.
-In the recomputation memory without values stands for it.
+In the recomputation memory without values stands for it. What no operator reads in the region may be read by something that is none, a
+kernel of somebody's own or `Tensor.numpy`, or be looked at later where a module has kept it: if the recomputation gets there, it is kept.
 
 [Note: in-place]
 A kept output is the same memory that the forward goes on with. Where an operator writes to it, it is copied before. A collective in
@@ -149,15 +150,17 @@ class _Value:
     shape    of it: size, strides, dtype, device
     needed   known to be
     read_at  how many tensors autograd had saved when a recomputed operator read it last; -1: none did
+    made_at  how many when it was made
+    is_read  an operator has read it, be it one that does not run again
     views    other tensors of its memory whose edits it would not see
     """
 
-    __slots__ = ("needed", "read_at", "shape", "tensor", "versions", "views")
+    __slots__ = ("is_read", "made_at", "needed", "read_at", "shape", "tensor", "versions", "views")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, made_at: int) -> None:
         self.tensor: Tensor | None = alias(tensor)
         self.shape = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        self.needed, self.read_at = False, -1
+        self.needed, self.read_at, self.made_at, self.is_read = False, -1, made_at, False
         self.views: list[Tensor] = []
         self.versions: list[int] = []
 
@@ -190,12 +193,13 @@ class Region:
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
         self.replaying = False
-        self.quiet = False  # inside of a collective
+        self.quiet = False  # inside of a collective, or of a recomputation that the forward itself asked for
         self._outputs: list[_Output] = []
         self._next = 0
         self._values: list[_Value] = []
         self._met: dict[int, tuple[torch.UntypedStorage, list[_Value]]] = {}  # by memory
         self._num_saved = 0
+        self.closed = False  # the forward has returned
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Those of the forward and of the recomputation."""
@@ -217,7 +221,7 @@ class Region:
         self._outputs.append(_Output(name))
 
     def _value(self, tensor: Tensor) -> _Value:
-        value, storage = _Value(tensor), tensor.untyped_storage()
+        value, storage = _Value(tensor, self._num_saved), tensor.untyped_storage()
         self._values.append(value)
         self._met.setdefault(id(storage), (storage, []))[1].append(value)
         return value
@@ -228,12 +232,14 @@ class Region:
         for value in self._of(tensor):
             value.needed = True
 
-    def note_read(self, args: Any) -> None:
-        """A recomputed operator computes with these."""
+    def note_read(self, args: Any, again: bool = True) -> None:
+        """An operator computes with these, and `again` when it is recomputed."""
         if self._met:
             for tensor in _tensors(args):
                 for value in self._of(tensor):
-                    value.read_at = self._num_saved
+                    value.is_read = True
+                    if again:
+                        value.read_at = self._num_saved
 
     def note_view(self, tensor: Tensor) -> None:
         """A tensor of the same memory as what it was made from, with a count of edits of its own."""
@@ -256,11 +262,13 @@ class Region:
     def close(self) -> None:
         """The forward has returned: let go of what the recomputation does not read."""
         for value in self._values:
-            if value.needed or 0 <= value.read_at < self._num_saved:
+            reader = value.read_at if value.is_read else value.made_at
+            if value.needed or 0 <= reader < self._num_saved:
                 value.versions = value.edits()
             else:
                 value.tensor, value.views = None, []
         self._met.clear()
+        self.closed = True
 
     # Recomputation ---------------------------------------------------------------------------------------------------
 
@@ -309,6 +317,8 @@ def keep_result(compute: Callable[[], Any], into: Tensor | None = None, name: st
         return compute()
     region = _here.regions[-1]
     if name is not _COLLECTIVE and not region.selection.keeps(name):
+        return compute()
+    if region.quiet:
         return compute()
     if not region.replaying:
         region.quiet = True
@@ -361,6 +371,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         region, kwargs = self._region, kwargs or {}
         if region.quiet:
+            region.note_read((args, kwargs), again=False)
             return func(*args, **kwargs)
         facts = region.selection.facts(func)
         if facts.written is None:
@@ -369,7 +380,8 @@ class _Recording(TorchDispatchMode):
             region.copy_before_write(list(_chosen_arguments(facts.written, args, kwargs)))
         out = func(*args, **kwargs)
         if facts.chosen:
-            if region.selection.is_worth_it(facts, args, out):
+            if not torch.is_inference_mode_enabled() and region.selection.is_worth_it(facts, args, out):
+                region.note_read((args, kwargs), again=False)
                 region.add(facts.name, out, _states_behind(facts, args, kwargs))
                 return out
             region.add_nothing(facts.name)
@@ -388,18 +400,28 @@ class _Replaying(TorchDispatchMode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
+        self._within_forward = False
 
     def __enter__(self) -> Any:
-        self._region.rewind()
-        self._region.replaying = True
-        _here.regions.append(self._region)
+        region = self._region
+        self._within_forward = not region.closed
+        if self._within_forward:
+            region.quiet = True
+        else:
+            region.rewind()
+            region.replaying = True
+        _here.regions.append(region)
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         assert _here.regions.pop() is self._region
+        if self._within_forward:
+            self._region.quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._within_forward:
+            return func(*args, **(kwargs or {}))
         facts = self._region.selection.facts(func)
         output = self._region.take(facts.name) if facts.chosen else None
         if output is None:

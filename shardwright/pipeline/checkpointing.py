@@ -154,6 +154,24 @@ def _given(name: str, numbers: Sequence[int] | None, layers: Sequence[int], rank
     return chosen
 
 
+def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Inputs of a layer without a cache of keys and values, and whether they have one all the same.
+
+    A layer that writes to a cache would write to it again when it is recomputed. Models make one in every forward (`use_cache` is on
+    unless a config says otherwise); in training, as under transformers' own checkpointing, no layer is given it then. A cache that is
+    filled, whose size shows in masks (`is_compileable`), or that a model in eval mode makes, is used: its layers must not be recomputed.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length")]
+    if any(not training or getattr(cache, "is_compileable", False) or cache.get_seq_length() for cache in caches):
+        return args, dict(kwargs), True
+    if not caches:
+        return args, dict(kwargs), False
+    kept = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(None if hasattr(value, "get_seq_length") else value for value in args), kept, False
+
+
 def run_checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`, keeping its inputs only; the backward pass runs it once more."""
     note_checkpointed((args, kwargs))

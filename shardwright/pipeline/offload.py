@@ -156,7 +156,7 @@ class ActivationOffload:
     """See the module. Keys name microbatches of a stage."""
 
     def __init__(self) -> None:
-        self._taken: dict[Hashable, dict[int, weakref.ref[_Memory]]] = {}  # by address, since F
+        self._taken: dict[Hashable, dict[int, weakref.ref[_Memory]]] = {}  # by storage, since F
         self._leaving: list[_Leaving] = []
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Any] = {}
@@ -268,7 +268,7 @@ def _memory_of(tensor: Tensor, found: dict[int, weakref.ref[_Memory]]) -> _Memor
     num_bytes = storage.nbytes()
     if num_bytes < SMALLEST:
         return None
-    address = storage.data_ptr()
+    address = storage._cdata  # not that of its bytes: gathered weights are freed, and others get theirs
     memory = found[address]() if address in found else None
     if memory is None:
         memory = _Memory(num_bytes)

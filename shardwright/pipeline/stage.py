@@ -27,7 +27,7 @@ from torch import nn
 
 from ..utils import pytree
 from ..utils.tensors import map_tensors
-from .checkpointing import Recomputation, run_checkpointed, run_selectively
+from .checkpointing import Recomputation, run_checkpointed, run_selectively, without_cache
 from .dry_run import forward_defaults, without_data
 from .images import without_patches
 from .layer_calls import LayerCalls
@@ -398,7 +398,10 @@ class StagedModel:
     def _run_layer(self, stage: int, place: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the layer at a place of a stage, through activation checkpointing if it is one of those; place -1 is no layer."""
         whole, selective = self.checkpointed.of(stage)
-        if place < 0 or place >= whole + selective or not torch.is_grad_enabled():
+        if place < 0 or not whole + selective or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        args, kwargs, has_cache = without_cache(args, kwargs, self.model.training)
+        if has_cache or place >= whole + selective:
             return call(*args, **kwargs)
         if place < whole:
             return run_checkpointed(call, *args, **kwargs)

@@ -119,3 +119,33 @@ def _runs_of_layers(rank: int, world: int) -> None:
 
 def test_without_a_pipeline_the_same_layers_are_recomputed() -> None:
     run_ranks(_runs_of_layers, 1)
+
+
+def _caches(rank: int, world: int) -> None:
+    """Models make a cache of keys and values unless a config says otherwise; layers that run again must not write to it."""
+    for config in (PipelineGradientCheckpointConfig(1.0), PipelineGradientCheckpointConfig(num_selective_layers_per_stage=[1]), None):
+        for name in ("llama-causal-lm", "gpt2-causal-lm"):
+            booster = Booster(plugin=HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=config))
+            plain, model = (zoo.build(name, use_cache=True) for _ in range(2))
+            if config is None:
+                model.gradient_checkpointing_enable()
+            model, optimizer, *_ = booster.boost(model, adamw(model))
+            batch = zoo.inputs(name, batch_size=3, seq_len=9)
+            ids = batch["input_ids"]
+            for mode in (True, False):
+                model.train(mode)
+                for param in (*plain.parameters(), *model.parameters()):
+                    param.grad = None
+                loss, wanted = (net(**batch, use_cache=True).loss for net in (model, plain.train(mode)))
+                booster.backward(loss, optimizer)
+                wanted.backward()
+                torch.testing.assert_close(loss, wanted)
+                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+            cache, filled = (net(ids[:, :4]).past_key_values for net in (model, plain))
+            continued, wanted = (net(ids[:, 4:], past_key_values=past).logits for net, past in ((model, cache), (plain, filled)))
+            torch.testing.assert_close(continued, wanted)
+
+
+def test_layers_that_run_again_write_to_no_cache() -> None:
+    run_ranks(_caches, 1)

@@ -155,6 +155,45 @@ def test_what_the_user_names_is_kept() -> None:
     assert counts[1]["aten.addmm"] > counts[0]["aten.addmm"]
 
 
+class Odd(nn.Module):
+    """Layers that do what operators do not show."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does, self.probed = does, torch.zeros(())
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x.tanh())
+        if self.does == "a gradient":
+            (slope,) = torch.autograd.grad((y.tanh() * self.b(x)).sum(), y, create_graph=True)
+            return x + self.norm(self.b(slope * y))
+        if self.does == "inference":
+            with torch.inference_mode():
+                shift = self.a(x.detach())
+            return x + self.norm(self.b(y) + shift.clone())
+        if self.does == "a kernel of its own":
+            return x + self.norm(self.b(x.tanh()) * float(y.detach().numpy().sum()))
+        self.probed = y.detach()
+        return x + self.norm(self.b(x.tanh()))
+
+
+@pytest.mark.parametrize("does", ["a gradient", "inference", "a kernel of its own", "a probe"])
+def test_what_is_hidden_from_operators_is_as_in_a_plain_layer(does: str) -> None:
+    found = []
+    for run in (plainly, run_checkpointed, selectively):
+        torch.manual_seed(3)
+        module = Odd(does).double()
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+        (run(module, x) ** 2).sum().backward()
+        grads = [param.grad for param in module.parameters() if param.grad is not None]
+        found.append([x.grad, module.probed, *grads])
+    for other in found[1:]:
+        assert len(other) == len(found[0])
+        for ours, plain in zip(other, found[0], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
 def test_random_numbers_stay_in_step_behind_what_does_not_draw_again() -> None:
     linear = nn.Linear(8, 8)
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -289,6 +290,25 @@ def test_what_nobody_else_holds_leaves_once() -> None:
     assert taken(away, 0) == (2 * (3 + 1 + 1 + 1) + 2) * row
     away.fetch(0)
     loss.backward()
+
+
+@pytest.mark.usefixtures("small", "lanes")
+def test_an_activation_at_the_place_of_weights_that_are_not_there_leaves() -> None:
+    place = np.full((64, 64), 0.5)  # as where gathered weights are freed, whose storage stays, and others get their memory
+    held, factor = torch.from_numpy(place), torch.from_numpy(place)
+    assert held.data_ptr() == factor.data_ptr()
+    weight = nn.Parameter(held)
+    x, away = torch.randn(64, 64, dtype=torch.float64, requires_grad=True), ActivationOffload()
+    away.compute_begins()
+    with away.taking(0):
+        loss = (x @ weight).sum() + (x * factor).sum()
+    del factor
+    away.start(0)
+    assert taken(away, 0) == place.nbytes
+    away.fetch(0)
+    away.wait(0)
+    loss.backward()
+    assert torch.equal(x.grad, torch.full((64, 64), 32.5, dtype=torch.float64))
 
 
 @pytest.mark.usefixtures("small", "lanes")
