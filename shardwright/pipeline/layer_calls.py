@@ -11,7 +11,8 @@ from torch import nn
 
 from ..utils import pytree
 from .layer_chain import Unit
-from .layer_trace import Kept, LayerCall, Proof, Trace, buffer_versions, context, module_state, same_state, tensors_of
+from .layer_trace import LayerCall, Proof, Trace, context, tensors_of
+from .model_state import Kept, buffer_versions, module_state, same_state
 from .step_inputs import StepInputs
 from .survey import TENSOR, Survey, Template
 
@@ -200,7 +201,7 @@ class LayerCalls:
             self._defined |= trace.prover.defined
             if not same_state(before, module_state(looked_at)) or not self.unchanged_since(state):
                 kept.put_back()
-                trace.calls.clear()
+                trace.disprove()
                 changed = self._chances > 0
                 self._chances -= changed
             proof.read |= trace.prover.read

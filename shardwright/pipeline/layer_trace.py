@@ -15,19 +15,19 @@ operator. *Tainted* are the stand-ins, what modules of other stages would return
     a number or shape read from what is tainted    the same, since the model may go another way next time
 
 A proof holds for one path through the model's Python. What turns it is what the model reads off tensors (`if mask.all()`); these answers
-are kept, and other contents of equal shapes whose trace gets the same answers need no second look at operators.
+are kept, with the functions of torch that it calls, and other contents of equal shapes whose trace gets the same answers from the same
+calls need no second look at operators.
 
 It also ends so where the forward changes something that layers could see other than their arguments (attributes, hooks, autocast), or
 that its next call could see (a counter, rotary frequencies that follow the longest batch so far), or its batch, or random numbers that
-torch does not keep. A buffer that it fills anew before it reads it is none of these. Which entries of the batch were looked at is noted
-on the way: microbatches that differ elsewhere, in token ids for example, form one group. A trace leaves the model and the random numbers
-as they were. What it found lives for one step.
+torch does not keep. Attributes are looked into by one level: lists, dicts, generators, objects of the model's own. What a forward leaves
+in globals for its layers or its next call goes unseen. A buffer that it fills anew before it reads it is none of these. Which entries of
+the batch were looked at is noted on the way: microbatches that differ elsewhere, in token ids for example, form one group. A trace leaves
+the model and the random numbers as they were. What it found lives for one step.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,18 +37,20 @@ from torch.overrides import TorchFunctionMode
 
 from ..utils import pytree
 from .microbatch import items_of
+from .model_state import other_random_states, random_states, restore_other_random_states
 from .survey import TENSOR, Template
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_MOST_PATHS = 256  # of models that read ever new numbers
 _SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Unfit(Exception):
-    """This stage cannot call its layers itself; the model's forward has to."""
+class Unfit(BaseException):
+    """This stage cannot call its layers itself; the model's forward has to. Not for the model to catch, which may try something else."""
 
 
-class TraceEnd(Exception):
+class TraceEnd(BaseException):
     """Leaves the model's forward where a trace knows enough."""
 
 
@@ -80,7 +82,7 @@ class Proof:
     """What is known of traces with equal shapes, on one state of the model.
 
     state    of the model when it was traced
-    paths    wanted units, and the answers that the model got, of traces that were proven
+    paths    wanted units, the functions that the model called, and the answers that it got, of traces that were proven
     readers  functions by which it asked
     read     keys of the batch's entries that it looks at
     known    answers by the contents of these entries
@@ -124,6 +126,7 @@ class Trace:
         self.calls: dict[int, LayerCall] = {}
         self.proof = proof
         self.answers: list[Any] = []
+        self.asked: list[Any] = []  # functions of torch that the model has called, in their order
         self.replies = replies
         self.paused = False
         self.is_complete = False  # the last wanted unit was reached
@@ -147,13 +150,18 @@ class Trace:
 
     @property
     def _path(self) -> tuple[Any, ...]:
-        return (self._wanted, *self.answers)
+        return (self._wanted, tuple(self.asked), *self.answers)
+
+    def disprove(self) -> None:
+        """It went well, and yet has left something behind."""
+        self.calls.clear()
+        self.proof.paths.discard(self._path)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, the model's forward is traced. Random numbers are as before when it is left."""
         if self.prover is None:
-            states = _random_states(self.device) if self.proof.draws else []
+            states = random_states(self.device) if self.proof.draws else []
             try:
                 with _Answers(self):
                     yield
@@ -169,31 +177,43 @@ class Trace:
             for restore, state in self.prover.states:
                 restore(state)
                 self.proof.draws = True
-            if _restore_other_random_states(outside):
-                self.calls.clear()
             if self.is_complete and not self.prover.unexplained:
+                if len(self.proof.paths) >= _MOST_PATHS:
+                    self.proof.paths.clear()
                 self.proof.paths.add(self._path)
+            if restore_other_random_states(outside):
+                self.disprove()
 
     def stub(self, compute: Callable[[], Any]) -> Any:
         """What a module outside the layers returns whose output other stages read: of the right shape, without a meaning."""
-        self.paused = True
-        try:
+        with self._aside():
             output = compute()
-        finally:
-            self.paused = False
-        if self.prover is not None:
-            for tensor in tensors_of(output):
-                self.prover.taint(tensor)
+            if self.prover is not None:
+                for tensor in tensors_of(output):
+                    self.prover.taint(tensor)
         return output
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is called inside, the model does not call."""
+        paused, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = paused
 
     def call(
         self, unit: int, is_layer: bool, is_gate: bool, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A unit is called by the model."""
+        if unit >= self._first and not is_layer:
+            return call(*args, **kwargs)  # the layers in it follow
+        with self._aside():
+            return self._reached(unit, is_gate, args, kwargs)
+
+    def _reached(self, unit: int, is_gate: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if unit < self._first:
             return self._stand_in(min(known for known in self._sources if known >= unit))
-        if not is_layer:
-            return call(*args, **kwargs)  # the layers in it follow
         if not is_gate or unit != self._next:
             raise Unfit
         self._next = unit + 1
@@ -290,7 +310,7 @@ class _Prover(pytree.TorchDispatchMode):
             self._check_written(func, args, kwargs)
         tainted = torch.Tag.nondeterministic_seeded in tags
         if tainted and not self.states:
-            self.states = _random_states(self._trace.device)
+            self.states = random_states(self._trace.device)
         by_state = False
         for tensor in tensors_in((*args, *kwargs.values())):
             tainted |= self.look(tensor)
@@ -361,6 +381,7 @@ class _Answers(TorchFunctionMode):
         trace, prover = self._trace, self._trace.prover
         if trace.paused:
             return func(*args, **(kwargs or {}))
+        trace.asked.append(func)
         if prover is not None:
             before = prover.reads
             if func in PAST_OPERATORS:
@@ -430,75 +451,3 @@ def context(device: torch.device) -> tuple[Any, ...]:
     """What layers see of the world beside their arguments."""
     autocast = torch.is_autocast_enabled(device.type)
     return torch.is_grad_enabled(), autocast, torch.get_autocast_dtype(device.type) if autocast else None
-
-
-def module_state(modules: Iterable[object]) -> list[Any]:
-    """Attributes, buffers, hooks, to be compared by `same_state`."""
-    return [list(value.values()) if isinstance(value, dict) else value for module in modules for value in vars(module).values()]
-
-
-def buffer_versions(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
-    """Of the modules' own buffers, by storage: numbers that grow when somebody writes to them."""
-    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    return {storage_of(buffer): 0 if buffer.is_inference() else buffer._version for buffer in buffers}
-
-
-class Kept:
-    """Attributes, buffers, hooks of modules, to be put back."""
-
-    def __init__(self, modules: Iterable[object]) -> None:
-        self._saved = [
-            (vars(module), dict(vars(module)), [(table, dict(table)) for table in vars(module).values() if isinstance(table, dict)])
-            for module in modules
-        ]
-
-    def put_back(self) -> None:
-        for own, attributes, tables in self._saved:
-            for table, entries in ((own, attributes), *tables):
-                table.clear()
-                table.update(entries)
-
-
-def same_state(before: list[Any], after: list[Any]) -> bool:
-    if len(before) != len(after):
-        return False
-    for one, other in zip(before, after, strict=True):
-        if one is other:
-            continue
-        if not (isinstance(one, list) and isinstance(other, list) and len(one) == len(other)):
-            return False
-        if any(a is not b for a, b in zip(one, other, strict=True)):
-            return False
-    return True
-
-
-def _random_states(device: torch.device) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
-    states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        states.append((lambda state: module.set_rng_state(state, device), module.get_rng_state(device)))
-    return states
-
-
-def other_random_states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
-
-
-def _restore_other_random_states(states: tuple[Any, Any]) -> bool:
-    """Whether there was something to restore: the model drew numbers outside of torch."""
-    changed = drew_others(states)
-    if changed:
-        random.setstate(states[0])
-        if states[1] is not None:
-            sys.modules["numpy"].random.set_state(states[1])
-    return changed
-
-
-def drew_others(states: tuple[Any, Any]) -> bool:
-    """Whether numbers were drawn outside of torch since `other_random_states`."""
-    plain, from_numpy = other_random_states()
-    if from_numpy is None or states[1] is None:
-        return bool(plain != states[0])
-    before, after = states[1]["state"], from_numpy["state"]
-    return bool(plain != states[0] or before["pos"] != after["pos"] or (before["key"] != after["key"]).any())

@@ -22,8 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..utils import pytree
-from .layer_trace import PAST_OPERATORS, drew_others, other_random_states, reads_data, storage_of, tensors_in, written_by
+from .layer_trace import PAST_OPERATORS, reads_data, storage_of, tensors_in, written_by
 from .microbatch import items_of
+from .model_state import drew_others, other_random_states
 from .step_inputs import StepInputs
 
 _MOST_FRAMES = 256
@@ -80,6 +81,7 @@ class _Known:
     """What is known of forwards with equal shapes, on one state of the model.
 
     reads    the next one by the answers before it; None: it follows from something else, and the model reads for itself
+    calls    functions of torch that the model called since the read before, by the same; others mean that it has gone another way
     readers  functions by which the model asked
     ends     answers after which the last layer was reached
     tries    recordings so far
@@ -91,6 +93,7 @@ class _Known:
         self.tries = 0
         self.is_lost = False
         self.reads: dict[_Path, _Read | None] = {}
+        self.calls: dict[_Path, list[Any]] = {}
         self.readers: set[Any] = set()
         self.ends: set[_Path] = set()
 
@@ -144,12 +147,20 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._known, self._entries, self._answers = known, entries, answers
         self._path: _Path = ()
+        self._since: list[Any] = []  # functions called since the last read
         self._is_active = False
         self._is_lost = False  # on a path that nobody has recorded
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if self._is_lost or func not in self._known.readers:
+        if self._is_lost:
             return func(*args, **(kwargs or {}))
+        self._since.append(func)
+        if func not in self._known.readers:
+            return func(*args, **(kwargs or {}))
+        if self._path in self._known.calls and self._since != self._known.calls[self._path]:
+            self._is_lost = self._known.is_lost = True  # the next forward is recorded
+            return func(*args, **(kwargs or {}))
+        self._since = []
         place = len(self._path)
         if place < len(self._answers):
             answer = self._answers[place]
@@ -160,7 +171,7 @@ class Watch(TorchFunctionMode):
             self._path = (*self._path, _noted(answer))
             self._answers = self._known.follow(self._path, self._entries)
         else:
-            self._is_lost = self._known.is_lost = True  # the next forward is recorded
+            self._is_lost = self._known.is_lost = True
         return answer
 
     def begin(self) -> None:
@@ -196,6 +207,7 @@ class Recording(Watch):
         self._on_success = on_success
         self._operators = _Operators(batch)
         self._reads: dict[_Path, _Read | None] = {}
+        self._calls: dict[_Path, list[Any]] = {}
         self._asked: set[Any] = set()
         self._randoms = other_random_states()
         self._holds = True
@@ -211,6 +223,7 @@ class Recording(Watch):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         before = len(self._operators.reads)
+        self._since.append(func)
         output = func(*args, **(kwargs or {}))
         reads = self._operators.reads[before:]
         if func in PAST_OPERATORS:
@@ -224,12 +237,14 @@ class Recording(Watch):
         if func in self._known.readers:
             operators = reads[0] if len(reads) == 1 and isinstance(output, bool | int) else None
             self._reads[self._path] = None if operators is None else _Read(operators, type(output))
+            self._calls[self._path], self._since = self._since, []
             self._path += (_noted(output),)
         return output
 
     def finish(self) -> None:
         if self._holds and not drew_others(self._randoms):
             self._known.reads.update(self._reads)
+            self._known.calls.update(self._calls)
             self._known.ends.add(self._path)
             self._on_success()
 

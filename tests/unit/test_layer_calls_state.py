@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import random
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
-from test_layer_calls import Batch, Net, Stages, compare, head_loss, ragged, without_mask
+from test_layer_calls import Batch, Layer, Net, Stages, compare, head_loss, ragged, without_mask
 from torch import nn
 
 from shardwright.pipeline.step_inputs import StepInputs
@@ -125,3 +128,77 @@ def test_what_is_not_seen_in_the_contents_of_a_batch(what: str) -> None:
             for one in (model, *(staged.model for staged in stages.ranks)):
                 one.scale.add_(0.25)  # type: ignore[operator, union-attr]
             options["factor"] += 0.75
+
+
+class Deeper(Net):
+    """State that no attribute of a module shows by itself, or that the model's own code turns. how: which."""
+
+    how = "list"
+    turned: ClassVar[dict[str, bool]] = {"after": False}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = [0]
+        self.random = random.Random(0)
+        self.numpy = numpy.random.default_rng(0)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def layer(self, index: int) -> nn.Module:
+        class Contextual(Layer):
+            def forward(self, x: torch.Tensor, mask: Any = None, skip: Any = None) -> torch.Tensor:
+                return super().forward(x, self.shared.mask if mask is None else mask)  # type: ignore[union-attr]
+
+        Contextual.__name__ = "Layer"
+        layer = Contextual()
+        self.shared = self.shared if hasattr(self, "shared") else SimpleNamespace(mask=None)
+        layer.shared = self.shared  # type: ignore[assignment]
+        layer.is_loud = False  # type: ignore[assignment]
+        return layer
+
+    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.count[0] += 1
+        scale = {
+            "list": lambda: 0.1 * self.count[0],
+            "python": self.random.random,
+            "numpy": lambda: float(self.numpy.random()),
+            "torch": lambda: torch.rand((), generator=self.generator),
+        }.get(self.how, lambda: 1.0)()
+        self.shared.mask = mask
+        for layer in self.layers:
+            if self.how == "catches":
+                try:
+                    scale = 0.9 if x.sum() > 0 else 0.7
+                except Exception:
+                    scale = 1.0
+            x = layer(x) if self.how == "context" else layer(x, mask * scale)
+            if (self.how == "global" and self.turned["after"]) or (self.how == "layer" and layer.is_loud):
+                x = x * 0.9
+        return x
+
+
+@pytest.mark.parametrize("how", ["list", "python", "numpy", "torch", "context", "catches", "global", "layer"])
+def test_state_that_lies_deeper(how: str) -> None:
+    """In objects that modules hold, and what a model does otherwise without a gradient to tell. Stages run one after the other."""
+    model = Deeper().double()
+    model.how = how
+    chunks = 3 if how in ("context", "global", "layer", "catches") else 1  # else as many forwards per microbatch as in one piece
+    stages = Stages(model, 6 // chunks, chunks, num_layers_per_stage=[2] * 6)
+    with keep_float64(), torch.no_grad():
+        for step in range(3):
+            for one in (model, *(staged.model for staged in stages.ranks)):
+                one.layers[5].is_loud = step == 1  # type: ignore[index, union-attr]
+            Deeper.turned["after"] = step == 1
+            batches: list[Batch] = [{"input_ids": torch.arange(12).view(2, 6) + step + i, "mask": torch.ones(2, 6)} for i in range(3)]
+            if how == "context":
+                for index, batch in enumerate(batches):
+                    batch["mask"][0, 2 + index :] = 0
+            expected = [model(**batch)["logits"] for batch in batches]
+            inputs = [StepInputs(batches, lambda batch: batch) for _ in stages.ranks]
+            arrived: list[Any] = [None] * 3
+            for stage in range(6):
+                kept = inputs[stages.placement.rank_of(stage)]
+                for index in range(3):
+                    sent, output = stages.of(stage).run_microbatch(stage, arrived[index], kept, index)
+                    arrived[index] = output["logits"] if sent is None else sent
+            for found, wanted in zip(arrived, expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

@@ -215,3 +215,24 @@ def test_what_a_script_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(model, stages, masked(6), head_loss, all_used=False)
         handle.remove()
         assert seen == [True] * 4
+
+
+def test_another_way_for_a_reason_that_is_not_the_models_own_attribute() -> None:
+    """What was read first before is not what is read first now."""
+
+    class Turned(Reads):
+        def factor(self, mask: torch.Tensor, x: torch.Tensor) -> float:
+            if self.layers[3].is_strict:  # type: ignore[union-attr]
+                return 2.0 if mask.bool().all() else 1.0
+            return 3.0 if mask[:, 0].bool().any() else 1.0
+
+    Turned.__name__ = "Net"
+    model = Turned().double()
+    for layer in model.layers:
+        layer.is_strict = False  # type: ignore[assignment]
+    stages = stages_of(model)
+    with keep_float64():
+        for step in range(9):
+            for each in (model, *(staged.model for staged in stages.ranks)):
+                each.layers[3].is_strict = step in (2, 5, 6)  # type: ignore[index, union-attr]
+            compare(model, stages, masked(2 + step % 2 * 2), head_loss, all_used=False)
