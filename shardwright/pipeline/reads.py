@@ -148,7 +148,7 @@ class Watch(TorchFunctionMode):
         self._known, self._entries, self._answers = known, entries, answers
         self._path: _Path = ()
         self._since: list[Any] = []  # functions called since the last read
-        self._is_active = False
+        self.is_active = False
         self._is_lost = False  # on a path that nobody has recorded
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -175,12 +175,12 @@ class Watch(TorchFunctionMode):
         return answer
 
     def begin(self) -> None:
-        self._is_active = True
+        self.is_active = True
         self.__enter__()
 
     def end(self) -> None:
-        if self._is_active:
-            self._is_active = False
+        if self.is_active:
+            self.is_active = False
             self.__exit__(None, None, None)
 
     def finish(self) -> None:
@@ -189,7 +189,7 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Layers run as if nobody watched."""
-        was_active = self._is_active
+        was_active = self.is_active
         self.end()
         try:
             yield
@@ -217,7 +217,7 @@ class Recording(Watch):
         self._operators.__enter__()
 
     def end(self) -> None:
-        if self._is_active:
+        if self.is_active:
             self._operators.__exit__(None, None, None)
         super().end()
 

@@ -221,19 +221,31 @@ class StagedModel:
             self.current = run
             seen = self._seen_by(run, batch)
             try:
-                if run.watch is not None:
-                    run.watch.begin()
-                output = self._call(seen)
+                output = self._watched_call(run, seen)
             except StageExit:
                 return self._pack(run), None
             finally:
-                if run.watch is not None:
-                    run.watch.end()
                 self.current = None
         if not run.is_last:
             last = self.units[run.high - 1].gate
             raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {run.stage}")
         return None, output
+
+    def _watched_call(self, run: StageRun, batch: Any) -> Any:
+        if run.watch is not None:
+            run.watch.begin()
+            try:
+                return self._call(batch)
+            except StageExit:
+                raise
+            except Exception:
+                if not run.watch.is_active:  # in a layer, or behind the last one
+                    raise
+                self._reads = None  # there is code that does not run under modes of torch; an error of its own comes again
+            finally:
+                run.watch.end()
+            run.watch = None
+        return self._call(batch)
 
     def _trace(self, run: StageRun, trace: Trace, batch: Any) -> None:
         self.current = replace(run, trace=trace)

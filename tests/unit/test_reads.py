@@ -189,6 +189,29 @@ def test_models_with_habits(kind: Callable[[], nn.Module], monkeypatch: pytest.M
         assert reads_of(stages, masked(8), True, monkeypatch)["device"] == KINDS[kind]  # type: ignore[index]
 
 
+def test_code_that_does_not_run_under_modes_runs_without() -> None:
+    class Refuses(Reads):
+        refusals = 0
+
+        def factor(self, mask: torch.Tensor, x: torch.Tensor) -> float:
+            if self.refusals:
+                self.refusals -= 1
+                raise NotImplementedError("a mode is active")
+            return 0.1 * int(mask.sum())
+
+    Refuses.__name__ = "Net"
+    model = Refuses().double()
+    stages = stages_of(model)
+    with keep_float64():
+        for staged in stages.ranks:
+            staged.model.refusals = 1  # type: ignore[assignment]
+        compare(model, stages, masked(1), head_loss, all_used=False)
+        assert all(staged._reads is None for staged in stages.ranks)
+        stages.of(1).model.refusals = 1  # type: ignore[assignment]
+        with pytest.raises(NotImplementedError):
+            stages.step(masked(1), head_loss)
+
+
 def test_what_a_script_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     class Switched(Reads):
         loud = True
