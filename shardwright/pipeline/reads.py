@@ -188,14 +188,12 @@ class Watch(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Layers run as if nobody watched."""
+        """Layers run as if nobody watched. After an error nobody watches any more."""
         was_active = self.is_active
         self.end()
-        try:
-            yield
-        finally:
-            if was_active:
-                self.begin()
+        yield
+        if was_active:
+            self.begin()
 
 
 class Recording(Watch):

@@ -210,6 +210,13 @@ def test_code_that_does_not_run_under_modes_runs_without() -> None:
         stages.of(1).model.refusals = 1  # type: ignore[assignment]
         with pytest.raises(NotImplementedError):
             stages.step(masked(1), head_loss)
+        again = stages_of(Refuses().double())
+        handle = again.of(0).model.layers[2].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[union-attr, index]
+        with pytest.raises(ZeroDivisionError):
+            again.step(masked(1), head_loss)
+        assert again.of(0)._reads is not None
+        handle.remove()
+        compare(Refuses().double(), again, masked(1), head_loss, all_used=False)
 
 
 def test_what_a_script_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
