@@ -126,6 +126,8 @@ class HostReads:
             if len(self._known) >= _MOST_FRAMES:
                 self._known.clear()
             known = self._known[key] = _Known(self._state())
+        if known.tries >= _MOST_TRIES and (known.is_lost or not known.ends):
+            return None
         entries = {name: value for name, value in items_of(inputs.on_host(index)) if isinstance(value, torch.Tensor)}
         path = known.follow((), entries)
         if not known.is_lost and (path in known.ends or path in known.reads):

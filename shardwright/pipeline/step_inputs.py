@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class StepInputs:
     def batch(self, index: int) -> Batch:
         return self._cast(self.microbatches[index])
 
-    @property
+    @cached_property
     def has_host(self) -> bool:
         values = [value for microbatch in self.microbatches for _, value in items_of(microbatch)]
         return self._host is not None or all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
