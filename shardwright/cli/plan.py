@@ -18,7 +18,17 @@ from shardwright.cli.presets import PRESETS
 HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
 
 # Options that are arguments of HybridParallelPlugin, by type; their defaults are the plugin's.
-_WHOLE = ("tp_size", "pp_size", "sp_size", "zero_stage", "zero_group_size", "num_microbatches", "microbatch_size", "num_model_chunks")
+_WHOLE = (
+    "tp_size",
+    "pp_size",
+    "sp_size",
+    "zero_stage",
+    "zero_group_size",
+    "num_microbatches",
+    "microbatch_size",
+    "num_model_chunks",
+    "num_sequence_slices",
+)
 _TEXT = ("precision", "pp_style")
 _FLAGS = ("cpu_offload", "enable_all_optimization", "enable_flash_attention", "enable_fused_normalization", "enable_sequence_parallelism")
 _OTHER = (

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.keeping import Region, Selection
+from .past_keys import is_past
 from .saved_bytes import note_checkpointed
 
 
@@ -160,16 +161,21 @@ def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bo
     A layer that writes to a cache would write to it again when it is recomputed. Models make one in every forward (`use_cache` is on
     unless a config says otherwise); in training, as under transformers' own checkpointing, no layer is given it then. A cache that is
     filled, whose size shows in masks (`is_compileable`), or that a model in eval mode makes, is used: its layers must not be recomputed.
+    What stands for the slices before (`past_keys`) is none of these, and stays.
     """
-    caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length")]
+
+    def is_cache(value: Any) -> bool:
+        return hasattr(value, "get_seq_length") and not is_past(value)
+
+    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     if any(not training or getattr(cache, "is_compileable", False) or cache.get_seq_length() for cache in caches):
         return args, dict(kwargs), True
     if not caches:
         return args, dict(kwargs), False
-    kept = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
+    kept = {name: None if is_cache(value) else value for name, value in kwargs.items()}
     if kept.get("use_cache"):
         kept["use_cache"] = False
-    return tuple(None if hasattr(value, "get_seq_length") else value for value in args), kept, False
+    return tuple(None if is_cache(value) else value for value in args), kept, False
 
 
 def run_checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

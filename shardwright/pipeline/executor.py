@@ -22,7 +22,7 @@ from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..comm.payload import Header
 from ..comm.shape_rules import MessageKey, ShapeRule, split_sizes
-from ..ops.vocab_mode import as_scripts_see, detached
+from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
 from . import schedules
@@ -34,17 +34,21 @@ from .loss_check import LossCheck
 from .loss_weight import GlobalLoss, check_grad
 from .lowering import lower
 from .message_shapes import MessageShapes
-from .microbatch import batch_size, items_of, merge_outputs
+from .microbatch import batch_size, items_of
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
 from .ready import as_microbatches
 from .router_logits import RouterLogits, find_router_logits, without_router_logits
 from .router_loss import RouterLoss
-from .runtime import Gathering, PipelineRuntime, Reduction
+from .runtime import Gathering, PipelineRuntime, Reduction, Unfinished
 from .schedules import Schedule
 from .search import Found, search, transfers
+from .sequence_slices import SlicedInputs, SliceOutputs, SliceRule, num_routers
 from .simulate import Costs
+from .slice_check import slice_rule
+from .sliced_schedule import get_sliced
 from .stage import Payload, StagedModel
+from .step import Step
 from .step_inputs import StepInputs
 from .survey import Survey, survey_model
 from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
@@ -57,6 +61,7 @@ class PipelineSettings:
     pp_style, num_model_chunks   schedule and stages per rank; "auto" searches for both (`search`)
     num_microbatches             microbatches of a batch (fewer for a batch with fewer samples)
     microbatch_size              or samples per microbatch; with neither a batch is one microbatch
+    num_sequence_slices          parts into which every microbatch is cut along its sequence
     num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
     gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
     overlap_p2p                  receive while computing; the numbers are the same without
@@ -73,6 +78,7 @@ class PipelineSettings:
     num_model_chunks: int = 1
     num_microbatches: int | None = None
     microbatch_size: int | None = None
+    num_sequence_slices: int = 1
     num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
     overlap_p2p: bool = True
@@ -97,7 +103,7 @@ class CutModel:
     placement    where all stages live
     tied_groups  parameters that several ranks hold: the same list on every rank
     rank         this rank's position in the pipeline
-    loss_check, costs, pp_style   see `CutPlan`
+    loss_check, costs, pp_style, slices   see `CutPlan`
     """
 
     staged: StagedModel
@@ -107,6 +113,7 @@ class CutModel:
     loss_check: LossCheck | None = None
     costs: ChainCosts | None = None
     pp_style: str = "1f1b"
+    slices: SliceRule | None = None
 
     @property
     def holds_last_stage(self) -> bool:
@@ -128,6 +135,7 @@ class CutPlan:
     found          what the search found, where that was asked for
     routers        whose logits the last stage collects; None: it collects none
     towers         modules that run for images alone; None where the dry run had no images
+    slices         how microbatches are cut along the sequence; None: they are not
     """
 
     units: tuple[Unit, ...]
@@ -142,12 +150,13 @@ class CutPlan:
     found: Found | None = None
     routers: RouterLogits | None = None
     towers: frozenset[str] | None = None
+    slices: SliceRule | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)
         staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers, self.towers)
-        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style)
+        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style, self.slices)
 
 
 def plan_cut(
@@ -209,7 +218,8 @@ def plan_cut(
     check = LossCheck.of(model, survey.units)
     routers = find_router_logits(model, survey.units, example_inputs)
     towers = find_towers(model, survey.outside, survey.example)
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers)
+    slices = slice_rule(model, survey, settings.num_sequence_slices) if settings.num_sequence_slices > 1 else None
+    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers, slices)
 
 
 def _plan_one_stage(
@@ -312,7 +322,7 @@ class PipelineExecutor:
         self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
         self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._generation = job.generation()
         self.comm: PipeComm | None = None
         self.runtime: PipelineRuntime | None = None
@@ -396,8 +406,8 @@ class PipelineExecutor:
         split = bool(self._split_heads)
         loss = GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss)
         # On the host they are made only if masks must be compared and reading them on the device would wait for it.
-        inputs = StepInputs(microbatches, self._cast_inputs, lambda: self._split(given, None)[1])
-        step = _Step(microbatches, loss, optimizer, inputs)
+        inputs = self._inputs(microbatches, lambda: self._split(given, None)[1])
+        step = Step(microbatches, loss, optimizer, inputs)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
         self._step = step
@@ -413,11 +423,16 @@ class PipelineExecutor:
         reported = step.loss.reported() if want_loss else None
         return {"loss": reported, "outputs": step.merged_outputs(reported) if want_outputs else None}
 
+    def _inputs(self, microbatches: Sequence[Any], host: Callable[[], Sequence[Any]]) -> StepInputs:
+        if self.cut.slices is None:
+            return StepInputs(microbatches, self._cast_inputs, host)
+        return SlicedInputs(microbatches, self.cut.slices, self._cast_inputs, host)
+
     @cached_property
     def _router_loss(self) -> RouterLoss:
         return RouterLoss(self.cut.staged.model)
 
-    def _check_loss(self, step: _Step) -> None:
+    def _check_loss(self, step: Step) -> None:
         """Refuse, on every rank and before anything is sent, a loss that cannot be that of the whole batch."""
         if not (step.training or step.want_loss):
             return
@@ -440,7 +455,7 @@ class PipelineExecutor:
         """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
         sync_tied_gradients(self.cut.staged.model, self.cut.tied_groups, self.cut.rank, self._tied_process_groups)
 
-    def _run_alone(self, step: _Step) -> None:
+    def _run_alone(self, step: Step) -> None:
         with torch.set_grad_enabled(step.training):
             for index in range(len(step.microbatches)):
                 loss = self.forward(0, None, index)
@@ -455,24 +470,29 @@ class PipelineExecutor:
         no_sync = None if last else getattr(optimizer, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
-    def _run_pipeline(self, runtime: PipelineRuntime, step: _Step) -> None:
+    def _run_pipeline(self, runtime: PipelineRuntime, step: Step) -> None:
         assert self.comm is not None
         if self._generation != job.generation():
             self._generation = job.generation()  # after a recovery, what was agreed on in the failed step is uncertain,
             self.comm.forget_headers()
             self.comm.learn = None  # and a shape that did not follow may be why it failed
-        runtime.run(self._schedule(len(step.microbatches), step.training), step.shape_keys(), overlap=self.settings.overlap_p2p)
+        inputs = step.inputs
+        slices = inputs.num_slices if isinstance(inputs, SlicedInputs) else 1
+        schedule = self._schedule(len(step.microbatches), slices, step.training)
+        runtime.run(schedule, step.message_keys(), overlap=self.settings.overlap_p2p)
 
     def _learn_shapes(self, key: MessageKey, header: Header) -> ShapeRule | None:
         assert self._step is not None
         stage, look, _ = key.kind  # see `PipelineRuntime`
-        index = next(i for i, other in enumerate(self._step.shape_keys()) if split_sizes(other)[0] == look)
-        return self._message_shapes.find_rule(stage, self._step.microbatches[index], key, header)
+        index = next(i for i, other in enumerate(self._step.message_keys()) if split_sizes(other)[0] == look)
+        inputs = self._step.inputs
+        batch = inputs.by_length(index) if isinstance(inputs, SlicedInputs) else inputs.microbatches[index]
+        return self._message_shapes.find_rule(stage, batch, key, header)
 
-    def _lowered(self, num_microbatches: int, training: bool) -> Schedule:
+    def _lowered(self, num_microbatches: int, num_slices: int, training: bool) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks
         chunks = self.cut.placement.num_chunks
-        schedule = schedules.get(self.cut.pp_style, ranks, num_microbatches, chunks, forward_only=not training, pairs=self._pairs)
+        schedule = get_sliced(self.cut.pp_style, ranks, num_microbatches, num_slices, chunks, not training, self._pairs)
         costs = self.cut.costs.actions(self.cut.staged.stages) if self.cut.costs is not None else None
         return lower(
             schedule,
@@ -487,14 +507,30 @@ class PipelineExecutor:
         """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""
         step = self._step
         assert step is not None
+        staged = self.cut.staged
+        if isinstance(step.inputs, SlicedInputs):
+            payload = staged.run_slice(stage, received, step.inputs, index)
+            return payload if stage < staged.num_stages - 1 else self._behind_slice(step, step.inputs, payload, index)
+        passed_on, output = staged.run_microbatch(stage, received, step.inputs, index, partial(self._watched, step, index))
+        return passed_on if passed_on is not None else self._part_of_loss(step, output, index)
 
-        def watch(seen: Any) -> AbstractContextManager[Any]:
-            unused = step.loss.is_ready and not (step.training or step.want_loss)  # and nobody has found out how to count
-            return nullcontext() if unused else step.loss.watch(index, seen)
+    def _behind_slice(self, step: Step, inputs: SlicedInputs, payload: Payload, index: int) -> Any:
+        """What comes behind the last layer runs with the last slice of a microbatch."""
+        number = index // inputs.num_slices
+        before = step.slices.setdefault(number, SliceOutputs())
+        if not inputs.is_last(index):
+            return Unfinished(payload, before.add(payload))
+        batch, staged = inputs.whole.microbatches[number], self.cut.staged
+        joined = step.slices.pop(number).joined(payload, batch_size(batch), num_routers(staged.routers, batch))
+        output = staged.run_tail(joined, inputs.whole, number, partial(self._watched, step, number))
+        return self._part_of_loss(step, output, number)
 
-        payload, output = self.cut.staged.run_microbatch(stage, received, step.inputs, index, watch)
-        if payload is not None:
-            return payload
+    @staticmethod
+    def _watched(step: Step, index: int, seen: Any) -> AbstractContextManager[Any]:
+        unused = step.loss.is_ready and not (step.training or step.want_loss)  # and nobody has found out how to count
+        return nullcontext() if unused else step.loss.watch(index, seen)
+
+    def _part_of_loss(self, step: Step, output: Any, index: int) -> torch.Tensor | None:
         part = None
         if step.training or step.want_loss:
             part = step.loss.contribution(index, output)
@@ -539,29 +575,3 @@ class _Program:
 
     def forward(self, received: Any, microbatch: int) -> Any:
         return self._executor.forward(self._stage, received, microbatch)
-
-
-class _Step:
-    """One batch on its way."""
-
-    training = False
-    want_loss = True
-    want_outputs = False
-
-    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any, inputs: StepInputs) -> None:
-        self.microbatches = microbatches
-        self.inputs = inputs
-        self.loss = loss
-        self.optimizer = optimizer
-        self.outputs: dict[int, Any] = {}
-
-    def shape_keys(self) -> list[tuple[Any, ...]]:
-        """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
-        return [(*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches]
-
-    def merged_outputs(self, loss: torch.Tensor | None) -> Any:
-        sizes = [batch_size(microbatch) for microbatch in self.microbatches]
-        merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
-        if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
-            merged["loss"] = loss
-        return map_tensors(as_scripts_see, merged)

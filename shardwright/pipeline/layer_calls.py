@@ -244,9 +244,9 @@ class LayerCalls:
         inputs.calls.clear()
 
     def run(
-        self, units: range, calls: Calls, received: Mapping[int, Any], wanted: frozenset[int]
+        self, units: range, calls: Calls, received: Mapping[int, Any], wanted: frozenset[int], past: Any = None
     ) -> tuple[dict[int, Any], dict[int, Any] | None]:
-        """Call the layers of `units`: (outputs of the wanted ones, None).
+        """Call the layers of `units`: (outputs of the wanted ones, None). past: of the slices before this one.
 
         Where a layer does not return what was assumed: (outputs so far, all outputs that a later layer may read), for the model's forward
         to go on behind that layer.
@@ -256,7 +256,7 @@ class LayerCalls:
         outputs: dict[int, Any] = {}
         last = units[-1]
         for unit, done_with in calls.order(units):
-            args, kwargs = calls.units[unit].filled(tensors)
+            args, kwargs = calls.units[unit].filled(tensors, past)
             output = self._layers[unit](*args, **kwargs)
             del args, kwargs
             if unit in wanted:

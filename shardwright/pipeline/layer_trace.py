@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from ..utils import pytree
 from .microbatch import items_of
 from .model_state import other_random_states, random_states, restore_other_random_states
+from .past_keys import is_past
 from .survey import TENSOR, Template
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -55,22 +56,29 @@ class TraceEnd(BaseException):
 
 
 class LayerCall(NamedTuple):
-    """Arguments of one layer; at the places of `flows` stands the tensor (unit, number) of what a unit returned."""
+    """Arguments of one layer; at the places of `flows` stands the tensor (unit, number) of what a unit returned, at those of `pasts` what
+    came before the slice."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arg_flows: tuple[tuple[int, int, int], ...]
     kwarg_flows: tuple[tuple[str, int, int], ...]
     constants: tuple[tuple[torch.Tensor, int], ...]  # with their versions: a layer may write to what it gets
+    pasts: tuple[int | str, ...] = ()
 
     @property
     def sources(self) -> set[int]:
         """Units whose outputs the layer gets."""
         return {unit for _, unit, _ in (*self.arg_flows, *self.kwarg_flows)}
 
-    def filled(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> tuple[list[Any], dict[str, Any]]:
+    def filled(self, tensors: Mapping[int, Sequence[torch.Tensor]], past: Any = None) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for one microbatch; `tensors` are those of the units' outputs."""
         args, kwargs = list(self.args), dict(self.kwargs)
+        for key in self.pasts:
+            if isinstance(key, int):
+                args[key] = past
+            else:
+                kwargs[key] = past
         for place, unit, number in self.arg_flows:
             args[place] = tensors[unit][number]
         for name, unit, number in self.kwarg_flows:
@@ -247,12 +255,18 @@ class Trace:
         constants: list[tuple[torch.Tensor, int]] = []
         arg_flows = [(place, *self._places[id(value)]) for place, value in enumerate(args) if id(value) in self._places]
         kwarg_flows = [(name, *self._places[id(value)]) for name, value in kwargs.items() if id(value) in self._places]
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        pasts = tuple(key for key, value in named if is_past(value))
+
+        def is_filled(value: Any) -> bool:
+            return id(value) in self._places or is_past(value)
+
         for value in (*args, *kwargs.values()):
-            if id(value) not in self._places:
+            if not is_filled(value):
                 self._check_constant(value, constants)
-        fixed_args = tuple(None if id(value) in self._places else value for value in args)
-        fixed_kwargs = {name: None if id(value) in self._places else value for name, value in kwargs.items()}
-        return LayerCall(fixed_args, fixed_kwargs, tuple(arg_flows), tuple(kwarg_flows), tuple(constants))
+        fixed_args = tuple(None if is_filled(value) else value for value in args)
+        fixed_kwargs = {name: None if is_filled(value) else value for name, value in kwargs.items()}
+        return LayerCall(fixed_args, fixed_kwargs, tuple(arg_flows), tuple(kwarg_flows), tuple(constants), pasts)
 
     def _check_constant(self, value: Any, found: list[tuple[torch.Tensor, int]]) -> None:
         if isinstance(value, torch.Tensor):

@@ -95,6 +95,11 @@ def unit_costs(model: nn.Module, survey: Survey) -> list[float]:
     return costs
 
 
+def layer_costs(model: nn.Module, survey: Survey) -> list[float]:
+    """Estimated cost of each layer by itself, without attention."""
+    return _estimated(model, survey)[0]
+
+
 def _estimated(model: nn.Module, survey: Survey) -> tuple[list[float], float, float]:
     """Of every unit by itself, of what lies before the first, and of what lies behind the last."""
     tables = lookup_tables(model)

@@ -52,10 +52,18 @@ class StageProgram(Protocol):
              sum over microbatches; in a forward-only step it may return None. Outputs that the user wants to see are
              kept by the program itself.
 
-    A program reads the microbatch's own inputs (token ids, masks, labels) by its index; only boundary tensors travel.
+    A program reads the microbatch's own inputs (token ids, masks, labels) by its index; only boundary tensors travel. On the last stage,
+    where the loss waits for microbatches that come later (slices of a sequence), it returns `Unfinished`.
     """
 
     def forward(self, received: Any, microbatch: int) -> Any: ...
+
+
+class Unfinished(NamedTuple):
+    """Outputs of a microbatch, and what returns gradients of those that require them, asked for when its backward runs."""
+
+    outputs: Sequence[Tensor]
+    gradients: Callable[[], list[Tensor]]
 
 
 class BackwardByGrad(Protocol):
@@ -130,6 +138,7 @@ class _Live(NamedTuple):
     outputs: list[GradientEdge]  # outputs that require grad
     metas: list[TensorMeta]  # of these outputs, and so of their gradients
     loss: Tensor | None  # on the last stage
+    gradients: Callable[[], list[Tensor]] | None = None  # of its outputs, where there is no loss yet
 
 
 class PipelineRuntime:
@@ -294,7 +303,11 @@ class PipelineRuntime:
             self.recorder.inputs_arrived()
         result = self._forward_of(stage, received, microbatch)
         del received
-        if stage == self._last:
+        if isinstance(result, Unfinished):
+            if self._training:
+                edges = [get_gradient_edge(tensor) for tensor in result.outputs if tensor.requires_grad]
+                self._live[stage, microbatch] = _Live(leaves, edges, [], None, result.gradients)
+        elif stage == self._last:
             loss = self._take_loss(result, microbatch)
             if self._training:
                 self._live[stage, microbatch] = _Live(leaves, [], [], loss)
@@ -390,9 +403,9 @@ class PipelineRuntime:
         return self._graph_bytes.get(self._key(stage, microbatch), 0) if self._graph_bytes else 0
 
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
-        leaves, outputs, _, loss = self._live.pop((stage, microbatch))
+        leaves, outputs, _, loss, gradients = self._live.pop((stage, microbatch))
         self._live_bytes -= self._bytes_of(stage, microbatch)
-        grads: list[Tensor] = []
+        grads: list[Tensor] = gradients() if gradients is not None else []
         if stage < self._last:
             if self._rank_of[stage + 1] == self.comm.rank:
                 grads = self._handed_back.pop((stage, microbatch))

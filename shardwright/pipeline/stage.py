@@ -35,10 +35,9 @@ from .layer_chain import Unit
 from .layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
 from .reads import HostReads, Watch
 from .router_logits import RouterLogits
+from .sequence_slices import Payload, SlicedInputs
 from .step_inputs import StepInputs
 from .survey import Survey
-
-Payload = tuple[torch.Tensor, ...]
 
 PLAIN_CALL = (
     "this model is split into pipeline stages, so it cannot be called directly: one rank holds only some of its layers. Use\n"
@@ -70,6 +69,7 @@ class StageRun:
     in_model: bool = True  # whether layers are called by the model's forward
     begin: int = 0  # first unit that runs: what the ones before returned is there
     watch: Watch | None = None  # of what the model's forward reads off tensors
+    past: Any = None  # keys and values of the slices before this one
 
     def output_before(self, unit: int) -> Any:
         """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads its own."""
@@ -169,12 +169,37 @@ class StagedModel:
     ) -> tuple[Payload | None, Any]:
         """The same for microbatch `index` of a step. What comes before the layers is computed once per step where it can be."""
         run = self._prepared(stage, received, inputs.microbatches[index])
-        if self._calls is not None:
+        return self._run_prepared(run, inputs, index, tail)
+
+    def run_slice(self, stage: int, received: Payload | None, inputs: SlicedInputs, index: int) -> Payload:
+        """The stage's layers for slice `index` of a step; what comes behind the last of them is left to `run_tail`."""
+        units = self.stages[stage]
+        if not units:
+            assert received is not None
+            return received
+        run = self._prepared(stage, received, inputs.microbatches[index], ends=False)
+        run.past = inputs.past(index)
+        payload, _ = self._run_prepared(run, inputs, index, nullcontext)
+        assert payload is not None
+        return payload
+
+    def run_tail(self, payload: Payload, inputs: StepInputs, index: int, tail: Callable[[Any], AbstractContextManager[Any]]) -> Any:
+        """What comes behind the last layer, for all of microbatch `index`: the model's output."""
+        behind = range(len(self.units), len(self.units))
+        run = self._prepared(self.num_stages - 1, payload, inputs.microbatches[index], behind)
+        _, output = self._run_prepared(run, inputs, index, tail)
+        return output
+
+    def _run_prepared(
+        self, run: StageRun, inputs: StepInputs, index: int, tail: Callable[[Any], AbstractContextManager[Any]]
+    ) -> tuple[Payload | None, Any]:
+        stage = run.stage
+        if self._calls is not None and not run.is_last:
             calls = self._calls.find(stage, run.received, inputs, index, lambda trace: self._trace(run, trace, inputs.batch(index)))
             if calls is not None:
                 run.in_model, self.current = False, run
                 try:
-                    run.outputs, alive = self._calls.run(self.stages[stage], calls, run.received, run.wanted)
+                    run.outputs, alive = self._calls.run(self.stages[stage], calls, run.received, run.wanted, run.past)
                 finally:
                     self.current = None
                 if alive is None:
@@ -194,12 +219,14 @@ class StagedModel:
         if (self._own_device().type == "cpu" and not self.answers_on_cpu) or self._calls.is_watched():
             return None
         metas = tuple((tensor.shape, tensor.dtype) for output in run.received.values() for tensor in tensors_of(output))
-        return self._reads.of_forward((run.stage, metas, context(self._own_device()), self._calls.modes), inputs, index, batch)
+        look = (run.stage, run.low, metas, context(self._own_device()), self._calls.modes)
+        return self._reads.of_forward(look, inputs, index, batch)
 
-    def _prepared(self, stage: int, received: Payload | None, batch: Any) -> StageRun:
+    def _prepared(self, stage: int, received: Payload | None, batch: Any, units: range | None = None, ends: bool = True) -> StageRun:
+        """What a stage, or `units` of it, plays. ends: the last stage goes on behind its layers."""
         self._follow_device()
-        units = self.stages[stage]
-        is_last = stage == self.num_stages - 1
+        units = self.stages[stage] if units is None else units
+        is_last = ends and stage == self.num_stages - 1
         run = StageRun(stage, units.start, units.stop, is_last, self._live.get(stage, frozenset()))
         run.begin = min(units.start, units.stop - 1)  # in a stage of the tail alone the unit before it ends
         if self.routers is not None and self.routers.are_wanted(batch):
@@ -291,11 +318,14 @@ class StagedModel:
         return without_patches(batch) if self.towers and run.stage > 0 and not self.towers & run.live else batch
 
     def _call(self, batch: Any) -> Any:
+        run, defaults = self.current, self._defaults
+        if run is not None and run.past is not None:
+            defaults = {**defaults, "past_key_values": run.past}
         if isinstance(batch, Mapping):
-            return self.model(**{**self._defaults, **batch})
+            return self.model(**{**defaults, **batch})
         if isinstance(batch, list | tuple):
-            return self.model(*batch, **self._defaults)
-        return self.model(batch, **self._defaults)
+            return self.model(*batch, **defaults)
+        return self.model(batch, **defaults)
 
     def _pack(self, run: StageRun) -> Payload:
         """Tensors of every unit's output that is read behind the stage, units ascending; last all their numbers, if there are any.

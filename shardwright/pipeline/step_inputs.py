@@ -37,6 +37,10 @@ class StepInputs:
         self._frames: dict[int, Hashable] = {}
         self._groups: dict[tuple[Hashable, frozenset[Any]], dict[int, tuple[Hashable, int]]] = {}
 
+    def past(self, index: int) -> Any:
+        """What the model gets of what came before, where microbatches are cut along the sequence."""
+        return None
+
     def batch(self, index: int) -> Batch:
         return self._cast(self.microbatches[index])
 

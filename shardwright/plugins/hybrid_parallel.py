@@ -120,6 +120,7 @@ class HybridParallelPlugin(Plugin):
         auto_memory: float = 1.5,
         gather_ahead: int | None = None,
         offload_activations: float | list[float] | None = None,
+        num_sequence_slices: int = 1,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.settings = HybridSettings.deal(arguments)

@@ -144,6 +144,8 @@ class PipelineOptions:
 
     deferred_bytes  what weight gradients that "zb", "zbv" and "dualpipev" postpone may hold on a rank; None: what fits into 1F1B's memory,
                     0: nothing is postponed
+    num_sequence_slices  parts into which every microbatch is cut along its sequence (causal decoders): less memory for long sequences, less
+                    bubble for few microbatches
     offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and backward, or a list
                     with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three actions stay
     example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned
@@ -154,6 +156,7 @@ class PipelineOptions:
     num_layers_per_stage: list[int] | None
     num_microbatches: int | None
     microbatch_size: int | None
+    num_sequence_slices: int
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None
     overlap_p2p: bool
     enable_metadata_cache: bool
@@ -165,7 +168,7 @@ class PipelineOptions:
 
     def check(self, pp_size: int) -> None:
         """Refuse what does not fit a pipeline of `pp_size` ranks."""
-        for name in ("num_microbatches", "microbatch_size", "num_model_chunks"):
+        for name in ("num_microbatches", "microbatch_size", "num_model_chunks", "num_sequence_slices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be a whole number of at least 1")
@@ -186,6 +189,11 @@ class PipelineOptions:
         else:
             get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
         self._check_offload(pp_size)
+        if self.num_sequence_slices > 1 and pp_size == 1:
+            raise ValueError(
+                f"num_sequence_slices={self.num_sequence_slices} with pp_size=1: slices of a sequence follow one another through a "
+                "pipeline, and without one all of them would be held as the whole is; leave it out, or use pp_size of at least 2"
+            )
         if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
                 f"pp_size={pp_size} needs num_microbatches or microbatch_size: a pipeline works on parts of a batch; "
@@ -227,6 +235,11 @@ class PipelineOptions:
             raise ValueError(
                 "pp_style='auto' needs num_microbatches, because how good a schedule is depends on them; "
                 f"num_microbatches={4 * pp_size} is a good start"
+            )
+        if self.num_sequence_slices > 1:
+            raise ValueError(
+                f"num_sequence_slices={self.num_sequence_slices} with pp_style='auto', which searches among schedules of whole "
+                "microbatches; name a schedule ('1f1b' and 'zb' hold least), or leave num_sequence_slices out"
             )
         for name, none in (("num_model_chunks", 1), ("num_layers_per_stage", None)):
             value = getattr(self, name)

@@ -1,0 +1,53 @@
+"""One batch on its way through the pipeline: its microbatches, their loss, and what became of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..cluster.same_batch import describe
+from ..ops.vocab_mode import as_scripts_see
+from ..utils.tensors import map_tensors
+from .loss_weight import GlobalLoss
+from .microbatch import batch_size, items_of, merge_outputs
+from .sequence_slices import SlicedInputs, SliceOutputs
+from .step_inputs import StepInputs
+
+
+class Step:
+    """`training`: gradients are wanted; `want_loss`, `want_outputs`: the caller is given them."""
+
+    training = False
+    want_loss = True
+    want_outputs = False
+
+    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any, inputs: StepInputs) -> None:
+        self.microbatches = microbatches
+        self.inputs = inputs
+        self.loss = loss
+        self.optimizer = optimizer
+        self.outputs: dict[int, Any] = {}
+        self.slices: dict[int, SliceOutputs] = {}  # on the last stage, by microbatch
+
+    def shape_keys(self) -> list[tuple[Any, ...]]:
+        """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
+        return [(*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches]
+
+    def message_keys(self) -> list[tuple[Any, ...]]:
+        """The same for what travels and is kept of a microbatch, or of its slices."""
+        inputs = self.inputs
+        if not isinstance(inputs, SlicedInputs):
+            return self.shape_keys()
+        routers, count = self.loss.router_loss is not None, inputs.num_slices  # numbers in keys are sizes, so places are words
+        return [
+            (*describe(items_of(inputs.by_length(index))), routers, f"slice {index % count} of {count}")
+            for index in range(len(inputs.microbatches))
+        ]
+
+    def merged_outputs(self, loss: torch.Tensor | None) -> Any:
+        sizes = [batch_size(microbatch) for microbatch in self.microbatches]
+        merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
+        if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
+            merged["loss"] = loss
+        return map_tensors(as_scripts_see, merged)
