@@ -479,7 +479,7 @@ class PipelineExecutor:
         inputs = step.inputs
         slices = inputs.num_slices if isinstance(inputs, SlicedInputs) else 1
         schedule = self._schedule(len(step.microbatches), slices, step.training)
-        runtime.run(schedule, step.message_keys(), overlap=self.settings.overlap_p2p)
+        runtime.run(schedule, step.message_keys(), overlap=self.settings.overlap_p2p, slices=slices)
 
     def _learn_shapes(self, key: MessageKey, header: Header) -> ShapeRule | None:
         assert self._step is not None

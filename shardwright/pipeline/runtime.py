@@ -209,13 +209,14 @@ class PipelineRuntime:
         self._offload = ActivationOffload()
         self._start_step((), False, False)
 
-    def run(self, schedule: Schedule, shape_keys: Sequence[Hashable], *, overlap: bool = True) -> StepResult:
+    def run(self, schedule: Schedule, shape_keys: Sequence[Hashable], *, overlap: bool = True, slices: int = 1) -> StepResult:
         """One step.
 
         schedule    lowered lists of all ranks (`lowering.lower`), the same on every rank
         shape_keys  for every microbatch something that is equal exactly for microbatches whose messages have equal shapes, the
                     same on every rank (the shapes of its inputs)
         overlap     as given to `lower`; False waits for every transfer where it stands
+        slices      so many microbatches, the last of which goes backward first, make one; its gradients are reduced together
         """
         if schedule.placement != self.placement:
             raise ValueError(f"the schedule is for {schedule.placement}, the runtime has {self.placement}")
@@ -229,7 +230,8 @@ class PipelineRuntime:
             # Linears postpone only what runs forward while a store exists.
             self.weight_grads = WeightGradStore(math.inf if self._deferred_bytes is None else self._deferred_bytes)
         self._start_step(shape_keys, training, overlap)
-        self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.B, Kind.W))
+        self._slices = slices
+        self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.B, Kind.W) and action.microbatch % slices == 0)
         self._to_leave = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD}
         step = 0
         handlers, recorder = self._handlers, self.recorder
@@ -276,6 +278,7 @@ class PipelineRuntime:
         self._to_leave = set[tuple[int, int]]()  # whose activations wait in host memory
         self._joined: tuple[int, int] | None = None  # the forward that runs with the next action
         self._to_come = Counter[int]()  # microbatches whose weight gradients are still to be made, by stage
+        self._slices = 1  # of a microbatch
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
         self._sent: dict[tuple[int, int], Sent] = {}
@@ -364,7 +367,7 @@ class PipelineRuntime:
         self.pairs.run(lambda: self._run_forward(*forward), lambda: self._run_full_backward(stage, microbatch))
 
     def _run_full_backward(self, stage: int, microbatch: int) -> None:
-        with self._making_gradients(stage, None):
+        with self._making_gradients(stage, microbatch, None):
             self._backward_of(stage, microbatch, defer=False)
         self._num_live -= 1
 
@@ -375,13 +378,16 @@ class PipelineRuntime:
 
     def _run_weight_grad(self, stage: int, microbatch: int) -> None:
         store, key = self.weight_grads, (stage, microbatch)
-        with self._making_gradients(stage, store.parameters(key) if store is not None else ()):
+        with self._making_gradients(stage, microbatch, store.parameters(key) if store is not None else ()):
             if store is not None:
                 store.run(key)
         self._num_live -= 1
 
     @contextmanager
-    def _making_gradients(self, stage: int, of: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
+    def _making_gradients(self, stage: int, microbatch: int, of: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
+        if microbatch % self._slices:
+            yield
+            return
         self._to_come[stage] -= 1
         chunk, last = self.placement.chunk_of(stage), self._to_come[stage] == 0
         if self._reduction is not None:

@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,8 +56,13 @@ class _Check:
         config = text_config(model)
         if getattr(config, "is_encoder_decoder", False):
             raise self._refusal("its encoder looks at the whole sequence at once")
-        if "past_key_values" not in self._rule.names:
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())  # a wrapper, perhaps
+        if "past_key_values" not in parameters and not takes_any:
             raise self._refusal("its forward takes no past_key_values, by which attention would see the slices before")
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+                raise self._refusal(f"{name} counts positions from the tokens that are no padding, of which a slice knows its own only")
         for unit in self._survey.units:
             for name, module in model.get_submodule(unit.layer).named_modules(prefix=unit.layer):
                 if getattr(module, "is_causal", True) is False:

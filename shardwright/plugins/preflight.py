@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
-from ..pipeline import schedules
 from ..pipeline.actions import Kind
 from ..pipeline.balance import by_rank
 from ..pipeline.executor import CutPlan, plan_cut
@@ -34,6 +33,7 @@ from ..pipeline.microbatch import microbatch_sizes
 from ..pipeline.partition import chain_costs
 from ..pipeline.schedules import Schedule
 from ..pipeline.simulate import Costs, simulate
+from ..pipeline.sliced_schedule import get_sliced
 from ..precision.policy import PrecisionPolicy
 from ..shardformer.init import LazyWeights
 from ..shardformer.plan import Decision
@@ -167,7 +167,7 @@ class _Resolver:
         busiest = max(range(len(shapes)), key=lambda rank: shapes[rank][0].trained)
         bubble, peak = self._schedule(microbatches)
         costs = self._stage_costs()
-        tokens = Tokens.of(self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize())
+        tokens = Tokens.of(self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize(), self._slices)
         traffic = [
             *self._data_traffic(shapes[busiest][1], microbatches),
             *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes()),
@@ -185,6 +185,7 @@ class _Resolver:
             shared=self._sharing,
             pp_style=self.plan.pp_style,
             num_microbatches=microbatches,
+            num_slices=self._slices,
             bubble=bubble,
             peak_live=peak,
             deferred=self._deferred,
@@ -334,7 +335,9 @@ class _Resolver:
             return None
         shape = (-(-batch.samples // microbatches), batch.length)
         dtype = self.precision.dtype if self.precision.is_half else None
-        return held_note(self.model, self.plan, self._actions(microbatches), shape, dtype, self._costs, self._deferred or 0.0, self._shares)
+        return held_note(
+            self.model, self.plan, self._actions(microbatches), shape, dtype, self._costs, self._deferred or 0.0, self._shares, self._slices
+        )
 
     @property
     def _shares(self) -> Sequence[float] | None:
@@ -343,7 +346,13 @@ class _Resolver:
 
     def _actions(self, microbatches: int) -> Schedule:
         ranks, chunks, pairs = self.mesh.size("pp"), self.plan.placement.num_chunks, self.mesh.size("tp") > 1
-        return schedules.get(self.plan.pp_style, ranks, microbatches, chunks, pairs=pairs)
+        return get_sliced(self.plan.pp_style, ranks, microbatches, self._slices, chunks, pairs=pairs)
+
+    @property
+    def _slices(self) -> int:
+        """Of a microbatch, along the sequence."""
+        rule = self.plan.slices
+        return 1 if rule is None else min(rule.count, self.batch.length or rule.count)
 
     @cached_property
     def _weight_work(self) -> list[WeightWork] | None:
@@ -409,7 +418,7 @@ class _Resolver:
             notes.append(leaving_note(self._actions(microbatches), self._shares))
         if self.optimizer is None:
             notes.append("no optimizer was given: bytes are those of the weights alone")
-        if microbatches is not None and microbatches < ranks:
+        if microbatches is not None and microbatches * self._slices < ranks:
             notes.append(
                 f"{microbatches} microbatches on {ranks} pipeline ranks leave ranks idle; num_microbatches={2 * ranks} would fill them"
             )

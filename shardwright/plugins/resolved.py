@@ -82,7 +82,7 @@ class ResolvedLayout:
     sizes           ranks along dp, pp, tp, sp
     order           axes of the mesh, outermost first
     shared          ranks of a ZeRO sub-group (k); the optimizer is sharded over them from stage 1 on
-    num_microbatches, bubble, peak_live
+    num_microbatches, num_slices, bubble, peak_live
                     of one step: how many there are, which part of the ranks' time is idle when all stages cost the same (backward
                     twice a forward), most microbatches whose activations a rank holds; None while the batch is not known
     deferred        share of the weight-gradient work that a zero-bubble schedule postpones; the bubble is that with this share. None for
@@ -106,6 +106,7 @@ class ResolvedLayout:
     shared: int
     pp_style: str
     num_microbatches: int | None
+    num_slices: int
     bubble: float | None
     peak_live: int | None
     deferred: float | None
@@ -165,10 +166,13 @@ class ResolvedLayout:
         assert self.bubble is not None
         deferred = "" if self.deferred is None else f" with {self.deferred:.0%} of weight gradients postponed"
         several = len(self.stages) > len(self.ranks)
+        sliced = self.num_slices > 1
+        cut = f" of {self.num_slices} slices" if sliced else ""
         rank = f", dearest rank {self.rank_imbalance:.2f} x the mean" if several else ""
         return (
-            f"schedule {self.pp_style}: {self.num_microbatches} microbatches, ideal bubble {self.bubble:.1%}{deferred}, "
-            f"at most {self.peak_live} {'chunks of ' * several}microbatches held, dearest stage {self.imbalance:.2f} x the mean{rank}"
+            f"schedule {self.pp_style}: {self.num_microbatches} microbatches{cut}, ideal bubble {self.bubble:.1%}{deferred}, at most "
+            f"{self.peak_live} {'chunks of ' * several}{'slices' if sliced else 'microbatches'} held, dearest stage "
+            f"{self.imbalance:.2f} x the mean{rank}"
         )
 
 

@@ -26,6 +26,7 @@ def held_note(
     costs: Costs | None,
     late: float,
     shares: Sequence[float] | None = None,
+    slices: int = 1,
 ) -> str | None:
     """What the ranks hold; None for models that do not say that their input is token ids.
 
@@ -34,6 +35,7 @@ def held_note(
     costs  of the actions, for the order in which ranks get to them
     late   share of weight gradients that the schedule postpones
     shares of the activations that wait in host memory, by stage
+    slices of a microbatch along its sequence, as which the schedule has it
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return None
@@ -49,8 +51,9 @@ def held_note(
             f"activations of a step are not known: {type(model).__name__} did not run on made-up tokens ({type(error).__name__}: {error})"
         )
     whole, in_part = zip(*recomputed, strict=True)
-    kept, deferred = counted.by_stage(plan.stages, whole, in_part)
-    away = Offloaded(shares, leaving_bytes(counted, plan)) if shares is not None else None
+    of_whole, put_off = counted.by_stage(plan.stages, whole, in_part)
+    kept, deferred = [amount / slices for amount in of_whole], [amount / slices for amount in put_off]
+    away = Offloaded(shares, [amount / slices for amount in leaving_bytes(counted, plan)]) if shares is not None else None
     curves = memory_curves(simulate(schedule, costs).run, kept, [late * amount for amount in deferred], away)
     peaks = ", ".join(size(round(curve.peak)) for curve in curves)
     waiting = max(float(curve.deferred.max(initial=0.0)) for curve in curves)

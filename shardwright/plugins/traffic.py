@@ -32,6 +32,7 @@ class Tokens:
 
     tokens          of all microbatches of one rank, None while the batch is not known
     microbatches    None while the batch is not known
+    slices          of a microbatch, of which layers run one after the other
     hidden          features of a token between layers, None where the config does not say
     itemsize        bytes of an activation
     """
@@ -40,14 +41,17 @@ class Tokens:
     microbatches: int | None
     hidden: int | None
     itemsize: int
+    slices: int = 1
 
     @classmethod
-    def of(cls, model: nn.Module, samples: int | None, length: int | None, microbatches: int | None, itemsize: int) -> Tokens:
+    def of(
+        cls, model: nn.Module, samples: int | None, length: int | None, microbatches: int | None, itemsize: int, slices: int = 1
+    ) -> Tokens:
         config: Any = getattr(model, "config", None)
         get_text_config = getattr(config, "get_text_config", None)
         config = get_text_config() if callable(get_text_config) else config
         hidden = next((value for name in _HIDDEN if isinstance(value := getattr(config, name, None), int)), None)
-        return cls(samples * length if samples and length else None, microbatches, hidden, itemsize)
+        return cls(samples * length if samples and length else None, microbatches, hidden, itemsize, slices)
 
     def bytes(self, features: int | None) -> int | None:
         """Of one activation of so many features, over the whole step."""
@@ -56,12 +60,15 @@ class Tokens:
 
 def tensor_traffic(positions: Sequence[Sequence[Decision]], tokens: Tokens, recomputes: bool) -> list[Traffic]:
     """All-reduces over tp, at the pipeline position that has most of them."""
-    found = max((_reduced_features(decisions) for decisions in positions), key=sum, default=[])
+    of_position = [(_reduced_features(decisions), decisions) for decisions in positions]
+    found, busiest = max(of_position, key=lambda position: sum(position[0]), default=([], ()))
     if not found:
         return []
     ranks = next(decision.site.parallel.size for decisions in positions for decision in decisions)
     size = tokens.bytes(sum(found))
-    calls = None if tokens.microbatches is None else len(found) * tokens.microbatches
+    heads = sum(isinstance(decision.style, VocabHead) for decision in busiest)  # which run on the whole of a microbatch
+    rounds = (len(found) - heads) * tokens.slices + heads
+    calls = None if tokens.microbatches is None else rounds * tokens.microbatches
     what = "activations and their gradients, all-reduce" + (" (without those that are recomputed)" if recomputes else "")
     return [Traffic("tp", what, calls, None if size is None else 2 * (ranks - 1) * size // ranks)]
 
@@ -108,7 +115,7 @@ def pipeline_traffic(plan: CutPlan, tokens: Tokens) -> list[Traffic]:
             calls[rank] += 1
     busiest = sends.index(max(sends))
     size = tokens.bytes(tokens.hidden)
-    count = None if tokens.microbatches is None else calls[busiest] * tokens.microbatches
+    count = None if tokens.microbatches is None else calls[busiest] * tokens.microbatches * tokens.slices
     return [
         Traffic("pp", "activations forward, gradients backward, sent to neighbours", count, None if size is None else sends[busiest] * size)
     ]

@@ -101,6 +101,8 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     chance = {"zbv": 0.5, "interleaved": 0.5 * (chunks == 2 and tp > 1)}.get(plugin.get("pp_style", ""), 0.0)
     if random.Random(f"pairs {seed}").random() < chance:
         plugin["pp_style"] = "dualpipev"
+    if pp > 1 and model.endswith("causal-lm") and plugin["pp_style"] != "auto":
+        plugin["num_sequence_slices"] = random.Random(f"slices {seed}").choice([1, 1, 2, 3, 5])
     return _with_habits(rng, layout)
 
 
