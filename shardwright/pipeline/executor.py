@@ -478,7 +478,7 @@ class PipelineExecutor:
             self.comm.learn = None  # and a shape that did not follow may be why it failed
         inputs = step.inputs
         slices = inputs.num_slices if isinstance(inputs, SlicedInputs) else 1
-        schedule = self._schedule(len(step.microbatches), slices, step.training)
+        schedule = self._schedule(len(step.microbatches), step.training, slices)
         runtime.run(schedule, step.message_keys(), overlap=self.settings.overlap_p2p, slices=slices)
 
     def _learn_shapes(self, key: MessageKey, header: Header) -> ShapeRule | None:
@@ -489,7 +489,7 @@ class PipelineExecutor:
         batch = inputs.by_length(index) if isinstance(inputs, SlicedInputs) else inputs.microbatches[index]
         return self._message_shapes.find_rule(stage, batch, key, header)
 
-    def _lowered(self, num_microbatches: int, num_slices: int, training: bool) -> Schedule:
+    def _lowered(self, num_microbatches: int, training: bool, num_slices: int = 1) -> Schedule:
         settings, ranks = self.settings, self.cut.placement.num_ranks
         chunks = self.cut.placement.num_chunks
         schedule = get_sliced(self.cut.pp_style, ranks, num_microbatches, num_slices, chunks, not training, self._pairs)

@@ -23,6 +23,7 @@ TITLES = {
     "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",
     "selective": "Recomputation",
+    "slices": "Sequences in slices",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"
 

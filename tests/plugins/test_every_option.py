@@ -160,6 +160,13 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Idle(2.0, PIPE),
     ],
     "num_model_chunks": [Changes(see.report, 4, CHUNKS), Idle(2, {"pp_style": "interleaved"})],
+    "num_sequence_slices": [
+        Changes(see.report, 2, PIPE),
+        Changes(see.report, 3, CHUNKS),
+        Refused(2, "without one all of them would be held"),
+        Refused(2, "searches among schedules of whole microbatches", {**PIPE, "pp_style": "auto"}),
+        Refused(0, "a whole number of at least 1", PIPE),
+    ],
     "num_layers_per_stage": [Changes(see.report, [3, 5], PIPE), Refused("1,3", "list of whole numbers")],
     "overlap_p2p": [Idle(False)],  # see test_messages_between_stages
     "enable_metadata_cache": [Idle(False)],  # see test_messages_between_stages
