@@ -3,6 +3,7 @@
     python benchmarks/schedules.py                                   a Llama on 2 ranks, 4 microbatches
     python benchmarks/schedules.py --model qwen3-moe-causal-lm --ranks 4 --microbatches 8
     python benchmarks/schedules.py --checkpointing --only 1f1b zb
+    python benchmarks/schedules.py --microbatches 2 --rows 1 --length 1024 --only 1f1b 1f1b/4     in 4 slices of the sequence
 
 Every round trains one step with every schedule, in turn forwards and backwards, so that a busy machine disturbs all alike. Reported are
 medians over rounds of the wall time of a step (the slowest rank's, from the first action to the last) and of the CPU time (summed over
@@ -20,13 +21,26 @@ import torch
 import torch.distributed as dist
 
 from shardwright import Booster
-from shardwright.pipeline import schedules
 from shardwright.pipeline.simulate import simulate
+from shardwright.pipeline.sliced_schedule import get_sliced
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, run_ranks, zoo
 
 APART = "dualpipev apart"  # the same schedule without pairs
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2, "dualpipev": 2, APART: 2}
+
+
+def parsed(style: str) -> tuple[str, int]:
+    """Name and number of slices of a schedule as it is asked for: 1f1b, or 1f1b/4."""
+    name, _, slices = style.partition("/")
+    if name not in CHUNKS:
+        raise argparse.ArgumentTypeError(f"{style!r} is none of {', '.join(CHUNKS)}, or one of them with /SLICES")
+    return name, int(slices or 1)
+
+
+def as_schedule(style: str) -> str:
+    parsed(style)
+    return style
 
 
 def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -36,6 +50,7 @@ def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
     batch = zoo.inputs(options.model, batch_size=options.microbatches * options.rows, seq_len=options.length, **sizes)
     jobs = {}
     for style in options.only:
+        name, slices = parsed(style)
         model = zoo.build(options.model, dtype=torch.float32, max_position_embeddings=options.length, **sizes)
         if options.checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -44,13 +59,14 @@ def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
             tp_size=options.tp,
             precision="fp32",
             num_microbatches=options.microbatches,
-            pp_style=style.split()[0],
-            num_model_chunks=CHUNKS[style],
+            pp_style=name.split()[0],
+            num_model_chunks=CHUNKS[name],
+            num_sequence_slices=slices,
             deferred_bytes=options.deferred_bytes if style.startswith("zb") else None,
         )
         booster = Booster(plugin=plugin)
         jobs[style] = (booster, *booster.boost(model, adamw(model))[:2])
-        if style == APART:
+        if name == APART:
             jobs[style][1].executor._pairs = False
     times: dict[str, list[tuple[float, float]]] = {style: [] for style in jobs}
     losses: dict[str, list[float]] = {style: [] for style in jobs}
@@ -84,7 +100,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--deferred-bytes", type=int, default=None)
-    parser.add_argument("--only", nargs="+", choices=list(CHUNKS), default=["1f1b", "zb", "zbv"])
+    parser.add_argument("--only", nargs="+", type=as_schedule, default=["1f1b", "zb", "zbv"])
     options = parser.parse_args()
     results = run_ranks(train, options.ranks, options, timeout=1800, debug="OFF")
     stages = options.ranks // options.tp
@@ -100,8 +116,10 @@ def main() -> None:
         rounds = list(zip(*(result["times"][style] for result in results), strict=True))
         walls, cpus = [max(w for w, _ in ranks) for ranks in rounds], [sum(c for _, c in ranks) for ranks in rounds]
         # A rank of 1F1B holds one stage; stages of other schedules are smaller by the number of chunks.
-        pairs = options.tp > 1 and style != APART
-        ideal = simulate(schedules.get(style.split()[0], stages, options.microbatches, CHUNKS[style], pairs=pairs)).makespan / CHUNKS[style]
+        name, slices = parsed(style)
+        pairs = options.tp > 1 and name != APART
+        schedule = get_sliced(name.split()[0], stages, options.microbatches, slices, CHUNKS[name], pairs=pairs)
+        ideal = simulate(schedule).makespan / CHUNKS[name] / slices
         first = first or (walls, cpus, ideal)
         wall_ratio, cpu_ratio = (
             median(a / b for a, b in zip(mine, base, strict=True)) for mine, base in ((walls, first[0]), (cpus, first[1]))
