@@ -255,7 +255,7 @@ class PipelineRuntime:
                 self.comm.flush()
         except Exception as error:
             self._abandon_step()
-            raise self._failure(schedule, step, error) from error
+            raise self._failure(schedule, step, error, slices) from error
         finally:
             if self._gathering is not None:
                 self._gathering.end()
@@ -504,7 +504,7 @@ class PipelineRuntime:
         if self.weight_grads is not None:
             self.weight_grads.discard()
 
-    def _failure(self, schedule: Schedule, step: int, error: Exception) -> PipelineError:
+    def _failure(self, schedule: Schedule, step: int, error: Exception, slices: int) -> PipelineError:
         actions = schedule.actions[self.comm.rank]
         step = min(step, len(actions) - 1)  # waiting for the last sends counts as part of the last action
         if step > 0 and actions[step - 1].kind is Kind.FB and self.pairs.failed_forward:
@@ -513,7 +513,8 @@ class PipelineRuntime:
         if action.kind is Kind.FB:
             action = action._replace(kind=Kind.F)
         doing = f"action {action} (stage {action.stage}, chunk {self.placement.chunk_of(action.stage)}"
-        doing += f", microbatch {action.microbatch})" if action.microbatch >= 0 else ")"
+        number, place = divmod(action.microbatch, slices)
+        doing += f", microbatch {number}{f', slice {place}' if slices > 1 else ''})" if action.microbatch >= 0 else ")"
         return PipelineError(
             f"{doing} failed on {job.this_rank()}: {type(error).__name__}: {error}\n{table(schedule.actions, (self.comm.rank, step))}",
             doing,

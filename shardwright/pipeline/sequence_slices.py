@@ -32,6 +32,7 @@ Payload = tuple[torch.Tensor, ...]
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
 _IMAGES = (*GRIDS, *PATCHES, "pixel_values", "pixel_values_videos", "input_features")
+_CACHED = ("past_key_values", "cache_position")
 _FINE = 64  # lengths of long slices are multiples of it, which suits kernels
 _LONG = 8 * _FINE
 
@@ -68,6 +69,12 @@ class SliceRule:
                 f"num_sequence_slices={self.count} cuts input_ids [samples, tokens] or inputs_embeds, and the batch has "
                 f"{'neither' if found is None else f'them in shape {list(found.shape)}'} (its entries: {list(entries)}); use "
                 "num_sequence_slices=1"
+            )
+        cached = [name for name in _CACHED if entries.get(name) is not None]
+        if cached:
+            raise ValueError(
+                f"num_sequence_slices={self.count} and a batch with {cached[0]}: slices are told by it what came before them, so a batch "
+                f"cannot; leave {cached[0]} out, or use num_sequence_slices=1"
             )
         images = [name for name in _IMAGES if entries.get(name) is not None]
         if images:

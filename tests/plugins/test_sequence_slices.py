@@ -218,6 +218,7 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
     for batch, why in (
         ({"pixel_values": torch.ones(2, 3, 4, 4), "input_ids": ids}, "a batch with pixel_values"),
         ({"labels": ids}, "and the batch has neither"),
+        ({"input_ids": ids, "past_key_values": ()}, "leave past_key_values out"),
         ({"input_ids": ids, "position_ids": ids}, "position_ids but no attention_mask"),
     ):
         with pytest.raises(ValueError, match="num_sequence_slices=2") as caught:
