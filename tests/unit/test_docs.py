@@ -1,7 +1,8 @@
 """README and docs say what is true: their code runs, their commands and links exist.
 
 A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks, ```python torchrun=1,4 as one process and on
-four ranks. ```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
+four ranks: with what torchrun tells its ranks, which tests/examples and tests/ranks/test_demo.py start by torchrun itself.
+```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
+from block_process import run_block
 
 from shardwright.cli.main import VERBS
+from shardwright.testing.ranks import fork_server
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,6 +44,7 @@ def blocks(language: str) -> list[Block]:
     return [block for block in found if block.language == language]
 
 
+LIMIT = 110.0  # seconds
 PYTHON = [block for block in blocks("python") if "after" not in block.options]
 
 
@@ -46,16 +52,58 @@ PYTHON = [block for block in blocks("python") if "after" not in block.options]
 def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code)
-    for ranks in block.options.get("torchrun", "1").split(","):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks != "1" else []
-        command = [sys.executable, *launcher, str(script)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
-        assert done.returncode == 0, f"{block.where} on {ranks} rank(s)\n{done.stdout}\n{done.stderr}"
+    for ranks in map(int, block.options.get("torchrun", "1").split(",")):
+        # What starts ranks by itself is a script of a user's to the end: the server that forks them is its own.
+        failed = run_alone(script) if "run_ranks" in block.code else run_forked(script, ranks)
+        assert not failed, f"{block.where} on {ranks} rank(s)\n{failed}"
+
+
+def run_alone(script: Path) -> str:
+    done = subprocess.run([sys.executable, script], cwd=script.parent, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    return f"{done.stdout}\n{done.stderr}" if done.returncode else ""
+
+
+def run_forked(script: Path, ranks: int) -> str:
+    """`script` on `ranks` ranks under the variables that torchrun gives; returns what failed, or an empty text."""
+    # As torchrun's agent does it: the store is the starter's, on a port that was free when it was taken.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+    outputs = [script.with_name(f"output-{ranks}-{rank}") for rank in range(ranks)]
+    started = [fork_server().Process(target=run_block, args=(script, outputs[rank], as_rank(rank, ranks, store))) for rank in range(ranks)]
+    deadline = time.monotonic() + LIMIT
+    try:
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in started]  # None: it still runs
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    return "" if not any(code != 0 for code in codes) else f"{codes}\n" + "\n".join(path.read_text() for path in outputs if path.exists())
+
+
+def as_rank(rank: int, ranks: int, store: dist.TCPStore | None) -> dict[str, str]:
+    if store is None:
+        return environment()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": store.port}
+    agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**environment(), **agent, **{name: str(number) for name, number in names.items()}}
 
 
 def environment() -> dict[str, str]:
     """One thread per rank, no GPU, this tree's package."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def test_a_block_that_fails_on_one_rank_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    code = "import shardwright\nshardwright.launch_from_torch()\nprint('joined')\nassert int(__import__('os').environ.get('RANK', 1)) == 0"
+    script.write_text(code)
+    for ranks in (1, 2):
+        shown = run_forked(script, ranks)
+        assert "AssertionError" in shown
+        assert shown.count("joined") == ranks
 
 
 def test_options_of_blocks_are_known() -> None:
