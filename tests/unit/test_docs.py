@@ -7,20 +7,16 @@ four ranks: with what torchrun tells its ranks, which tests/examples and tests/r
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch.distributed as dist
-from block_process import run_block
 
 from shardwright.cli.main import VERBS
-from shardwright.testing.ranks import fork_server
+from tests.forked_scripts import environment, run_forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,7 +40,6 @@ def blocks(language: str) -> list[Block]:
     return [block for block in found if block.language == language]
 
 
-LIMIT = 110.0  # seconds
 PYTHON = [block for block in blocks("python") if "after" not in block.options]
 
 
@@ -52,48 +47,13 @@ PYTHON = [block for block in blocks("python") if "after" not in block.options]
 def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code)
+    if "run_ranks" in block.code:  # a script that starts ranks by itself has a fork server of its own
+        done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
+        return
     for ranks in map(int, block.options.get("torchrun", "1").split(",")):
-        # What starts ranks by itself is a script of a user's to the end: the server that forks them is its own.
-        failed = run_alone(script) if "run_ranks" in block.code else run_forked(script, ranks)
-        assert not failed, f"{block.where} on {ranks} rank(s)\n{failed}"
-
-
-def run_alone(script: Path) -> str:
-    done = subprocess.run([sys.executable, script], cwd=script.parent, env=environment(), capture_output=True, text=True, timeout=LIMIT)
-    return f"{done.stdout}\n{done.stderr}" if done.returncode else ""
-
-
-def run_forked(script: Path, ranks: int) -> str:
-    """`script` on `ranks` ranks under the variables that torchrun gives; returns what failed, or an empty text."""
-    # As torchrun's agent does it: the store is the starter's, on a port that was free when it was taken.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
-    outputs = [script.with_name(f"output-{ranks}-{rank}") for rank in range(ranks)]
-    started = [fork_server().Process(target=run_block, args=(script, outputs[rank], as_rank(rank, ranks, store))) for rank in range(ranks)]
-    deadline = time.monotonic() + LIMIT
-    try:
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in started]  # None: it still runs
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-    return "" if not any(code != 0 for code in codes) else f"{codes}\n" + "\n".join(path.read_text() for path in outputs if path.exists())
-
-
-def as_rank(rank: int, ranks: int, store: dist.TCPStore | None) -> dict[str, str]:
-    if store is None:
-        return environment()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": store.port}
-    agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return {**environment(), **agent, **{name: str(number) for name, number in names.items()}}
-
-
-def environment() -> dict[str, str]:
-    """One thread per rank, no GPU, this tree's package."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        codes, printed = run_forked(ranks, script, cwd=tmp_path)
+        assert codes == [0] * ranks, f"{block.where} on {ranks} rank(s)\n{printed}"
 
 
 def test_a_block_that_fails_on_one_rank_is_shown(tmp_path: Path) -> None:
@@ -101,7 +61,8 @@ def test_a_block_that_fails_on_one_rank_is_shown(tmp_path: Path) -> None:
     code = "import shardwright\nshardwright.launch_from_torch()\nprint('joined')\nassert int(__import__('os').environ.get('RANK', 1)) == 0"
     script.write_text(code)
     for ranks in (1, 2):
-        shown = run_forked(script, ranks)
+        codes, shown = run_forked(ranks, script, cwd=tmp_path)
+        assert codes == [0, 1][-ranks:]
         assert "AssertionError" in shown
         assert shown.count("joined") == ranks
 
