@@ -17,11 +17,12 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
 
 NAME = "llama-causal-lm"
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4}
 LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64  # elements
 MATRIX = 64 * 256  # the largest of them, a bucket of its own
 BUCKET = 0.01  # million elements
-LAYOUTS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 3)]
+LOOKED_AT = 8192  # bytes that make it worth while to look whether there have never been more; a weight has more, an activation less
+LAYOUTS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 3)]
 
 
 class Live(TorchDispatchMode):
@@ -34,13 +35,14 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = len(self._met)
+        large = False
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._met:
                     self._met[storage._cdata] = StorageWeakRef(storage)
-        if len(self._met) > known:
+                    large |= storage.nbytes() > LOOKED_AT
+        if large:
             self.most = max(self.most, self.bytes())
         return result
 
