@@ -57,9 +57,7 @@ def main() -> None:
         by_kind[kind].append(time.process_time() - started)
         if times[-1]:
             followed.append(times[-1])
-    print(
-        f"{len(seen)} lengths in {options.steps} steps; losses followed in {len(followed)}, {1000 * sum(followed):.0f} ms in all"
-    )
+    print(f"{len(seen)} lengths in {options.steps} steps; losses followed in {len(followed)}, {1000 * sum(followed):.0f} ms in all")
     for kind, taken in by_kind.items():
         if taken:
             print(f"step with a {kind} length: {1000 * median(taken):.1f} ms of CPU time")
