@@ -53,6 +53,7 @@ class Job:
         self.heard = False  # whether this rank's script has been told of the failure
         self.place = ""  # this rank's coordinates
         self.steps = 0  # begun by execute_pipeline
+        self.raised = 0  # forwards that all ranks have raised in alike
         self.backwards = 0  # done by Booster.backward
         self.stepped = 0  # optimizer steps that were through
         self.updating = False  # whether one has begun to change weights
@@ -269,6 +270,7 @@ class Job:
         with self._lock:
             self.checks = checks
             self.generation, self.failure, self.heard, self._closed = generation, None, False, False
+            self.raised = 0
             self._releases = []
         self._introduce()
 
@@ -399,9 +401,36 @@ def step() -> Iterator[None]:
         if not doing and job.failure is None and job.all_raise(f"{job.steps}/{type(error).__name__}"):
             raise
         where = f"step {job.steps} of execute_pipeline"
-        failure = job.fail(error, f"{where}, {doing}" if doing else where)
-        if failure.rank == job.rank:
+        _tell_all(job, error, where, f"{where}, {doing}" if doing else where)
+        raise
+
+
+@contextlib.contextmanager
+def forward(waits: bool) -> Iterator[None]:
+    """A model's forward outside of execute_pipeline: an exception in it is told to all ranks, whatever the script does with it.
+
+    waits  ranks wait for each other in it, because weights are gathered or activations are summed; else nothing is told
+
+    Nothing is broken if all ranks raise one of its kind.
+    """
+    job = _job
+    if job is None or not waits:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if not is_lost_connection(error) and job.failure is None and job.all_raise(f"forward/{job.raised}/{type(error).__name__}"):
+            job.raised += 1
             raise
+        _tell_all(job, error, "the forward", "the forward")
+        raise
+
+
+def _tell_all(job: Job, error: Exception, where: str, doing: str) -> None:
+    """Tell the job of `error`; where another rank's failure is the reason for it, raise that one's story instead."""
+    failure = job.fail(error, doing)
+    if failure.rank != job.rank:
         raise JobError(f"{failure.condensed()}\nrank {job.rank} stopped in {where} because of it") from (
             None if is_lost_connection(error) else error
         )

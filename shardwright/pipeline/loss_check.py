@@ -38,6 +38,7 @@ from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
 from .loss_facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .loss_rules import Call
+from .loss_sizes import KnownRanges
 from .loss_terms import ARITHMETIC, TermWatcher
 from .loss_weight import (
     HOW_TO_WEIGH,
@@ -57,7 +58,6 @@ from .router_loss import RouterLoss
 
 _LONGEST = 1_000_000  # elements of a tensor that is made a list
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
-
 
 # Functions that are told how many rows there are, in every microbatch rightly.
 _SIZED = ARITHMETIC | names(
@@ -128,6 +128,7 @@ class LossCheck:
             self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
+        self._ranges = KnownRanges(_REMEMBERED)
         self.split_heads: Mapping[str, VocabShard] = {}
         self._warned = False
 
@@ -161,10 +162,18 @@ class LossCheck:
         for key, microbatch in zip(keys, microbatches, strict=True):
             if key in found:
                 continue
-            known = (identity, key, shared, weighed, training, self._model.training, ready, counting)
+            how = (identity, shared, weighed, training, self._model.training, ready, counting)
+            known = (how, key)
             if known not in self._verdicts or not self._verdicts[known].lasting:
-                self._verdicts[known] = self._judge(_Asked(criterion, microbatch, shared, weighed, training, ready, counting))
+                asked = _Asked(criterion, microbatch, shared, weighed, training, ready, counting)
+                between = self._ranges.find(how, key, microbatch)
+                if between is not None:
+                    found[key] = replace(between, exact=partial(self._judge, asked))
+                    continue
+                self._verdicts[known] = self._judge(asked)
                 self._held[known] = criterion
+                if not (self.split_heads and criterion is not None):
+                    self._ranges.add(how, key, microbatch, self._verdicts[known], criterion)
                 if len(self._verdicts) > _REMEMBERED:
                     del self._held[self._verdicts.popitem(last=False)[0]]
             self._verdicts.move_to_end(known)

@@ -29,6 +29,7 @@ class HybridModel(ModelWrapper):
     optimizer trains it
     adapters  where the LoRA parameters of the whole model are to be found
     share_buffers  gives all data-parallel ranks rank 0's running statistics; called before a forward that trains
+    waits     ranks wait for each other in a forward
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class HybridModel(ModelWrapper):
         optimizer: OptimizerWrapper | None = None,
         adapters: Mapping[str, Home] | None = None,
         share_buffers: Callable[[], None] | None = None,
+        waits: bool = False,
     ) -> None:
         super().__init__(module)
+        self._waits = waits
         self.executor = executor
         self._policy = policy
         self._trained_by(optimizer)
@@ -56,7 +59,7 @@ class HybridModel(ModelWrapper):
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))
-        with self._running():
+        with self._running(), job.forward(self._waits):
             outputs = self.module(*args, **kwargs)
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 

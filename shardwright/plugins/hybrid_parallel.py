@@ -317,7 +317,8 @@ class HybridParallelPlugin(Plugin):
             making.finish()
         share_all(model, self.mixed_dp_group)
         executor = self._executor(cut, wrapped, probe)
-        boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped))
+        waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
+        boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits)
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
 
     def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:

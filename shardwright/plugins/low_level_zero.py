@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
+from ..cluster import job
 from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
@@ -40,18 +41,22 @@ from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
 
 
 class LowLevelZeroModel(ModelWrapper):
-    """Runs the forward on inputs cast to the working dtype."""
+    """Runs the forward on inputs cast to the working dtype. `waits`: ranks wait for each other in it."""
 
-    def __init__(self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, optimizer: OptimizerWrapper | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, optimizer: OptimizerWrapper | None = None, waits: bool = False
+    ) -> None:
         super().__init__(module)
+        self._waits = waits
         self._trained_by(optimizer)
         self._policy = policy
         self._cast_inputs = cast_inputs
 
+    @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cast_inputs:
             args, kwargs = self._policy.cast_inputs((args, kwargs))
-        with self._running():
+        with self._running(), job.forward(self._waits):
             return self.module(*args, **kwargs)
 
 
@@ -199,7 +204,7 @@ class LowLevelZeroPlugin(Plugin):
             self._cast_only(model)
         share_all(model, self.mesh.group("dp"))
         return Boosted(
-            LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped),
+            LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped, self.stage == 3 and self.mesh.size("zero") > 1),
             wrapped,
             criterion,
             dataloader,

@@ -52,7 +52,7 @@ class TorchFSDPModel(ModelWrapper):
 
     @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.plain_parameters():
+        with self.plain_parameters(), job.forward(waits=True):
             return super().forward(*args, **kwargs)
 
     @contextmanager

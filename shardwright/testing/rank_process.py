@@ -61,7 +61,7 @@ class Call:
 def main(call: Call, rank: int) -> None:
     """Entry point of a rank process."""
     threading.Thread(target=end_with_caller, daemon=True).start()
-    _redirect_output(call.directory / f"output-{rank}")
+    redirect_output(call.directory / f"output-{rank}")
     stacks = open(call.directory / f"stacks-{rank}", "w")  # noqa: SIM115, stays open for signal handlers
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
@@ -121,7 +121,7 @@ def end_with_caller() -> None:
     os._exit(1)
 
 
-def _redirect_output(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Send file descriptors 1 and 2 to `path`; the ones inherited from the fork server belong to whichever call started it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)

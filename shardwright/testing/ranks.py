@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,20 @@ def _origin_of(fn: Callable[..., Any]) -> tuple[str, str | None]:
     return name, os.path.realpath(file) if file else None
 
 
-def _start(call: Call) -> list[ForkServerProcess]:
+def fork_server() -> ForkServerContext:
+    """Makes processes that have torch and transformers from their start."""
     context = multiprocessing.get_context("forkserver")
     preload = list(_PRELOAD)
     if importlib.util.find_spec("transformers") is not None:
         preload += _PRELOAD_MODELS
     if "pytest" in sys.modules:
         preload.append("pytest")  # children import the caller's main module, which then is pytest's
-    context.set_forkserver_preload(preload)  # heeded when the server starts, with the first call
+    context.set_forkserver_preload(preload)  # heeded when the server starts, with the first process
+    return context
+
+
+def _start(call: Call) -> list[ForkServerProcess]:
+    context = fork_server()
     processes = [context.Process(target=rank_process.main, args=(call, rank), name=f"rank {rank}") for rank in range(call.world_size)]
     try:
         for process in processes:

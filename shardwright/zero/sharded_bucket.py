@@ -7,6 +7,9 @@
 [Note: two gathered copies] Freeing takes the memory of `flat` away from everyone who looks at it: that is the point, because autograd
 keeps the parameters of a forward for its backward, and finds them gathered again in the same storage. A script that reads a parameter may
 keep what it got for as long as it likes, so it gets memory of its own. Both hold the same values.
+
+[Note: nothing to gather] Where one rank has the whole bucket, in the dtype that it works in and on its device, `master`, `flat` and `shown`
+are one memory that always stays.
 """
 
 from __future__ import annotations
@@ -34,14 +37,21 @@ class ShardedBucket(Bucket):
     shown: torch.Tensor | None = None
     _arriving: Handle[torch.Tensor] | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """See [Note: nothing to gather]."""
+        return self.plan.shards == 1 and self.master_dtype == self.dtype and not self.offload
+
     def _new_master(self) -> torch.Tensor:
+        if self.is_whole:
+            return self.flat
         if self.offload:
             return self._host_buffer()
         return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
 
     @property
     def has_copies(self) -> bool:
-        return True
+        return not self.is_whole
 
     @property
     def seen(self) -> torch.Tensor:
@@ -63,6 +73,8 @@ class ShardedBucket(Bucket):
         """Begin to fill `flat` with all ranks' shards."""
         assert not self.filled
         self.filled = True
+        if self.is_whole:
+            return
         self._storage.resize_(self._num_bytes)
         self._own.copy_(self.master, non_blocking=True)
         if group is not None:
@@ -77,6 +89,9 @@ class ShardedBucket(Bucket):
     def free(self) -> None:
         """Take the memory of the working parameters; what the model has written to its own parameters goes into the masters first."""
         self.finish_gather()
+        if self.is_whole:
+            self.filled = False
+            return
         if self.shown is None:
             for slot, param, before in zip(self.plan.slots, self.params, self._versions, strict=True):
                 if param._version != before:
@@ -95,6 +110,9 @@ class ShardedBucket(Bucket):
     def show(self, group: dist.ProcessGroup | None) -> None:
         """Give the parameters values that last. Collective over the sub-group."""
         assert self.shown is None
+        if self.is_whole:
+            self.shown = self.flat
+            return
         with torch.inference_mode(False), torch.no_grad():  # later forwards may train on what an evaluation was shown
             shown = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
             shown[self.low : self.high].copy_(self.master)
@@ -109,8 +127,9 @@ class ShardedBucket(Bucket):
         """The values that a script has seen are no longer those of the parameters."""
         if self.shown is not None:
             self.shown = None
-            self._look_at(self._views)
-            self.note_versions()
+            if not self.is_whole:
+                self._look_at(self._views)
+                self.note_versions()
 
     def _look_at(self, views: Sequence[torch.Tensor]) -> None:
         with without_torch_function():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,17 +9,23 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked_scripts import ROOT, environment, run_forked
+
 BERT = ("bert/finetune.py", "--tiny", "--epochs", "1", "--batch-size", "8", "--lr", "1e-3")
 LLAMA = ("llama/benchmark.py", "--config", "tiny", "--steps", "3", "--ignore-steps", "1", "--max-length", "16")
 
 
 def run(ranks: int, script: str, *options: str, cwd: Path) -> str:
     """What the script prints, on all ranks together."""
+    codes, printed = run_forked(ranks, ROOT / "examples" / script, *options, cwd=cwd)
+    assert codes == [0] * ranks, f"{script} {' '.join(options)}: {codes}\n{printed}"
+    return printed
+
+
+def run_by_torchrun(ranks: int, script: str, *options: str, cwd: Path) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *launcher, str(ROOT / "examples" / script), *options]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -51,13 +56,16 @@ def test_llama_benchmark(tmp_path: Path) -> None:
     assert re.search(r"[1-9][\d,]* tokens/s", run(4, *LLAMA, *options, cwd=tmp_path))
 
 
+@pytest.mark.timeout(300)  # imports of every rank and of torchrun, on a busy machine
 @pytest.mark.parametrize("plugin", ["zero", "fsdp", "ddp"])
 def test_llama_benchmark_with_other_plugins(plugin: str, tmp_path: Path) -> None:
-    assert "tokens/s" in run(1, *LLAMA, "--plugin", plugin, cwd=tmp_path)
+    run_it = run_by_torchrun if plugin == "zero" else run
+    assert "tokens/s" in run_it(1, *LLAMA, "--plugin", plugin, cwd=tmp_path)
 
 
+@pytest.mark.timeout(300)
 def test_pretraining_learns_and_saves(tmp_path: Path) -> None:
-    printed = run(2, "llama/pretrain.py", "--steps", "30", "--output", "trained", cwd=tmp_path)
+    printed = run_by_torchrun(2, "llama/pretrain.py", "--steps", "30", "--output", "trained", cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 2
     code = "from transformers import AutoModelForCausalLM as A; print(A.from_pretrained('trained').num_parameters())"

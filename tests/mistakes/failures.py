@@ -23,10 +23,10 @@ NAME = "llama-causal-lm"
 class _Job:
     """A tiny model over a pipeline of `pp` ranks, in a job as `launch_from_torch` makes it."""
 
-    def __init__(self, rank: int, world: int, pp: int = 2, tp: int = 1, timeout: float = 30) -> None:
+    def __init__(self, rank: int, world: int, pp: int = 2, tp: int = 1, zero: int = 0, timeout: float = 30) -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)  # as in a script: the checker of DETAIL waits where nothing can wake it
         shardwright.launch(rank, world, None, None, timeout=timeout)
-        self.booster = Booster(plugin=HybridParallelPlugin(precision="fp32", pp_size=pp, tp_size=tp, num_microbatches=2))
+        self.booster = Booster(plugin=HybridParallelPlugin(precision="fp32", pp_size=pp, tp_size=tp, zero_stage=zero, num_microbatches=2))
         model = zoo.build(NAME, num_hidden_layers=2)
         self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.step()  # in the first one the ranks compare what they were given
@@ -109,6 +109,37 @@ def goes_on_after_a_failed_step(rank: int, world: int) -> None:
             call()
     shardwright.recover()
     job.optimizer.zero_grad()
+    job.step()
+
+
+@mistake(
+    symptom="`except torch.OutOfMemoryError: continue` around a forward that raised on one rank, at ZeRO stage 3 or with tp_size > 1",
+    gets="the other ranks, which wait for that rank in their forwards, raise within seconds; whatever comes next is refused on every rank",
+    fix="let every rank catch it, call `shardwright.recover()` and `optimizer.zero_grad()`, and go on. What all ranks raise breaks nothing",
+    worlds=(2,),
+    alone=True,
+)
+def goes_on_after_a_failed_forward(rank: int, world: int) -> None:
+    job = _Job(rank, world, pp=1, zero=3)
+    batch = zoo.inputs(NAME, batch_size=4, seed=0)
+    before = job.model(**batch).loss.item()
+    raising = {0, 1}
+
+    def raise_in_a_layer(*_: Any) -> None:
+        if rank in raising:
+            raise MemoryError("too long a sample")
+
+    hook = job.model.model.layers[0].register_forward_hook(raise_in_a_layer)
+    with refused("too long a sample", by=MemoryError):
+        job.model(**batch)
+    raising.discard(0)
+    with refused("too long a sample", by=(MemoryError, JobError)):
+        job.model(**batch)
+    with refused("too long a sample", r"shardwright\.recover\(\)", by=BrokenJobError):
+        job.model(**batch)
+    hook.remove()
+    job.settle()
+    assert job.model(**batch).loss.item() == before
     job.step()
 
 

@@ -164,6 +164,38 @@ def test_every_way_to_use_weights_is_that_of_one_process() -> None:
     run_ranks(train, 2, adamw, timeout=110)
 
 
+def alone(rank: int, world: int) -> None:
+    """One rank has nothing to gather: where masters work themselves, they stay the parameters; with copies they are made and freed."""
+    train(rank, world, adamw)
+    for precision in ("fp32", "bf16"):
+        traces = []
+        for stage in (0, 3):
+            model: Any = build().float()
+            booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision=precision, max_norm=0.1))
+            model, optim, *_ = booster.boost(model, adamw(model))
+            trace = []
+            for step in range(STEPS):
+                ids = torch.randint(0, 97, (SAMPLES, 7), generator=torch.Generator().manual_seed(step))
+                loss = usual(model, ids)
+                if stage == 3:
+                    stay = [param.untyped_storage().nbytes() > 0 for param in kept(model)]
+                    assert all(stay) if precision == "fp32" else not all(stay)
+                booster.backward(loss, optim)
+                optim.step()
+                optim.zero_grad()
+                trace.append(loss.detach())
+            if stage == 3 and precision == "fp32":
+                assert all(bucket.master.data_ptr() == bucket.flat.data_ptr() for bucket in optim.buckets)
+            traces.append([*trace, *(param.detach().clone() for param in model.parameters())])
+        for zeroth, third in zip(*traces, strict=True):
+            assert torch.equal(zeroth, third)
+
+
+@pytest.mark.timeout(240)
+def test_one_rank_gathers_nothing() -> None:
+    run_ranks(alone, 1, timeout=110)
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(400)
 def test_every_way_to_use_weights_in_other_layouts() -> None:

@@ -1,12 +1,12 @@
 """README and docs say what is true: their code runs, their commands and links exist.
 
 A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks, ```python torchrun=1,4 as one process and on
-four ranks. ```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
+four ranks: with what torchrun tells its ranks, which tests/examples and tests/ranks/test_demo.py start by torchrun itself.
+```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from shardwright.cli.main import VERBS
+from tests.forked_scripts import environment, run_forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,16 +47,24 @@ PYTHON = [block for block in blocks("python") if "after" not in block.options]
 def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code)
-    for ranks in block.options.get("torchrun", "1").split(","):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks != "1" else []
-        command = [sys.executable, *launcher, str(script)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
-        assert done.returncode == 0, f"{block.where} on {ranks} rank(s)\n{done.stdout}\n{done.stderr}"
+    if "run_ranks" in block.code:  # a script that starts ranks by itself has a fork server of its own
+        done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
+        return
+    for ranks in map(int, block.options.get("torchrun", "1").split(",")):
+        codes, printed = run_forked(ranks, script, cwd=tmp_path)
+        assert codes == [0] * ranks, f"{block.where} on {ranks} rank(s)\n{printed}"
 
 
-def environment() -> dict[str, str]:
-    """One thread per rank, no GPU, this tree's package."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+def test_a_block_that_fails_on_one_rank_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    code = "import shardwright\nshardwright.launch_from_torch()\nprint('joined')\nassert int(__import__('os').environ.get('RANK', 1)) == 0"
+    script.write_text(code)
+    for ranks in (1, 2):
+        codes, shown = run_forked(ranks, script, cwd=tmp_path)
+        assert codes == [0, 1][-ranks:]
+        assert "AssertionError" in shown
+        assert shown.count("joined") == ranks
 
 
 def test_options_of_blocks_are_known() -> None:

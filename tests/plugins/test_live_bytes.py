@@ -1,0 +1,118 @@
+"""Bytes that the layout report states are those of the memory that is there, counted by what torch's operators are given and return."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwright.booster import Booster
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import run_ranks, zoo
+
+NAME = "llama-causal-lm"
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4}
+LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64  # elements
+MATRIX = 64 * 256  # the largest of them, a bucket of its own
+BUCKET = 0.01  # million elements
+LOOKED_AT = 8192  # bytes that make it worth while to look whether there have never been more; a weight has more, an activation less
+LAYOUTS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 3)]
+
+
+class Live(TorchDispatchMode):
+    """Every memory that an operator of this block was given or has returned, and that is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._met: dict[int, StorageWeakRef] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        large = False
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._met:
+                    self._met[storage._cdata] = StorageWeakRef(storage)
+                    large |= storage.nbytes() > LOOKED_AT
+        if large:
+            self.most = max(self.most, self.bytes())
+        return result
+
+    def bytes(self) -> int:
+        """Now. A storage may have been emptied and filled since it was met."""
+        total = 0
+        for key, reference in list(self._met.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._met[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def of_steps(self, step: Callable[[], None]) -> tuple[int, int]:
+        """Bytes kept between steps, and the most within one; the first makes what lasts."""
+        step()
+        gc.collect()
+        self.most = kept = self.bytes()
+        step()
+        return kept, self.most
+
+
+def activations(dtype: torch.dtype, batch: dict[str, torch.Tensor]) -> int:
+    """What a step of plain torch takes beside weights, gradients and states."""
+    with Live() as live:
+        model = zoo.build(NAME, dtype=dtype, **SIZES)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step() -> None:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        kept, most = live.of_steps(step)
+    return most - kept
+
+
+def measure(rank: int, world: int) -> None:
+    ids = torch.tensor([[3, 5], [7, 11]]) + rank
+    batch = {"input_ids": ids, "labels": ids}
+    besides = {dtype: activations(dtype, batch) for dtype in (torch.float32, torch.bfloat16)}
+    for precision, stage in LAYOUTS:
+        working = torch.float32 if precision == "fp32" else torch.bfloat16
+        plugin = HybridParallelPlugin(zero_stage=stage, precision=precision, zero_bucket_size_in_m=BUCKET, gather_ahead=1)
+        booster = Booster(plugin=plugin)
+        with Live() as live:
+            plain = zoo.build(NAME, dtype=torch.float32, **SIZES)
+            model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+            del plain
+            gc.collect()
+            at_boost = live.bytes()
+
+            def step() -> None:
+                booster.backward(model(**batch).loss, optimizer)  # noqa: B023, runs here
+                optimizer.step()  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
+
+            kept, most = live.of_steps(step)
+        [shape] = plugin.layout.ranks
+        # Two buckets are on their way. On the CPU what arrives of each has room of its own; so have gradients that are kept as shards.
+        piece = {0: 0, 1: MATRIX, 2: MATRIX, 3: LAYER / 4}[stage] * 4
+        scratch = {0: 0, 1: 2, 2: 4, 3: 4}[stage] * piece
+        # Whole gradients of a bucket; of stage 3 those of a layer, which is gathered, as is the next.
+        within = {0: 0, 1: 0, 2: MATRIX * 4, 3: 3 * LAYER * working.itemsize}[stage]
+        what = f"{precision} stage {stage}"
+        assert at_boost == pytest.approx(shape.total - shape.states, rel=0.001), what
+        assert kept == pytest.approx(shape.total + scratch, rel=0.005), what
+        assert most == pytest.approx(shape.total + scratch + within + besides[working], rel=0.03), what
+
+
+def test_live_bytes_are_those_of_the_report() -> None:
+    run_ranks(measure, 2, timeout=120)
