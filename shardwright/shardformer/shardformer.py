@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardwright.cluster.coordinator import DistCoordinator
 from shardwright.shardformer.config import ShardConfig
+from shardwright.shardformer.gradients import follow_gradients
 from shardwright.shardformer.policies.base import Policy
 from shardwright.shardformer.sharder import ModelSharder
 
@@ -20,9 +21,11 @@ class ShardFormer:
 
     shardwright.launch_from_torch()
     model, shared_params = ShardFormer(ShardConfig()).optimize(BertForMaskedLM(config))
-    loss = model(**batch).loss
-    loss.backward()
-    sync_shared_gradients(model.parameters(), group)
+    model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+
+    Gradients are those of the whole model, as far as this rank holds it. The ranks of the group must get the same batches.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -38,6 +41,8 @@ class ShardFormer:
         """
         sharder = ModelSharder(model, policy, self.shard_config)
         shared = sharder.shard()
+        if self.shard_config.enable_tensor_parallelism:
+            follow_gradients(sharder.model, self.shard_config.parallel.group)
         return sharder.model, shared
 
     def shard_model(self, model: nn.Module, policy: Policy | None = None) -> nn.Module:
