@@ -213,7 +213,7 @@ def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     if sharded is not None and not is_elementwise(optimizer):
         name = type(optimizer).__name__
         raise ValueError(
-            f"{name} looks at whole parameters, but this rank holds a part of {sharded.name}: its updates would not be those of the whole "
-            f"model. Use an element-wise optimizer such as AdamW or SGD; {name} trains under LowLevelZeroPlugin, which gives it whole parameters; "
-            f"if {name} does work element by element, say so with {name}.elementwise = True"
+            f"{name} looks at whole parameters, but this rank holds a part of {sharded.name}: its updates would not be those of the "
+            f"whole model. Use an element-wise optimizer such as AdamW or SGD; {name} trains under LowLevelZeroPlugin, which gives it "
+            f"whole parameters; if it does work element by element, say so with {name}.elementwise = True"
         )

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from shardwright.cluster.coordinator import DistCoordinator
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.gradients import follow_gradients
+from shardwright.shardformer.model import ShardedModel
 from shardwright.shardformer.policies.base import Policy
 from shardwright.shardformer.sharder import ModelSharder
 
@@ -43,6 +44,8 @@ class ShardFormer:
         shared = sharder.shard()
         if self.shard_config.enable_tensor_parallelism:
             follow_gradients(sharder.model, self.shard_config.parallel.group)
+        if isinstance(sharder.model, ShardedModel):
+            sharder.model.for_scripts = True
         return sharder.model, shared
 
     def shard_model(self, model: nn.Module, policy: Policy | None = None) -> nn.Module:
