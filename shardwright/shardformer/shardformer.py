@@ -13,7 +13,9 @@ from shardwright.cluster.coordinator import DistCoordinator
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.gradients import follow_gradients
 from shardwright.shardformer.model import ShardedModel
+from shardwright.shardformer.part import PartOfModel
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.same_weights import require_same_weights
 from shardwright.shardformer.sharder import ModelSharder
 
 
@@ -41,9 +43,16 @@ class ShardFormer:
         Returns the model and the parameters that pipeline stages share.
         """
         sharder = ModelSharder(model, policy, self.shard_config)
+        sharder.prepare()
+        group = self.shard_config.parallel.group
+        sharded = self.shard_config.enable_tensor_parallelism and group.size() > 1
+        if sharded:
+            require_same_weights(sharder.model, group)
         shared = sharder.shard()
-        if self.shard_config.enable_tensor_parallelism:
-            follow_gradients(sharder.model, self.shard_config.parallel.group)
+        if sharded:
+            follow_gradients(sharder.model, group)
+            if hasattr(sharder.model, "save_pretrained"):
+                PartOfModel.adopt(sharder.model, self.shard_config.parallel)
         if isinstance(sharder.model, ShardedModel):
             sharder.model.for_scripts = True
         return sharder.model, shared

@@ -105,11 +105,29 @@ def norms_and_refusals(rank: int, world_size: int) -> None:
     torch.optim.Adafactor([nn.Parameter(torch.ones(2))]).step()
 
 
-def everything(rank: int, world_size: int) -> None:
+def files_and_seeds(rank: int, world_size: int, directory: str) -> None:
+    for name in ("llama-causal-lm", "gpt2-causal-lm"):  # with and without a head of its own
+        reference = zoo.build(name, **overrides(name))
+        model = shard(zoo.build(name, **overrides(name)))
+        path = f"{directory}/{name}"
+        model.save_pretrained(path)
+        loaded = type(reference).from_pretrained(path, dtype=torch.float64)
+        for key, tensor in reference.state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], tensor), key
+        with pytest.raises(ValueError, match=r"resize_token_embeddings\(120\) of a sharded model"):
+            model.resize_token_embeddings(120)
+    torch.manual_seed(rank)
+    different = type(reference)(reference.config)
+    with pytest.raises(ValueError, match=r"ranks that share one model have different weights: transformer\.wte\.weight is "):
+        shard(different)
+
+
+def everything(rank: int, world_size: int, directory: str) -> None:
     for case in MODELS:
         plain_loop(rank, world_size, case)
     norms_and_refusals(rank, world_size)
+    files_and_seeds(rank, world_size, directory)
 
 
-def test_a_plain_loop_is_that_of_one_process():
-    run_ranks(everything, 2)
+def test_a_plain_loop_is_that_of_one_process(tmp_path):
+    run_ranks(everything, 2, directory=str(tmp_path))
