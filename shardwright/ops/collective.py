@@ -154,6 +154,12 @@ def _gather_sizes(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes | 
     return sizes
 
 
+# [Note: gradients of gradients]
+# Backward is made of the same functions: the adjoint of copying is reducing, that of gathering for replicated consumers is splitting, and
+# so on. With `create_graph=True`, which is when gradients are recorded in backward, it calls these, so that derivatives of any order are
+# right; else it computes the same without autograd.
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -162,17 +168,18 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy, ctx.group), None
+        return (reduce_from_group(dy, ctx.group) if torch.is_grad_enabled() else all_reduce(dy, ctx.group)), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return cast(Tensor, keep_result(lambda: all_reduce(x, group)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+        return (copy_to_group(dy, ctx.group) if torch.is_grad_enabled() else dy), None
 
 
 class _Gather(torch.autograd.Function):
@@ -183,6 +190,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            recorded = reduce_scatter_to_group if ctx.sum_gradients else split_to_group
+            return recorded(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None, None
         part = reduce_scatter if ctx.sum_gradients else own_part
         return part(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None, None
 
@@ -195,7 +205,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
+        gathered = gather_from_group if torch.is_grad_enabled() else all_gather
+        return gathered(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -206,7 +217,8 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
+        gathered = gather_for_shards if torch.is_grad_enabled() else all_gather
+        return gathered(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -220,4 +232,5 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (scatter_dim, gather_dim), (scatter_sizes, gather_sizes) = ctx.dims, ctx.sizes
-        return all_to_all(dy, ctx.group, gather_dim, scatter_dim, gather_sizes, scatter_sizes), None, None, None, None, None
+        trade = all_to_all_in_group if torch.is_grad_enabled() else all_to_all
+        return trade(dy, ctx.group, gather_dim, scatter_dim, gather_sizes, scatter_sizes), None, None, None, None, None

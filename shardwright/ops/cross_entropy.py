@@ -23,6 +23,8 @@ from torch import Tensor
 
 from shardwright.comm import turns
 
+from .collective import reduce_from_group
+from .vocab_reads import logsumexp
 from .vocab_shard import VocabShard
 
 Reduction = Literal["mean", "sum", "none"]
@@ -98,6 +100,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, local_target, foreign, ignored = ctx.saved_tensors
         shard, label_smoothing, z_loss = ctx.shard, ctx.label_smoothing, ctx.z_loss
+        if torch.is_grad_enabled():  # gradients of gradients: through the formula written out
+            losses = _written_out(logits, local_target, foreign, ignored, shard, label_smoothing, z_loss)
+            (dx,) = torch.autograd.grad(losses, logits, dlosses, create_graph=True)
+            return dx, None, None, None, None, None
         dlosses = dlosses.masked_fill(ignored, 0)
         slope = dlosses if not z_loss else dlosses * (1 + 2 * z_loss * lse)
         dx = torch.empty_like(logits, dtype=lse.dtype)
@@ -110,6 +116,18 @@ class _VocabCrossEntropy(torch.autograd.Function):
         dx.scatter_add_(1, local_target.unsqueeze(1), (dlosses * (label_smoothing - 1)).masked_fill(foreign, 0).unsqueeze(1))
         dx.masked_fill_(ignored.unsqueeze(1), 0)  # not 0 * inf
         return dx.to(logits.dtype), None, None, None, None, None
+
+
+def _written_out(
+    logits: Tensor, local_target: Tensor, foreign: Tensor, ignored: Tensor, shard: VocabShard, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """The losses, of operations that autograd knows."""
+    real = _promoted(logits[:, : shard.length])
+    x_target = _promoted(logits.gather(1, local_target.unsqueeze(1)).squeeze(1)).masked_fill(foreign, 0)
+    x_target, x_sum = reduce_from_group(torch.stack([x_target, real.sum(1)]), shard.group)
+    lse = logsumexp(_promoted(logits), shard, 1)
+    losses = (1 - label_smoothing) * (lse - x_target) + label_smoothing * (lse - x_sum / shard.size) + z_loss * lse.square()
+    return losses.masked_fill(ignored, 0)
 
 
 def _promoted(x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from torch import Tensor
 from shardwright.comm import turns
 from shardwright.comm.compat import outputs_are_recorded
 
-from .collective import reduce_from_group, reduce_scatter_to_group
+from .collective import copy_to_group, reduce_from_group, reduce_scatter_to_group
 from .keeping import keep_result, num_active
 from .weight_grad import active_store, add_product, deferral_possible, store_for
 
@@ -171,12 +171,16 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         transposed, (param, bias) = ctx.transposed, ctx.params
         dx = dw = db = None
+        if torch.is_grad_enabled() and need_x:
+            weight = param.to(weight.dtype)  # what came through _Open takes no gradient but that of a first backward
         flat_dy = dy.reshape(-1, dy.shape[-1])
         if need_x:
             dx = flat_dy.mm(weight.t() if transposed else weight).view(ctx.x_shape)
         if need_weight:
             flat_x = x.reshape(-1, x.shape[-1])
-            if (store := store_for(param)) is not None:
+            if torch.is_grad_enabled():  # gradients of gradients: nothing is postponed or left for others
+                dw = _weight_grad(flat_x, flat_dy, transposed)
+            elif (store := store_for(param)) is not None:
                 store.put(param, lambda into: add_product(*_factors(flat_x, flat_dy, transposed), into), (flat_x, flat_dy))
             elif ctx.link is not None:
                 ctx.link.operands = (flat_x, flat_dy)
@@ -185,7 +189,7 @@ class _Linear(torch.autograd.Function):
             else:
                 dw = _weight_grad(flat_x, flat_dy, transposed)
         if need_bias:
-            if (store := store_for(bias)) is not None:
+            if not torch.is_grad_enabled() and (store := store_for(bias)) is not None:
                 store.put(bias, lambda into: flat_dy.sum(0), (flat_dy,))
             else:
                 db = flat_dy.sum(0)
@@ -207,6 +211,8 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
         link, reduction = ctx.link, None
+        if torch.is_grad_enabled():  # see [Note: gradients of gradients] in `ops.collective`
+            return None if dx is None else reduce_from_group(dx, link.group), dw, None, None
         if dx is not None:
             # Only linears use x1, and the gradients of linears are fresh matrices or fresh sums of them: reducing in place is safe.
             dx = dx.contiguous()
@@ -231,6 +237,7 @@ class _ReduceFresh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         ctx.mark_dirty(x)
 
         def reduce() -> Tensor:
@@ -241,4 +248,4 @@ class _ReduceFresh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+        return (copy_to_group(dy, ctx.group) if torch.is_grad_enabled() else dy), None

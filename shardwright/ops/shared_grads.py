@@ -3,7 +3,9 @@
     replicated, applied to sharded activations      the gradient of each rank is a part of the sum (`ParamSpec.partial`)
     rows held by several ranks (key/value heads)    the gradient of each holder is a part of the sum (`ParamSpec.shared_runs`)
 
-Both go through one all-reduce of one flat buffer per dtype. Where a rank does not hold a run, its part of the buffer is zero.
+`sync_shared_gradients` sums all of them after backward, by one all-reduce of one flat buffer per dtype; plugins call it once per step.
+`sum_in_backward` sums each as backward computes it, so that a plain training loop needs no call. Where a rank does not hold a run, its part
+of the buffer is zero.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.ops.collective import reduce_from_group
 from shardwright.spec import get_spec
+
+_SUMMED = "_shardwright_summed_in_backward"
 
 
 @torch.no_grad()
@@ -27,19 +32,57 @@ def sync_shared_gradients(params: Iterable[Tensor], group: dist.ProcessGroup, ax
     group   the ranks along `axis`
 
     Call it once per step, after the last microbatch: summing is linear, so accumulated gradients need one call. It must be the same
-    call on all ranks; without shared parameters it communicates nothing.
+    call on all ranks; without shared parameters it communicates nothing. Parameters of `sum_in_backward` are left alone.
     """
     if group.size() == 1:
         return
     rank = group.rank()
     by_dtype: dict[torch.dtype, list[_Shared]] = {}
     for param in dict.fromkeys(params):
-        runs = _shared_runs(param, rank, axis) if param.requires_grad else []
+        runs = _shared_runs(param, rank, axis) if param.requires_grad and not hasattr(param, _SUMMED) else []
         if runs:
             dtype = param.grad.dtype if param.grad is not None else (getattr(param, "grad_dtype", None) or param.dtype)
             by_dtype.setdefault(dtype, []).append(_Shared(param, runs))
     for dtype, shared in by_dtype.items():
         _sum(shared, dtype, group)
+
+
+def sum_in_backward(params: Iterable[Tensor], group: dist.ProcessGroup, axis: str = "tp") -> None:
+    """From now on, every backward makes the gradients of shared parameters and rows those of the whole model, before it adds them up.
+
+    params  leaves; in backward all ranks of `group` must reach the same of them, in the same order, as they do when they run the same model
+    """
+    if group.size() == 1:
+        return
+    for param in dict.fromkeys(params):
+        runs = _shared_runs(param, group.rank(), axis)
+        if runs and not hasattr(param, _SUMMED):
+            setattr(param, _SUMMED, True)
+            trained = param.requires_grad
+            param.requires_grad_(True).register_hook(_Summing(runs, group))  # torch takes hooks only while it does
+            param.requires_grad_(trained)
+
+
+class _Summing(NamedTuple):
+    """The hook of one parameter: local gradient -> with what ranks share summed; differentiable like any collective here."""
+
+    runs: list[_Run]
+    group: dist.ProcessGroup
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        if self.runs[0].dim is None:
+            return reduce_from_group(grad, self.group)
+        sizes = [torch.Size(run.shape).numel() for run in self.runs]
+        parts = [
+            grad.new_zeros(size) if run.offset is None else grad.narrow(_dim(run), run.offset, run.shape[_dim(run)]).reshape(-1)
+            for run, size in zip(self.runs, sizes, strict=True)
+        ]
+        summed = reduce_from_group(torch.cat(parts), self.group).split(sizes)
+        grad = grad.clone()
+        for run, part in zip(self.runs, summed, strict=True):
+            if run.offset is not None:
+                grad.narrow(_dim(run), run.offset, run.shape[_dim(run)]).copy_(part.view(run.shape))
+        return grad
 
 
 class _Run(NamedTuple):
@@ -48,6 +91,11 @@ class _Run(NamedTuple):
     shape: tuple[int, ...]
     dim: int | None  # None: the whole parameter
     offset: int | None  # in this rank's shard along `dim`; None when this rank is no holder
+
+
+def _dim(run: _Run) -> int:
+    assert run.dim is not None
+    return run.dim
 
 
 class _Shared(NamedTuple):

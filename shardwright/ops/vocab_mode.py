@@ -11,8 +11,11 @@ A sharded head returns logits [..., V_local]; the unchanged forward of the model
 
 Nothing is guessed from shapes. The head marks its output with the shard and the dim that holds the vocabulary; functions that move, slice
 or rescale logits hand the mark on, so a hidden size that happens to equal V_local is never mistaken for a vocabulary. A function that mixes
-the vocabulary (softmax, argmax, topk, ...) would be wrong on a shard, and what a function that is not known here does to it cannot be told:
+the vocabulary (sort, kl_div, ...) would be wrong on a shard, and what a function that is not known here does to it cannot be told:
 both raise `SplitVocabularyError` instead. `whole_logits` gathers the columns for those who need all of them.
+
+In the hands of a script the logits are `ShardedLogits`, and what scripts commonly read off them (argmax, topk, log_softmax, gather, ...) is
+computed over the ranks (`ops.vocab_reads`). Inside the mode it is refused: there, those who follow a loss must see what it is made of.
 
 The mode is entered when a tensor is marked, not before: the layers below the head run without its overhead.
 """
@@ -31,6 +34,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from ..comm.compat import get_base, without_torch_function
 from ..utils import pytree
+from . import vocab_reads
 from .collective import gather_from_group
 from .cross_entropy import vocab_cross_entropy
 from .vocab_shard import VocabShard
@@ -47,8 +51,11 @@ _ELEMENTWISE = _names(
     """float half bfloat16 double to type type_as alias cpu cuda requires_grad_ add sub mul div neg tanh sigmoid clamp clip abs square sqrt
     exp log pow relu true_divide add_ sub_ mul_ div_ tanh_ clamp_ masked_fill masked_fill_ where nan_to_num dropout softplus __add__
     __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
-    zeros_like ones_like full_like empty_like isnan isinf isfinite"""
+    zeros_like ones_like full_like empty_like isnan isinf isfinite eq ne gt ge lt le __eq__ __ne__ __gt__ __ge__ __lt__ __le__"""
 )
+# Functions that deal rows: their `dim` (first of the arguments at this place) must not be the vocabulary.
+_DEAL_ROWS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1, "unbind": 1, "select": 1}
+_JOIN_ROWS = _names("cat concat concatenate stack")
 # Functions that make something of its own size; only dtype and device are the logits'.
 _CREATORS = _names("""new_zeros new_ones new_empty new_full new_tensor""")
 # The host sees this rank's columns alone.
@@ -98,8 +105,10 @@ def whole_logits(logits: Tensor) -> Tensor:
     mark: _Mark | None = getattr(logits, _MARK, None)
     if mark is None:
         return logits
-    whole = gather_from_group(logits, mark.shard.group, mark.dim).narrow(mark.dim, 0, mark.shard.size)
-    return whole.float() if mark.promote else whole
+    with without_torch_function():
+        plain = logits.as_subclass(Tensor) if isinstance(logits, ShardedLogits) else logits
+        whole = gather_from_group(plain, mark.shard.group, mark.dim).narrow(mark.dim, 0, mark.shard.size)
+        return whole.float() if mark.promote else whole
 
 
 @contextmanager
@@ -136,6 +145,11 @@ class _Scope:
 _scopes: list[_Scope] = []
 
 
+def in_forward() -> bool:
+    """Whether a forward inside of `vocab_parallel_loss()` is running."""
+    return bool(_scopes)
+
+
 class _VocabMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -151,7 +165,7 @@ class ShardedLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with without_torch_function():
-            return as_scripts_see(_on_marked(func, args, kwargs or {}))
+            return pytree.tree_map(as_scripts_see, _on_marked(func, args, kwargs or {}, by_script=True))
 
 
 def as_scripts_see(value: Any) -> Any:
@@ -173,13 +187,13 @@ def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return _hand_on(merged, getattr(tensors[0], _MARK)) if hasattr(tensors[0], _MARK) else merged
 
 
-def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], by_script: bool = False) -> Any:
     """`func(*args, **kwargs)` with what it means where one of the arguments is marked."""
     logits = _first_marked((*args, *kwargs.values()))
     if logits is None:
         return func(*args, **kwargs)
     mark: _Mark = getattr(logits, _MARK)
-    if func is F.cross_entropy:
+    if func is F.cross_entropy or func is sharded_cross_entropy:
         return sharded_cross_entropy(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if name == "float" and logits.dtype in (torch.float16, torch.bfloat16):
@@ -199,7 +213,13 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return _hand_on(func(*args, **kwargs), mark)
     if func == get_base:  # FSDP2 asks whether an output is a view
         return func(*args, **kwargs)
-    if name in _WITH_FEATURES | _READ_BY_HOST or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs)):
+    if name in _DEAL_ROWS:
+        return _deal_rows(func, name, mark, *args, **kwargs)
+    if name in _JOIN_ROWS:
+        return _join_rows(func, name, mark, *args, **kwargs)
+    if by_script and name in READS and logits is (args[0] if args else None) and _runs_over(mark, logits.ndim, args, kwargs, name):
+        return _read(name, mark, *args, **kwargs)
+    if name in _WITH_FEATURES | _READ_BY_HOST or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs, name)):
         raise _unsupported(name.strip("_"), mark)
     if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:
         args = [arg.float() if arg is logits else arg for arg in args]
@@ -284,10 +304,86 @@ def _getitem(mark: _Mark, logits: Tensor, index: Any) -> Tensor:
     return _hand_on(result, mark._replace(dim=result.ndim - 1))
 
 
-def _runs_over(mark: _Mark, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    dim = kwargs.get("dim", kwargs.get("axis", next((arg for arg in args[1:] if isinstance(arg, (int, tuple, list))), None)))
+def _deal_rows(func: Callable[..., Any], name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+    place = _DEAL_ROWS[name] - 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0) % logits.ndim
+    if dim == mark.dim:
+        raise _unsupported(f"{name} over the vocabulary", mark)
+    if name in ("unbind", "select"):
+        mark = mark._replace(dim=mark.dim - (dim < mark.dim))
+    return pytree.tree_map(lambda part: _hand_on(part, mark), func(logits, *args, **kwargs))
+
+
+def _join_rows(func: Callable[..., Tensor], name: str, mark: _Mark, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    marks = {getattr(tensor, _MARK, None) for tensor in tensors}
+    given = kwargs.get("dim", kwargs.get("axis", args[0] if args else 0))
+    dim = given % (tensors[0].ndim + (name == "stack"))
+    if marks != {mark} or kwargs.get("out") is not None or (dim == mark.dim and name != "stack"):
+        raise _unsupported(f"{name} of other tensors, or over the vocabulary,", mark)
+    joined = func(tensors, *args, **kwargs)
+    return _hand_on(joined, mark._replace(dim=mark.dim + 1) if name == "stack" and dim <= mark.dim else mark)
+
+
+def _read(name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A function over the vocabulary, computed over the ranks."""
+    kwargs.pop("_stacklevel", None)
+    dim, promoted = mark.dim, logits.float() if mark.promote else logits
+    plain = mark._replace(promote=False)
+    if name in ("log_softmax", "softmax", "special_log_softmax", "special_softmax"):
+        if kwargs.get("dim", args[0] if args else None) is None:
+            raise _unsupported(f"{name} without dim", mark)
+        dtype = kwargs.get("dtype", next((arg for arg in args if isinstance(arg, torch.dtype)), None))
+        function = vocab_reads.softmax if name.endswith("softmax") and "log" not in name else vocab_reads.log_softmax
+        return _hand_on(function(promoted, mark.shard, dim, dtype), plain)
+    given = {**dict(zip(_ARGUMENTS[name], args, strict=False)), **kwargs}
+    given["dim"] = given.pop("axis", given.get("dim"))
+    keepdim = bool(given.get("keepdim", False))
+    if not isinstance(given["dim"], int | tuple | list) and not (given["dim"] is None and name in ("sum", "mean", "topk")):
+        raise _unsupported(f"{name} without dim", mark)
+    if name == "gather":
+        return vocab_reads.gather(promoted, mark.shard, dim, given["index"])
+    if name == "logsumexp":
+        if not _is_only(given["dim"]):
+            raise _unsupported(f"{name} over several dims", mark)
+        return vocab_reads.logsumexp(promoted, mark.shard, dim, keepdim)
+    if name == "topk":
+        largest = bool(given.get("largest", True))
+        return torch.return_types.topk(vocab_reads.topk(promoted, mark.shard, dim, given["k"], largest))  # type: ignore[attr-defined]
+    if name in ("sum", "mean"):
+        several = given["dim"] if isinstance(given["dim"], tuple | list) else (given["dim"],)
+        dims = tuple(range(logits.ndim)) if given["dim"] is None or not several else tuple(one % logits.ndim for one in several)
+        result = vocab_reads.total(promoted, mark.shard, dims, keepdim, given.get("dtype"), dim)
+        rows = math.prod(logits.shape[one] for one in dims if one != dim)
+        return result if name == "sum" else result / (rows * mark.shard.size)
+    if not _is_only(given["dim"]):
+        raise _unsupported(f"{name} over several dims", mark)
+    values, ids = vocab_reads.best(promoted, mark.shard, dim, name in ("argmax", "max", "amax"), keepdim)
+    if name in ("max", "min"):
+        return getattr(torch.return_types, name)((values, ids))
+    return ids if name.startswith("arg") else values
+
+
+# What scripts read off logits, and the order of the arguments after the logits.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "gather": ("dim", "index"),
+    "logsumexp": ("dim", "keepdim"),
+    "topk": ("k", "dim", "largest", "sorted"),
+    "sum": ("dim", "keepdim"),
+    "mean": ("dim", "keepdim"),
+    **dict.fromkeys(("argmax", "argmin", "max", "min", "amax", "amin"), ("dim", "keepdim")),
+}
+READS = frozenset(_ARGUMENTS) | _names("log_softmax softmax special_log_softmax special_softmax")
+
+
+def _is_only(dim: Any) -> bool:
+    return isinstance(dim, int) or len(dim) == 1
+
+
+def _runs_over(mark: _Mark, ndim: int, args: Sequence[Any], kwargs: dict[str, Any], name: str = "") -> bool:
+    given = args[2:] if name == "topk" else args[1:]  # k comes before dim
+    dim = kwargs.get("dim", kwargs.get("axis", next((arg for arg in given if isinstance(arg, (int, tuple, list))), None)))
     if dim is None:
-        return True
+        return name != "topk" or mark.dim == ndim - 1
     return any(one % ndim == mark.dim for one in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
@@ -329,5 +425,6 @@ def sharded_cross_entropy(
 def _unsupported(what: str, mark: _Mark) -> SplitVocabularyError:
     return SplitVocabularyError(
         f"{what} is not possible on logits of which this rank holds {mark.shard.local} of {mark.shard.size} columns; "
-        "gather them (gather_output=True or parallel_output=False), or use vocab_cross_entropy"
+        "gather them on all ranks of the group (shardformer.layer.whole_logits(logits), or parallel_output=False for all outputs), or use "
+        "vocab_cross_entropy"
     )

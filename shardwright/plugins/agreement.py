@@ -27,10 +27,9 @@ from torch.utils.data import DataLoader
 
 from .._version import __version__
 from ..comm.handle import count_orphans, settle_orphans
-from ..shardformer.lazy import notes_of
+from ..shardformer.same_weights import facts_of_weights, hash_of
 from .dealing import length_of
 
-_SAMPLED = 16  # elements per parameter
 _SHOWN = 4  # differences named in a message
 _ENVIRONMENT = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 DIGEST = 16
@@ -179,32 +178,6 @@ def _facts_of_job(plugin: Any, model: nn.Module, optimizer: Any, dataloader: Any
         facts["len(dataloader.dataset)"] = str(length_of(dataloader.dataset))
         facts["dataloader.generator"] = "given" if dataloader.generator is not None else "None"
     return facts
-
-
-def facts_of_weights(model: nn.Module) -> Facts:
-    """A digest of a few elements of every parameter; the seed of one that is yet to be made."""
-    facts: Facts = {}
-    sampled: list[tuple[str, torch.Tensor]] = []
-    for name, param in model.named_parameters():
-        notes = notes_of(param) if param.is_meta else None
-        if notes is not None:
-            facts[name] = f"made from seed {notes.seed}"
-        elif not param.is_meta and type(param.data) is torch.Tensor and param.numel():
-            flat = param.detach().flatten() if not param.is_contiguous() else param.detach().view(-1)
-            sampled.append((name, flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].float()))
-    for device in {values.device for _, values in sampled}:
-        here = [(name, values) for name, values in sampled if values.device == device]
-        numbers = torch.cat([values for _, values in here]).cpu()
-        for (name, _), values in zip(here, numbers.split([len(values) for _, values in here]), strict=True):
-            facts[name] = f"[{', '.join(f'{value:.6g}' for value in values[:3].tolist())}, ...] (digest {hash_of(values)})"
-    return facts
-
-
-def hash_of(tensor: torch.Tensor) -> str:
-    """Of the contents of a tensor, on the host."""
-    data = tensor.detach().cpu().contiguous().reshape(-1)
-    content = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-    return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
 def describe(name: str, value: Any, facts: Facts) -> None:

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from shardwright.shardformer.attention import LocalHeads
 from shardwright.shardformer.heads import QUERY_HEADS, HeadGeometry, first_int
-from shardwright.shardformer.hf_plan import Region, shape_of_name
+from shardwright.shardformer.hf_plan import Proposal, shape_of_name
 from shardwright.shardformer.layer.linear import input_size, is_linear, output_size
 from shardwright.shardformer.rules import Rules, latent_attention_rules
 from shardwright.shardformer.splits import Heads, Packed
@@ -55,9 +55,9 @@ _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up"
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 
 
-def conventional_regions(model: nn.Module, known: set[str]) -> list[Region]:
+def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
     """Regions of modules that none of the `known` regions covers."""
-    regions: dict[str, Region] = {}
+    regions: dict[str, Proposal] = {}
     for name, module in model.named_modules():
         shape = shape_of_name(name)
         if not name or shape in known or any(shape.startswith(f"{other}.") for other in known):
@@ -67,18 +67,18 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Region]:
     return list(regions.values())
 
 
-def _proposals(name: str, module: nn.Module) -> Iterator[Region]:
+def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
     linears = {local: child for local, child in module.named_children() if is_linear(child)}
     if alternatives := _bert_attention(name, module):
-        yield Region(name, alternatives)
+        yield Proposal(name, alternatives)
     if rules := _bert_mlp(name, module):
-        yield Region(f"{name}.intermediate", [rules])
+        yield Proposal(f"{name}.intermediate", [rules])
     for recognised in (_latent_attention(name, module, linears), _attention(name, module, linears), _mlp(name, linears)):
         if recognised:
-            yield Region(name, recognised)
+            yield Proposal(name, recognised)
             break
     if alternatives := _experts(name, module):
-        yield Region(name, alternatives)
+        yield Proposal(name, alternatives)
 
 
 def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> list[Rules]:

@@ -26,7 +26,7 @@ _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv")
 
 
 @dataclass
-class Region:
+class Proposal:
     """The rules of one attention, MLP or set of experts, wherever it occurs in the model.
 
     name            pattern of the module around the sharded ones
@@ -42,7 +42,7 @@ def shape_of_name(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def plan_regions(model: Any) -> list[Region]:
+def plan_regions(model: Any) -> list[Proposal]:
     """Regions from `model.tp_plan`; without the vocabulary, which policies treat alike for all models."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     modules = {shape_of_name(name): module for name, module in model.named_modules()}
@@ -62,7 +62,7 @@ def plan_regions(model: Any) -> list[Region]:
             continue
         plain: Rules = {pattern: style for pattern, style in translated.items() if style is not None}
         alternatives = [rules for upgrade in (_heads, _fused_heads, _packed) for rules in upgrade(name, styles, plain)]
-        regions.append(Region(name, [*alternatives, plain]))
+        regions.append(Proposal(name, [*alternatives, plain]))
     return regions
 
 

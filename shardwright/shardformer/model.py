@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.nn as nn
 
-from shardwright.ops.vocab_mode import vocab_parallel_loss
+from shardwright.ops.vocab_mode import as_scripts_see, vocab_parallel_loss
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.shardformer.layer.embedding import LogitsParallel
 from shardwright.shardformer.layer.parallel_module import ParallelModule
+from shardwright.utils.tensors import map_tensors
 
 
 class ShardedModel(ParallelModule):
@@ -19,11 +20,16 @@ class ShardedModel(ParallelModule):
 
     Called, it returns this rank's columns of the logits (all of them, without padding, with `parallel_output=False`), and
     the loss that its forward computes from them is exact.
+
+    for_scripts     whether a script calls it, which may read anything off the logits (see `ops.vocab_mode.ShardedLogits`)
     """
+
+    for_scripts = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with vocab_parallel_loss():
-            return super().__call__(*args, **kwargs)
+            outputs = super().__call__(*args, **kwargs)
+        return map_tensors(as_scripts_see, outputs) if self.for_scripts else outputs
 
 
 class GeneratingModel(ShardedModel):

@@ -10,36 +10,16 @@ Where several rules match a name the last one counts, so a policy states its dif
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.nn as nn
 
 from shardwright.shardformer.adapters import parts_of
 from shardwright.shardformer.layer.parallel_module import ParallelGroup
-from shardwright.shardformer.styles import (
-    NAMED,
-    Column,
-    HiddenEmbedding,
-    PartialSum,
-    Row,
-    ShardedParameter,
-    Site,
-    Style,
-    VocabEmbedding,
-    VocabHead,
-)
+from shardwright.shardformer.regions import Region, find_regions, unclosed, undecided_parameters
+from shardwright.shardformer.styles import NAMED, Decision, Site, Style
 from shardwright.spec import ParamSpec
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A rule at the place it applies to."""
-
-    rule: str
-    style: Style
-    site: Site
-    specs: dict[str, ParamSpec]
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,9 @@ class Plan:
         """Apply every rule on paper and verify the result; changes nothing.
 
         Raises ValueError naming module, rule and fix for unknown styles, rules that match nothing, styles that cannot convert
-        what they match, contradicting layouts of tied parameters, and parameters next to sharded ones that no rule decided on.
+        what they match, contradicting layouts of tied parameters, and for what `check` finds.
+
+        complete    whether to check; the caller does otherwise
         """
         styles = {pattern: self._style(pattern, style) for pattern, style in self.rules.items()}
         chosen = self._match(model, styles)
@@ -77,7 +59,7 @@ class Plan:
                 raise ValueError(f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}") from None
         self._check_ties(decisions)
         if complete:
-            self._check_undecided(model, decisions)
+            self.check(model, decisions, find_regions(model, decisions))
         return decisions
 
     def _style(self, pattern: str, style: Style | str) -> Style:
@@ -119,39 +101,22 @@ class Plan:
                         f"{self.source} lay it out differently; give both the same layout"
                     )
 
-    def _check_undecided(self, model: nn.Module, decisions: list[Decision]) -> None:
-        if undecided := undecided_parameters(model, decisions):
+    def check(self, model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region]) -> None:
+        """Raise ValueError for parameters that may meet sharded activations and are not decided on, and for regions that nothing closes."""
+        if undecided := undecided_parameters(regions):
             shown = ", ".join(undecided[:5]) + (" ..." if len(undecided) > 5 else "")
             raise ValueError(
                 f"{self.source} shards modules next to {shown} of {type(model).__name__} "
                 "without deciding on these parameters; add a rule for each: 'replicated' if it is applied to whole activations, "
                 "'partial_gradient' if it is applied to sharded ones, or a style that shards it"
             )
-
-
-_SHARDING = (Column, Row, PartialSum, ShardedParameter, HiddenEmbedding)
-
-
-def undecided_parameters(model: nn.Module, decisions: list[Decision]) -> list[str]:
-    """Parameters inside sharded regions that no rule decided on.
-
-    A region is the parent of a sharded module: its attention, its MLP. The vocabulary is no region, what surrounds it is replicated.
-    """
-    decided = {id(decision.site.module.get_parameter(name)) for decision in decisions for name in decision.specs}
-    regions: dict[int, tuple[str, nn.Module]] = {}
-    for decision in decisions:
-        gathered = isinstance(decision.style, Column) and decision.style.gather_output
-        if isinstance(decision.style, _SHARDING) and not isinstance(decision.style, VocabEmbedding | VocabHead) and not gathered:
-            name = decision.site.name.rpartition(".")[0]
-            region = model.get_submodule(name)
-            if region is not model and not isinstance(region, nn.ModuleList):
-                regions[id(region)] = (name, region)
-    found: dict[str, None] = {}
-    for name, region in regions.values():
-        for local, param in region.named_parameters():
-            if id(param) not in decided:
-                found[f"{name}.{local}"] = None
-    return list(found)
+        if (region := unclosed(model, regions, decisions)) is not None:
+            first = next(decision for decision in decisions if decision.site.module is region.opens[0])
+            raise ValueError(
+                f"{first.site.name} ({type(first.site.module).__name__}), rule {first.rule!r} of {self.source}: its output is this rank's "
+                "features, and no linear near by takes these; add 'rowwise' for the linear that reads them, or make this one "
+                "'colwise_gathered' (Linear1D_Col(gather_output=True)), or 'vocab_head' if it makes logits"
+            )
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

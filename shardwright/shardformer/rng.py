@@ -116,12 +116,10 @@ def synchronize_rng(group: dist.ProcessGroup) -> None:
     set_states(states)
 
 
-def make_sharded_region(
-    module: nn.Module, group: dist.ProcessGroup, opens: Sequence[nn.Module] = (), closes: Sequence[nn.Module] = ()
-) -> None:
+def make_sharded_region(module: nn.Module, group: dist.ProcessGroup, opens: Sequence[nn.Module], closes: Sequence[nn.Module] = ()) -> None:
     """Let the forward of `module` draw per-rank numbers, in training.
 
-    opens    descendants whose output is the first sharded activation (column linears); empty: the region opens as `module` is entered
+    opens    descendants whose output is the first sharded activation (column linears); or `module`: the region opens as it is entered
     closes   descendants whose output is replicated again (row linears); whatever happens, the region ends with `module`
     """
     rng = sharded_rng(group)
@@ -133,13 +131,14 @@ def make_sharded_region(
     def close_region(*_: Any) -> None:
         rng.close()
 
-    if opens:
-        for child in opens:
+    for child in opens:
+        if child is module:
+            module.register_forward_pre_hook(open_region)
+        else:
             child.register_forward_hook(open_region)
-    else:
-        module.register_forward_pre_hook(open_region)
     for child in closes:
-        child.register_forward_hook(close_region)
+        if child is not module:
+            child.register_forward_hook(close_region)
     # Recomputation under activation checkpointing may leave a forward by an exception once it has all it needs.
     module.register_forward_hook(close_region, always_call=True)
 

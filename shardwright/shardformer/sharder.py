@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -14,13 +12,15 @@ from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.init import LazyWeights
 from shardwright.shardformer.layer.embedding import LogitsParallel
 from shardwright.shardformer.layer.norm import fuse_norms, has_fusable_norms
-from shardwright.shardformer.layer.parallel_module import ParallelGroup, native_class
+from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.lowering import Lowered, lower
 from shardwright.shardformer.model import GeneratingModel, ShardedModel
-from shardwright.shardformer.plan import Decision, Plan
+from shardwright.shardformer.plan import Plan
 from shardwright.shardformer.policies.auto import get_autopolicy
-from shardwright.shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.regions import Region, find_regions
 from shardwright.shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
-from shardwright.shardformer.styles import Column, PartialSum, Row
+from shardwright.shardformer.styles import Decision
 from shardwright.spec import ParamSpec, get_spec, set_spec
 
 
@@ -37,6 +37,8 @@ class ModelSharder:
         self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
         self.policy = policy if policy is not None else get_autopolicy(self._native)
         self._decisions: list[Decision] | None = None
+        self._regions: list[Region] = []
+        self._lowered = Lowered()
 
     def layer_lists(self, pipeline: bool) -> list[str] | None:
         """Names of the ModuleLists that the policy wants the model cut along; None leaves finding them to the pipeline."""
@@ -66,8 +68,15 @@ class ModelSharder:
             self._take(policy.preprocess())
             policy.set_model(self._native)
             _check_optimizations(self._native, config)
-            is_sharded = config.enable_tensor_parallelism and config.parallel.size > 1
-            self._decisions = policy.plan().decide(self._native, config.parallel) if is_sharded else []
+            source = type(policy).__name__
+            self._lowered = lower(self._native, policy.module_policy(), source)
+            if config.enable_tensor_parallelism and config.parallel.size > 1:
+                plan = policy.plan().extended(self._lowered.rules)
+            else:
+                plan = Plan(self._lowered.replacing, source)
+            self._decisions = plan.decide(self._native, config.parallel, complete=False)
+            self._regions = find_regions(self._native, self._decisions)
+            plan.check(self._native, self._decisions, self._regions)
         return self._decisions
 
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
@@ -80,11 +89,10 @@ class ModelSharder:
         weights = LazyWeights.of(self.model)
         decisions = self.prepare()
         shared = policy.get_shared_params()
-        if decisions:
-            _apply(self._native, decisions, config.parallel)
-            if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
-                _adopt_root(self.model, config.parallel)
-        self._replace_modules(policy.module_policy())
+        _apply(self._native, decisions, self._regions, config.parallel)
+        if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
+            _adopt_root(self.model, config.parallel)
+        self._lowered.change()
         _use_optimizations(self._native, config)
         self._take(policy.postprocess())
         _describe_parameters(self.model)
@@ -100,74 +108,22 @@ class ModelSharder:
             raise ValueError(f"{type(self.policy).__name__} replaces the model itself, which it cannot once the model carries adapters")
         self._native = native
 
-    def _replace_modules(self, descriptions: Mapping[type[nn.Module] | str, ModulePolicyDescription]) -> None:
-        matches: dict[type[nn.Module] | str, list[tuple[str, nn.Module]]] = {key: [] for key in descriptions}
-        for name, module in list(self._native.named_modules()):
-            for key, found in matches.items():
-                if native_class(module) is key or native_class(module).__name__ == key:
-                    found.append((name, module))
-        source = type(self.policy).__name__
-        for key, found in matches.items():
-            if not found:
-                shown = key if isinstance(key, str) else key.__name__
-                raise ValueError(
-                    f"{source}.module_policy describes {shown}, but {type(self._native).__name__} has no such module; remove it"
-                )
-        for key, description in descriptions.items():
-            for name, module in matches[key]:
-                self._replace(name, module, description, source)
-
-    def _replace(self, name: str, module: nn.Module, description: ModulePolicyDescription, source: str) -> None:
-        for attribute, value in description.attribute_replacement.items():
-            owner, _, last = attribute.rpartition(".")
-            holder: Any = module
-            for part in owner.split(".") if owner else ():
-                holder = getattr(holder, part)
-            setattr(holder, last, value)
-        for replace in description.param_replacement:
-            replace(module)
-        for child in description.sub_module_replacement:
-            self._replace_child(name, module, child, source)
-        if description.method_replacement:
-            # On a subclass rather than on the instance: activation checkpointing and `super()` go through the class.
-            native = type(module)
-            methods = {**description.method_replacement, "__module__": native.__module__, "native_class": native_class(module)}
-            module.__class__ = type(native.__name__, (native,), methods)
-
-    def _replace_child(self, name: str, module: nn.Module, child: SubModuleReplacementDescription, source: str) -> None:
-        suffix = re.sub(r"\[(\d+)\]", r".\1", child.suffix)
-        try:
-            native = module.get_submodule(suffix)
-        except AttributeError:
-            if child.ignore_if_not_exist:
-                return
-            raise ValueError(
-                f"{source}: {name or type(module).__name__} has no sub-module {child.suffix!r}; "
-                "correct the suffix or set ignore_if_not_exist=True"
-            ) from None
-        if not hasattr(child.target_module, "from_native_module"):
-            raise ValueError(
-                f"{source}: target_module {child.target_module!r} of {child.suffix!r} has no from_native_module; "
-                "use a layer of shardformer.layer"
-            )
-        group = self.shard_config.parallel.group
-        parent, _, last = suffix.rpartition(".")
-        try:
-            target = child.target_module.from_native_module(native, group, **child.kwargs)
-        except ValueError as error:
-            raise ValueError(f"{source}: {name}.{child.suffix} ({type(native).__name__}): {error}") from None
-        setattr(module.get_submodule(parent), last, target)
-
 
 def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
     """Shard `model` in place; raises ValueError, with the model untouched, when the plan does not fit it."""
-    _apply(model, plan.decide(model, parallel), parallel)
+    decisions = plan.decide(model, parallel)
+    _apply(model, decisions, find_regions(model, decisions), parallel)
 
 
-def _apply(model: nn.Module, decisions: Sequence[Decision], parallel: ParallelGroup) -> None:
+def _apply(model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region], parallel: ParallelGroup) -> None:
     for decision in decisions:
-        decision.style.convert(decision.site, decision.specs)
-    _divide_dropout(decisions, parallel)
+        try:
+            decision.style.convert(decision.site, decision.specs)
+        except ValueError as error:
+            site = decision.site
+            raise ValueError(f"{site.name} ({type(site.module).__name__}), rule {decision.rule!r}: {error}") from None
+    if parallel.size > 1 and decisions:
+        _divide_dropout(regions, parallel)
     _adopt_root(model, parallel)
 
 
@@ -176,21 +132,11 @@ def _adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
         (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
 
 
-def _divide_dropout(decisions: Sequence[Decision], parallel: ParallelGroup) -> None:
-    """Dropout between a column and a row linear draws per rank, all other draws the same on every rank."""
-    opens: dict[nn.Module, list[nn.Module]] = {}
-    closes: dict[nn.Module, list[nn.Module]] = {}
-    for decision in decisions:
-        site, style = decision.site, decision.style
-        if isinstance(style, Column) and not style.gather_output:
-            opens.setdefault(site.parent, []).append(site.module)
-        elif isinstance(style, Row):
-            closes.setdefault(site.parent, []).append(site.module)
-        elif isinstance(style, PartialSum) and uses_dropout(site.module):
-            make_sharded_region(site.module, parallel.group)
-    for parent, columns in opens.items():
-        if uses_dropout(parent):
-            make_sharded_region(parent, parallel.group, columns, closes.get(parent, ()))
+def _divide_dropout(regions: Sequence[Region], parallel: ParallelGroup) -> None:
+    """Dropout between the opening and the closing of a region draws per rank, all other draws the same on every rank."""
+    for region in regions:
+        if region.opens and uses_dropout(region.module):
+            make_sharded_region(region.module, parallel.group, region.opens, region.closes)
     synchronize_rng(parallel.group)
 
 

@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardwright.cluster.coordinator import DistCoordinator
 from shardwright.shardformer.config import ShardConfig
+from shardwright.shardformer.gradients import follow_gradients
+from shardwright.shardformer.model import ShardedModel
+from shardwright.shardformer.part import PartOfModel
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.same_weights import require_same_weights
 from shardwright.shardformer.sharder import ModelSharder
 
 
@@ -20,9 +24,11 @@ class ShardFormer:
 
     shardwright.launch_from_torch()
     model, shared_params = ShardFormer(ShardConfig()).optimize(BertForMaskedLM(config))
-    loss = model(**batch).loss
-    loss.backward()
-    sync_shared_gradients(model.parameters(), group)
+    model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+
+    Gradients are those of the whole model, as far as this rank holds it. The ranks of the group must get the same batches.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -37,7 +43,18 @@ class ShardFormer:
         Returns the model and the parameters that pipeline stages share.
         """
         sharder = ModelSharder(model, policy, self.shard_config)
+        sharder.prepare()
+        group = self.shard_config.parallel.group
+        sharded = self.shard_config.enable_tensor_parallelism and group.size() > 1
+        if sharded:
+            require_same_weights(sharder.model, group)
         shared = sharder.shard()
+        if sharded:
+            follow_gradients(sharder.model, group)
+            if hasattr(sharder.model, "save_pretrained"):
+                PartOfModel.adopt(sharder.model, self.shard_config.parallel)
+        if isinstance(sharder.model, ShardedModel):
+            sharder.model.for_scripts = True
         return sharder.model, shared
 
     def shard_model(self, model: nn.Module, policy: Policy | None = None) -> nn.Module:

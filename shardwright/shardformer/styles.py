@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
 from shardwright.ops.collective import copy_to_group, reduce_from_group
 from shardwright.shardformer.layer.embedding import (
+    LogitsParallel,
+    VocabParallel,
     head_class,
     hidden_class,
     hidden_specs,
@@ -24,6 +26,8 @@ from shardwright.shardformer.layer.embedding import (
     vocab_specs,
 )
 from shardwright.shardformer.layer.linear import (
+    ColumnParallel,
+    RowParallel,
     column_class,
     column_specs,
     input_size,
@@ -33,6 +37,7 @@ from shardwright.shardformer.layer.linear import (
     row_specs,
     shape_of,
 )
+from shardwright.shardformer.layer.norm import FusedLayerNorm, FusedRMSNorm
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, shard_parameters
 from shardwright.shardformer.splits import EVEN, Heads, Packed, Pieces, Split, Vocabulary
 from shardwright.spec import ParamSpec
@@ -59,8 +64,23 @@ class Site:
         return split.pieces(size, self.parallel.size, self.parent)
 
 
+Role = Literal["opens", "closes", "inside", "sums", "unknown"]
+
+
 class Style:
     """Base of all styles; by itself it decides that the parameters of a module stay whole on every rank."""
+
+    @property
+    def role(self) -> Role | None:
+        """What the module does to the activations (see `shardformer.regions`); None for those that neither read nor write sharded ones.
+
+        opens     its output is sharded
+        closes    its input is sharded, its output whole
+        inside    it meets sharded activations only
+        sums      it opens and closes by itself
+        unknown   a layer of the user's, of which nothing is known
+        """
+        return None
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         """Layout of the parameters that this style decides on, by their local names; ValueError says why it cannot."""
@@ -103,6 +123,10 @@ class Column(Style):
     split: Split = EVEN
     gather_output: bool = False
 
+    @property
+    def role(self) -> Role | None:
+        return None if self.gather_output else "opens"
+
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
         require_linear(module, "a colwise style")
@@ -121,6 +145,10 @@ class Row(Style):
 
     split: Split = EVEN
     split_input: bool = False
+
+    @property
+    def role(self) -> Role | None:
+        return "closes"
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
@@ -152,6 +180,10 @@ class HiddenEmbedding(Style):
 
     split: Split = EVEN
     gather_output: bool = False
+
+    @property
+    def role(self) -> Role | None:
+        return None if self.gather_output else "inside"
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
@@ -185,6 +217,10 @@ class ShardedParameter(Style):
     dim: int = 0
     split: Split = EVEN
 
+    @property
+    def role(self) -> Role | None:
+        return "inside"
+
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         if site.parameter is None:
             raise ValueError(f"the style shards a parameter, but the rule names a {type(site.module).__name__}; name the parameter")
@@ -204,6 +240,10 @@ class PartialSum(Style):
     """
 
     once: tuple[str, ...] = ()
+
+    @property
+    def role(self) -> Role | None:
+        return "sums"
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         module = _module(site, self)
@@ -277,6 +317,42 @@ class Custom(Style):
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         self.change(site.module, site.parallel)
+
+
+@dataclass(frozen=True)
+class Replaced(Style):
+    """A layer class of a policy in the place of a module: one that no style stands for, which shards the module as it sees fit.
+
+    target  class with `from_native_module(module, process_group, **kwargs)`
+    """
+
+    target: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def role(self) -> Role | None:
+        kind = self.target if isinstance(self.target, type) else object
+        if issubclass(kind, LogitsParallel | VocabParallel | FusedLayerNorm | FusedRMSNorm | nn.Dropout):
+            return None
+        return "opens" if issubclass(kind, ColumnParallel) else "closes" if issubclass(kind, RowParallel) else "unknown"
+
+    def specs(self, site: Site) -> dict[str, ParamSpec]:
+        _module(site, self)
+        return {}
+
+    def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
+        made = self.target.from_native_module(site.module, site.parallel.group, **self.kwargs)
+        setattr(site.parent, site.name.rpartition(".")[2], made)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A rule at the place it applies to."""
+
+    rule: str
+    style: Style
+    site: Site
+    specs: dict[str, ParamSpec]
 
 
 def _module(site: Site, style: Style) -> nn.Module:

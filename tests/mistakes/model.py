@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.shardformer.layer import whole_logits
 from shardwright.testing import adamw, zoo
 
 from .table import mistake, refused
@@ -219,9 +220,10 @@ def generate(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`model(**batch).logits.argmax(-1)`, or a loss of one's own on `logits`, with `tp_size` above 1",
-    gets="`F.cross_entropy` and what goes element by element are those of the whole vocabulary; what needs all of it (`argmax`, `softmax`, "
-    "`mse_loss`, `numpy()`) is refused, since a rank holds a part of the logits",
-    fix="`HybridParallelPlugin(parallel_output=False)`, which gathers them",
+    gets="`F.cross_entropy`, `argmax`, `topk`, `softmax`, `log_softmax`, `gather` and what goes row by row or element by element are those "
+    "of the whole vocabulary, called on all ranks; what else needs all of it (`sort`, `mse_loss`, `numpy()`) is refused, since a rank "
+    "holds a part of the logits",
+    fix="`shardformer.layer.whole_logits(logits)` on all ranks, or `HybridParallelPlugin(parallel_output=False)`, which gathers always",
 )
 def logits_of_a_part(rank: int, world: int) -> None:
     made = job("tp")
@@ -237,12 +239,14 @@ def logits_of_a_part(rank: int, world: int) -> None:
     norm = torch.nn.utils.get_total_norm([param.grad for param in made.plain.parameters() if param.grad is not None])
     assert abs(made.optimizer.get_grad_norm() - float(norm)) < 1e-5
     uses: list[Callable[[torch.Tensor], Any]] = [
-        lambda logits: logits.argmax(-1),
-        lambda logits: logits.float().softmax(dim=-1),
+        lambda logits: logits.sort(-1),
         lambda logits: F.mse_loss(logits, logits),
         lambda logits: logits.detach().cpu().numpy(),
-        lambda logits: torch.cat([logits, logits]),
+        lambda logits: torch.cat([logits, logits], -1),
     ]
+    for read in (lambda logits: logits.argmax(-1), lambda logits: logits.float().log_softmax(dim=-1).topk(3).values):
+        torch.testing.assert_close(read(logits), read(reference), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole_logits(logits), reference, rtol=1e-5, atol=1e-5)
     for use in uses:
         if world == 1:
             use(logits)
@@ -251,8 +255,9 @@ def logits_of_a_part(rank: int, world: int) -> None:
             use(logits)
     if world > 1:
         found = made.booster.execute_pipeline(iter([batch]), made.model, lambda outputs, inputs: outputs.loss, return_outputs=True)
-        with refused("argmax is not possible on logits of which this rank holds"):
-            found["outputs"]["logits"].argmax(-1)
+        with refused("std is not possible on logits of which this rank holds"):
+            found["outputs"]["logits"].std(-1)
+        assert torch.equal(found["outputs"]["logits"].argmax(-1), reference.argmax(-1))
     whole = job("tp", parallel_output=False).model(**batch).logits
     assert torch.equal(whole.argmax(-1), reference.argmax(-1))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwright.lazy import LazyInitContext
@@ -144,3 +147,36 @@ def test_new_heads_are_initialised_and_bad_sources_refused(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=r"neither model\.safetensors"):
             cls.from_pretrained(tmp_path)
     assert tf.PreTrainedModel.from_pretrained.__func__.__module__ == "transformers.modeling_utils"
+
+
+def _rewrite(directory: Path, change: Callable[[str], str | None]) -> None:
+    """Rename the tensors of a checkpoint, or leave them out."""
+    file = directory / "model.safetensors"
+    tensors = {change(name): tensor for name, tensor in load_file(file).items()}
+    save_file({name: tensor for name, tensor in tensors.items() if name is not None}, file, metadata={"format": "pt"})
+
+
+def test_what_files_and_model_have_not_in_common_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, ranks: said.append(text))
+    monkeypatch.setattr("shardwright.shardformer.modeling.pretrained.get_dist_logger", lambda: logger)
+    cls, config = MODELS["llama"]
+
+    def load() -> None:
+        with LazyInitContext(seed=1):
+            cls.from_pretrained(tmp_path)
+
+    cls(config()).save_pretrained(tmp_path)
+    load()
+    assert not said
+    _rewrite(tmp_path, lambda name: None if "norm" in name else name)
+    load()
+    assert "not in the files and initialised anew: model.layers.0.input_layernorm.weight, " in said.pop()
+    _rewrite(tmp_path, lambda name: f"other.{name}" if "embed_tokens" in name else name)
+    load()
+    assert said.pop().endswith("in the files and not used: other.model.embed_tokens.weight")
+    cls(config()).save_pretrained(tmp_path)
+    _rewrite(tmp_path, lambda name: f"other.{name}" if "layers.0" in name else name)
+    with pytest.raises(ValueError, match=r"has no place for other\.model\.layers\.0") as caught:
+        load()
+    assert "has no model.layers.0." in str(caught.value)

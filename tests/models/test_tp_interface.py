@@ -176,6 +176,12 @@ def layers(rank: int, world_size: int) -> None:
     assert local.shape[-1] == 64
     loss = cross_entropy_1d(local, labels, process_group=group, vocab_size=101)
     torch.testing.assert_close(loss, F.cross_entropy(full, labels))
+    # A head knows how many of its rows are padding.
+    torch.testing.assert_close(cross_entropy_1d(local, labels, process_group=group), loss)
+    each = cross_entropy_1d(local.view(1, 5, -1), labels.view(1, 5), mode="none")
+    torch.testing.assert_close(each, F.cross_entropy(full, labels, reduction="none").view(1, 5))
+    with pytest.raises(ValueError, match="vocab_size=128, but the logits are those of a head over 101 entries"):
+        cross_entropy_1d(local, labels, vocab_size=128)
     gathered = VocabParallelLMHead1D(12, 10, process_group=group, gather_output=True)
     assert gathered(x.float()).shape == (5, 10)
     assert Linear1D_Col(12, 9, process_group=group).weight.shape[0] == 5 - rank

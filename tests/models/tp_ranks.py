@@ -6,10 +6,8 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer import ShardConfig, ShardFormer
 from shardwright.testing import zoo
 from shardwright.testing.compare import check_complete, compare_models
@@ -50,15 +48,9 @@ def train_against_reference(
         reference, model = zoo.build(name, dtype=dtype, **arguments), zoo.build(name, dtype=dtype, **arguments)
         batches = [zoo.inputs(reference, seed=seed) for seed in range(STEPS)]
         model = shard(model, **shard_config)
-        params = list(model.parameters())
-
-        def backward(loss: torch.Tensor, params: list[nn.Parameter] = params) -> None:
-            loss.backward()
-            sync_shared_gradients(params, dist.group.WORLD)
-
         with keep_float64() if dtype is torch.float64 else contextlib.nullcontext():
             expected = train_steps(reference, adamw(reference), batches)
-            actual = train_steps(model, adamw(model), batches, backward=backward)
+            actual = train_steps(model, adamw(model), batches)
         report = compare_models(reference, model, coordinate=rank, losses=(expected, actual), check=False)
         try:
             report.check()

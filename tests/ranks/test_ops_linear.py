@@ -15,8 +15,13 @@ from counting import CountCollectives
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwright.ops.collective import gather_from_group, reduce_from_group, split_to_group
+from shardwright.ops.cross_entropy import vocab_cross_entropy
 from shardwright.ops.linear import column_linear, linear, row_linear
+from shardwright.ops.shared_grads import sum_in_backward
+from shardwright.ops.vocab_shard import VocabShard
 from shardwright.ops.weight_grad import WeightGradStore, immediate
+from shardwright.spec import ParamSpec, set_spec
 from shardwright.testing import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -319,3 +324,57 @@ def test_deferring_nests_and_can_be_suspended() -> None:
         linear(x, weight).sum().backward()
     outer.discard()
     assert len(outer) == 0
+
+
+def _penalty(rank: int, world: int) -> None:
+    """Gradients of a gradient penalty: two columns on one input, a scale that is applied to shards, a row, gathered and split outputs."""
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in ((8, 6), (8, 6), (1,), (6, 8), (8, 6))]
+    x = torch.randn(3, 6, dtype=torch.float64)
+    results = []
+    for sharded in (False, True):
+        own = 8 // world
+        low = rank * own
+
+        def part(index: int, dim: int, sharded: bool = sharded, low: int = low, own: int = own) -> torch.Tensor:
+            return (weights[index].narrow(dim, low, own) if sharded else weights[index]).clone().requires_grad_()
+
+        a, b, scale, c, d = part(0, 0), part(1, 0), weights[2].clone().requires_grad_(), part(3, 1), part(4, 0)
+        z = x.clone().requires_grad_()
+        if sharded:
+            set_spec(scale, ParamSpec("scale", (1,), partial=("tp",)))
+            sum_in_backward([scale], group)
+            h = torch.tanh(column_linear(z, a, None, group)) * column_linear(z, b, None, group) * scale
+            y = row_linear(h, c, None, group)
+            g = gather_from_group(column_linear(y.sin(), d, None, group), group)
+            y = y.sum() + gather_from_group(split_to_group(g.square(), group), group).sum()
+        else:
+            y = F.linear(torch.tanh(F.linear(z, a)) * F.linear(z, b) * scale, c)
+            y = y.sum() + F.linear(y.sin(), d).square().sum()
+        (slope,) = torch.autograd.grad(y, z, create_graph=True)
+        penalty = slope.square().sum() + y
+        penalty.backward()
+        results.append((penalty, slope, z.grad, scale.grad, [(a, 0), (b, 0), (c, 1), (d, 0)]))
+    (*whole, full), (*local, shards) = results
+    torch.testing.assert_close(local, whole, **CLOSE)
+    for (param, dim), (shard, _) in zip(full, shards, strict=True):
+        torch.testing.assert_close(shard.grad, param.grad.narrow(dim, low, own), **CLOSE)
+
+    torch.manual_seed(1)
+    full, target = torch.randn(3, 7, dtype=torch.float64), torch.tensor([6, -100, 3])
+    shard = VocabShard.even(7, group)
+    leaves = [full.clone().requires_grad_(), F.pad(full, (0, 1))[:, shard.start : shard.start + shard.local].clone().requires_grad_()]
+    penalties = []
+    for leaf, entropy in zip(leaves, (F.cross_entropy, partial(vocab_cross_entropy, shard=shard)), strict=True):
+        (slope,) = torch.autograd.grad(entropy(leaf, target, label_smoothing=0.1), leaf, create_graph=True)
+        penalty = slope.pow(3).sum()
+        penalty.backward()
+        penalties.append(penalty if leaf is leaves[0] else reduce_from_group(penalty, group))
+    torch.testing.assert_close(penalties[1], penalties[0], **CLOSE)
+    own = slice(shard.start, shard.start + shard.length)
+    torch.testing.assert_close(leaves[1].grad[:, : shard.length], leaves[0].grad[:, own], **CLOSE)
+
+
+def test_gradients_of_gradients() -> None:
+    run_ranks(_penalty, 2)

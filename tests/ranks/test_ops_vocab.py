@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch.nn import CrossEntropyLoss
 
 from shardwright.ops.cross_entropy import vocab_cross_entropy
 from shardwright.ops.embedding import vocab_embedding
-from shardwright.ops.vocab_mode import mark_vocab_sharded, vocab_parallel_loss, vocab_shard_of
+from shardwright.ops.vocab_mode import as_scripts_see, mark_vocab_sharded, vocab_parallel_loss, vocab_shard_of, whole_logits
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.spec import ParamSpec, even_pieces
 from shardwright.testing import run_ranks
+from shardwright.utils import pytree
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 
@@ -221,8 +223,9 @@ def _mode(rank: int, world: int) -> None:
         "matmul": lambda x: x @ x.new_ones(shard.local, 2),
         "weight": lambda x: F.cross_entropy(x.view(-1, 8), torch.zeros(6, dtype=torch.long), weight=torch.ones(8)),
         "log1p": lambda x: x.abs().log1p(),  # of which no list knows whether it mixes columns
-        "cat": lambda x: torch.cat([x, x]),
-        "unbind": lambda x: x.unbind(),
+        "cat of other tensors": lambda x: torch.cat([x, x], -1),
+        "stack of other tensors": lambda x: torch.stack([x, torch.zeros(2, 3, shard.local)]),
+        "unbind over": lambda x: x.unbind(-1),
         "numpy": lambda x: x.numpy(),
         "mT": lambda x: x.mT,
         "the vocabulary": lambda x: x.__setitem__((..., 1), 0),
@@ -231,6 +234,26 @@ def _mode(rank: int, world: int) -> None:
     for name, fn in refused.items():
         with vocab_parallel_loss(), pytest.raises(ValueError, match=name):
             fn(mark_vocab_sharded(torch.randn(2, 3, shard.local), shard))
+    with vocab_parallel_loss():  # rows are dealt and joined
+        torch.manual_seed(1)
+        full = torch.randn(4, 3, 13, dtype=torch.float64)
+        rows = VocabShard.even(13, dist.group.WORLD)
+        labels = torch.randint(0, 13, (4, 3))
+        logits = mark_vocab_sharded(_columns(full, rows).detach(), rows)
+        dealt: dict[str, Any] = {
+            "chunk": lambda x: x.chunk(2)[1],
+            "split": lambda x: x.split([1, 3])[1],
+            "tensor_split": lambda x: torch.tensor_split(x, 3, dim=0)[0],
+            "narrow": lambda x: x.narrow(0, 1, 2),
+            "cat": lambda x: torch.cat([x[:1], x[2:]]),
+            "stack": lambda x: torch.stack(x.unbind(1), 1),
+            "select": lambda x: x.select(1, 2).unsqueeze(1),
+            "index_select": lambda x: x.index_select(0, torch.tensor([2, 0])),
+        }
+        for name, deal in dealt.items():
+            part, whole, target = deal(logits), deal(full), deal(labels)
+            losses = [F.cross_entropy(x.reshape(-1, x.shape[-1]), target.reshape(-1)) for x in (part, whole)]
+            torch.testing.assert_close(*losses, **CLOSE, msg=name)
     with vocab_parallel_loss():
         logits = mark_vocab_sharded(torch.randn(2, 3, shard.local), shard)
         assert logits.max(1).values.shape == (2, shard.local)
@@ -248,3 +271,69 @@ def _mode(rank: int, world: int) -> None:
 
 def test_inline_losses() -> None:
     run_ranks(_mode, 2)
+
+
+def _reads(rank: int, world: int) -> None:
+    """What scripts read off logits: values and gradients of the whole vocabulary. Of 9 ids in shares of 8, the second rank holds one."""
+    torch.manual_seed(0)
+    index = torch.randint(0, 9, (3, 4, 2))
+    uses: dict[str, Any] = {
+        "argmax": lambda x: x.argmax(-1),
+        "argmin keepdim": lambda x: torch.argmin(x, dim=2, keepdim=True),
+        "max": lambda x: x.max(-1),
+        "min of rows": lambda x: x.min(1).values.argmax(-1),
+        "amax": lambda x: x.amax(-1),
+        "topk": lambda x: x.topk(3),
+        "smallest": lambda x: torch.topk(x, 9, dim=-1, largest=False).values,
+        "logsumexp": lambda x: torch.logsumexp(x, -1, keepdim=True),
+        "z loss": lambda x: x.logsumexp(-1).square().mean(),
+        "gather": lambda x: x.gather(-1, index),
+        "log_softmax": lambda x: F.log_softmax(x, dim=-1).gather(2, index),
+        "special": lambda x: torch.special.log_softmax(x, -1).gather(2, index),
+        "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+        "probabilities": lambda x: torch.softmax(x, dim=-1, dtype=torch.float64).topk(2).values,
+        "moved": lambda x: x.transpose(1, 2).argmax(1),
+        "rows": lambda x: torch.cat(x.chunk(2)).detach().float().argmax(-1),
+        "sum": lambda x: x.sum(),
+        "mean": lambda x: x.mean((1, -1)),
+        "argmax of one": lambda x: x[:, -1, :].argmax(dim=-1),
+    }
+    for dtype, multiple in ((torch.float64, 8), (torch.float32, 1), (torch.bfloat16, 1)):
+        shard = VocabShard.even(9, dist.group.WORLD, multiple)
+        full = torch.randn(3, 4, 9, dtype=dtype)
+        close = {torch.float64: CLOSE, torch.float32: {}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}[dtype]
+        for name, use in uses.items():
+            whole = full.clone().requires_grad_()
+            leaf = _columns(full, shard)
+            expected, actual = use(whole), use(as_scripts_see(mark_vocab_sharded(leaf.view_as(leaf), shard)))
+            for want, got in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
+                assert want.dtype == got.dtype, name
+                assert type(got) is torch.Tensor, name
+                torch.testing.assert_close(got, want, **close, msg=lambda text, name=name: f"{name}: {text}")
+            values = pytree.tree_leaves(expected)[0]
+            if values.requires_grad and dtype is not torch.bfloat16:  # where equal values share no gradient
+                torch.manual_seed(3)
+                slope = torch.randn(values.shape, dtype=torch.float64).to(values.dtype)
+                values.backward(slope)
+                pytree.tree_leaves(actual)[0].backward(slope)
+                want = whole.grad[..., shard.start : shard.start + shard.length]
+                torch.testing.assert_close(leaf.grad[..., : shard.length], want, **close, msg=lambda text, name=name: f"{name}: {text}")
+                assert not leaf.grad[..., shard.length :].any(), name
+    logits = as_scripts_see(mark_vocab_sharded(torch.randn(2, 3, shard.local), shard))
+    assert type(whole_logits(logits)) is torch.Tensor
+    for name, fn in {
+        "argmax without dim": lambda x: x.argmax(),
+        "sort": lambda x: x.sort(-1),
+        "std": lambda x: x.std(-1),
+        "softmax without dim": lambda x: F.softmax(x),
+        "multinomial": lambda x: torch.multinomial(x[0].softmax(-1), 1),
+        "max without dim": lambda x: torch.max(x, x),
+        "kl_div": lambda x: F.kl_div(x, x),
+        "amax over several": lambda x: x.amax((1, 2)),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            fn(logits)
+
+
+def test_scripts_read_the_whole_vocabulary() -> None:
+    run_ranks(_reads, 2)

@@ -54,7 +54,7 @@ def _masks(rank: int, world: int) -> None:
     assert uses_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     for opens in ((), (attention.q_proj,)):
         attention = Attention()
-        make_sharded_region(attention, group, opens and (attention.q_proj,), (attention.o_proj,))
+        make_sharded_region(attention, group, (attention.q_proj,) if opens else (attention,), (attention.o_proj,))
         x = torch.ones(64, 32)
         first, second = attention(x), attention(x)
         assert not _equal_everywhere(first["eager"])
@@ -91,7 +91,7 @@ def _masks(rank: int, world: int) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.attention = Attention()
-            make_sharded_region(self.attention, group, (), (self.attention.o_proj,))
+            make_sharded_region(self.attention, group, (self.attention,), (self.attention.o_proj,))
             self.tail = nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The tensor-parallel layers, for people who write their own policy or model."""
 
+from shardwright.ops.vocab_mode import whole_logits
 from shardwright.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
 from shardwright.shardformer.layer.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row
 from shardwright.shardformer.layer.loss import cross_entropy_1d
@@ -20,4 +21,5 @@ __all__ = [
     "VocabParallelEmbedding1D",
     "VocabParallelLMHead1D",
     "cross_entropy_1d",
+    "whole_logits",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.ops.collective import reduce_from_group
 from shardwright.ops.embedding import vocab_embedding
-from shardwright.ops.vocab_mode import mark_vocab_sharded
+from shardwright.ops.vocab_mode import as_scripts_see, in_forward, mark_vocab_sharded
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.shardformer.layer.linear import ColumnParallel, gather_features, join_name, shape_of, shard_column
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
@@ -88,7 +88,8 @@ class LogitsParallel(ColumnParallel):
     """The head over the vocabulary: every rank computes the logits of the ids that it holds.
 
     [T, H] -> [T, V/n (padded)], marked so that the loss that the model computes from them is that of the whole vocabulary (see
-    `shardwright.ops.vocab_mode`). With `gather_output`, and while text is generated, [T, V] on every rank, without padding.
+    `shardwright.ops.vocab_mode`); where a script calls it, what a script may read. With `gather_output`, and while text is generated,
+    [T, V] on every rank, without padding.
     """
 
     vocabulary: VocabShard
@@ -101,7 +102,10 @@ class LogitsParallel(ColumnParallel):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)
-        return logits if self.gather_output else mark_vocab_sharded(logits, self.vocabulary)
+        if self.gather_output:
+            return logits
+        marked = mark_vocab_sharded(logits, self.vocabulary)
+        return marked if in_forward() else as_scripts_see(marked)
 
 
 class Embedding1D(HiddenParallel, nn.Embedding):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
+from shardwright.logging import get_dist_logger
 from shardwright.spec import ParamSpec
 from shardwright.utils.paths import inside
 
@@ -92,6 +94,8 @@ def _from_pretrained(cls: Any, pretrained_model_name_or_path: str | os.PathLike[
     if dtype in ("auto", None):
         dtype = config.dtype or weights.dtype()
     model = cls._from_config(config, dtype=dtype, **options)
+    weights.bind(model)
+    weights.check(model)
     setattr(model, SOURCE, weights)
     if model.can_generate() and (directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
@@ -150,6 +154,27 @@ class PretrainedWeights:
                 full_name = name.replace(converter.target_patterns[0], target, 1)
                 self._stored[full_name] = _Stored(tuple(keys), converter, name)
 
+    def check(self, model: nn.Module) -> None:
+        """Say what the files and the model have not in common, as transformers does; ValueError where it is layers."""
+        hf: Any = model
+        state = hf.state_dict()
+        held = {id(tensor) for name, tensor in _tensors(model) if self.holds(name)}
+        missing = [name for name, tensor in _tensors(model) if name in state and id(tensor) not in held]
+        missing = _without(missing, getattr(hf, "_keys_to_ignore_on_load_missing", None))
+        unexpected = [stored.keys[0][0] for name, stored in self._stored.items() if name not in state]
+        unexpected = _without(unexpected, [*(getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"])
+        layers = [next((name for name in names if re.search(r"(^|\.)\d+\.", name)), None) for names in (missing, unexpected)]
+        kind = type(model).__name__
+        if None not in layers:
+            raise ValueError(
+                f"{self.directory} does not fit {kind}: it has no {_shown(missing)}, and {kind} has no place for {_shown(unexpected)}. "
+                "These layers would be random numbers. Use the class that wrote the files (AutoModel... finds it), or rename the tensors"
+            )
+        if missing or unexpected:
+            parts = [f"not in the files and initialised anew: {_shown(missing)}"] if missing else []
+            parts += [f"in the files and not used: {_shown(unexpected)}"] if unexpected else []
+            get_dist_logger().warning(f"{kind} from {self.directory}: {'; '.join(parts)}", ranks=[0])
+
     def holds(self, name: str) -> bool:
         return name in self._stored
 
@@ -193,6 +218,20 @@ class PretrainedWeights:
         if file not in self._files:
             self._files[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
         return self._files[file]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _without(names: list[str], patterns: Iterable[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _index(directory: Path) -> dict[str, str]:

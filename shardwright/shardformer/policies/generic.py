@@ -10,10 +10,11 @@ import torch.nn as nn
 
 from shardwright.shardformer.attention import LocalHeads
 from shardwright.shardformer.conventions import conventional_regions
-from shardwright.shardformer.hf_plan import Region, plan_regions, shape_of_name
+from shardwright.shardformer.hf_plan import Proposal, plan_regions, shape_of_name
 from shardwright.shardformer.layer.linear import is_linear
-from shardwright.shardformer.plan import Plan, undecided_parameters
+from shardwright.shardformer.plan import Plan
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.regions import find_regions, undecided_parameters
 from shardwright.shardformer.rules import Rules
 from shardwright.shardformer.self_check import SelfCheck
 from shardwright.shardformer.small_copy import small_copy
@@ -51,11 +52,11 @@ class GenericPolicy(Policy):
                 f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are "
                 "recognised; pass policy=, to the plugin custom_policy="
             )
-        regions.append(Region("vocabulary", [vocabulary]))
+        regions.append(Proposal("vocabulary", [vocabulary]))
         self.findings = self._find(regions)
         return Plan(self.findings.rules, type(self).__name__)
 
-    def _find(self, regions: list[Region]) -> Findings:
+    def _find(self, regions: list[Proposal]) -> Findings:
         parallel = self.shard_config.parallel
         for region in regions:
             region.alternatives = [rules for rules in region.alternatives if self._is_possible(rules)]
@@ -124,7 +125,8 @@ class GenericPolicy(Policy):
     def _completed(self, rules: Rules) -> Rules:
         """The rules and a guess for every parameter next to sharded ones that they leave undecided."""
         plan = Plan(rules, type(self).__name__)
-        undecided = undecided_parameters(self.model, plan.decide(self.model, self.shard_config.parallel, complete=False))
+        decisions = plan.decide(self.model, self.shard_config.parallel, complete=False)
+        undecided = undecided_parameters(find_regions(self.model, decisions))
         guessed = {shape_of_name(name): _guess(self.model, name, rules) for name in undecided}
         self._guessed = getattr(self, "_guessed", set()) | set(guessed)
         return {**rules, **guessed}

@@ -1,0 +1,219 @@
+"""Gradients of a sharded model in a plain training loop: summed as backward runs, and seen whole by what looks at all of them.
+
+A rank's `param.grad` is that of its shard. Optimizers that work element by element need no more, but `torch.nn.utils.clip_grad_norm_` would
+scale every rank by a norm of its own, and `torch.amp.GradScaler` would skip a step on some ranks only. So gradients are of a class of
+their own: a norm of one is that of the whole parameter, a norm over many is reduced once, and what is not finite on one rank is not finite
+on all. Every other operation acts on the shard, as on the parameter itself.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwright.comm.compat import without_torch_function
+from shardwright.ops.shared_grads import sum_in_backward
+from shardwright.optim.kind import is_elementwise
+from shardwright.precision.grad_norm import power_sum, total_norm
+from shardwright.spec import ParamSpec, get_spec
+
+_NOTE = "_shardwright_gradient_of"
+
+
+def follow_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make every backward through a sharded model leave the whole model's gradients, as far as this rank holds them."""
+    if group.size() == 1:
+        return
+    sum_in_backward(model.parameters(), group)
+    for name, param in model.named_parameters():
+        whole = _Whole.of(get_spec(param) or ParamSpec(name, tuple(param.shape)), group)
+        setattr(param, _NOTE, whole)
+        trained = param.requires_grad
+        param.requires_grad_(True).register_post_accumulate_grad_hook(whole.mark)  # torch takes hooks only while it does
+        param.requires_grad_(trained)
+    _watch_optimizers()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What a rank's gradient is of.
+
+    dim, runs   (offset, length) of what this rank counts in norms along `dim`; None: all of it, and () nothing
+    """
+
+    group: dist.ProcessGroup
+    name: str
+    is_sharded: bool
+    dim: int
+    runs: tuple[tuple[int, int], ...] | None
+
+    @classmethod
+    def of(cls, spec: ParamSpec, group: dist.ProcessGroup) -> _Whole:
+        rank = group.rank()
+        runs: tuple[tuple[int, int], ...] | None = None if rank == 0 else ()
+        if spec.is_sharded:
+            # Gradients of padding are zero, so only what another rank counts must be left out.
+            runs = tuple(spec.owned(rank)) if spec.shared_runs else None
+        return cls(group, spec.name, spec.is_sharded, spec.dim or 0, runs)
+
+    def mark(self, param: Tensor) -> None:
+        grad = param.grad
+        if type(grad) is Tensor:
+            grad.__class__ = ShardedGradient
+            setattr(grad, _NOTE, self)
+
+    def counted(self, grad: Tensor) -> list[Tensor]:
+        grad = grad.detach()
+        return [grad] if self.runs is None else [grad.narrow(self.dim, offset, length) for offset, length in self.runs]
+
+
+class ShardedGradient(Tensor):
+    """`param.grad` of a model that `ShardFormer` has sharded."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with without_torch_function():
+            if name in ("linalg_vector_norm", "norm", "linalg_norm"):
+                partial = _norm(*args, **kwargs)
+                if partial is not None:
+                    return partial if name == "linalg_vector_norm" else partial.complete()
+            elif name == "_foreach_norm":
+                return _norms(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name == "_amp_foreach_non_finite_check_and_unscale_":
+                note: _Whole = next(getattr(grad, _NOTE) for grad in args[0] if hasattr(grad, _NOTE))
+                dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=note.group)
+            elif name == "detach" or getattr(func, "__self__", None) is Tensor.data:
+                return _as_gradient(result, args[0])
+            return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class PartialNorm(Tensor):
+    """This rank's part of norms of order `order`: norms over many gradients are put together before one reduction over the ranks.
+
+    It is what torch makes clip_grad_norm_ of. Whatever else is done with it, it is reduced first.
+    """
+
+    group: dist.ProcessGroup
+    order: float
+    dtype_of_result: torch.dtype
+
+    @classmethod
+    def make(cls, values: Tensor, like: PartialNorm | None = None, **facts: Any) -> PartialNorm:
+        norm = values.as_subclass(PartialNorm)
+        norm.__dict__.update(facts if like is None else like.__dict__)
+        return norm
+
+    def complete(self) -> Tensor:
+        """The norms of the whole gradients, elementwise; collective."""
+        with without_torch_function():
+            values = self.as_subclass(Tensor)
+            infinite = math.isinf(self.order)
+            powers = values if infinite else values.pow(self.order)
+            return total_norm(powers, self.group, self.order).to(self.dtype_of_result)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with without_torch_function():
+            if name == "to":
+                return cls.make(func(*args, **kwargs), args[0])
+            if name == "stack" and not kwargs:
+                return _stacked(*args)
+            if name == "linalg_vector_norm" and len(args) <= 2 and not kwargs and _order(*args[1:]) == args[0].order:
+                return cls.make(torch.linalg.vector_norm(args[0].as_subclass(Tensor), args[0].order), args[0]).complete()
+            completed = [_completed(arg) for arg in args]
+            return func(*completed, **{key: _completed(value) for key, value in kwargs.items()})
+
+
+def _completed(value: Any) -> Any:
+    if isinstance(value, PartialNorm):
+        return value.complete()
+    return [_completed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_gradient(result: Tensor, grad: Any) -> Tensor:
+    result = result.as_subclass(ShardedGradient)
+    setattr(result, _NOTE, getattr(grad, _NOTE))
+    return result
+
+
+def _order(order: Any = 2) -> float:
+    return 2.0 if order in (None, "fro") else float(order)
+
+
+def _norm(
+    grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None, **other: Any
+) -> PartialNorm | None:
+    """None for norms that are not of the whole tensor."""
+    order = _order(other.pop("p", other.pop("ord", order)))
+    if dim is not None or keepdim or other or not hasattr(grad, _NOTE):
+        return None
+    note: _Whole = getattr(grad, _NOTE)
+    if order <= 0:
+        raise ValueError(f"norm of order {order} of the gradient of {note.name}, of which this rank holds a part; use a positive order")
+    local = power_sum(note.counted(grad), grad.device, order)
+    values = local if math.isinf(order) else local.pow(1.0 / order)
+    return PartialNorm.make(values, group=note.group, order=order, dtype_of_result=dtype or grad.dtype)
+
+
+def _norms(grads: Iterable[Any], order: Any = 2, dtype: torch.dtype | None = None, **other: Any) -> list[Tensor]:
+    order = other.pop("ord", order)
+    return [
+        partial if (partial := _norm(grad, order, dtype=dtype)) is not None else torch.linalg.vector_norm(grad, order) for grad in grads
+    ]
+
+
+def _stacked(norms: Sequence[Any], dim: int = 0) -> Tensor:
+    first = next(norm for norm in norms if isinstance(norm, PartialNorm))
+    if any(isinstance(norm, PartialNorm) and norm.order != first.order for norm in norms):
+        return torch.stack([_completed(norm) for norm in norms], dim)
+    # Norms of tensors outside of the model are the same on every rank, and count once.
+    once = float(first.group.rank() == 0)
+    parts = [norm.as_subclass(Tensor) if isinstance(norm, PartialNorm) else norm.to(first.dtype) * once for norm in norms]
+    return PartialNorm.make(torch.stack(parts, dim), first)
+
+
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watching: list[Any] = []
+
+
+def _watch_optimizers() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_optimizer))
+
+
+def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
+    """Before every step of any optimizer; looks at each once."""
+    if optimizer in _known:
+        return
+    _known.add(optimizer)
+    notes = (getattr(param, _NOTE, None) for group in optimizer.param_groups for param in group["params"])
+    sharded = next((note for note in notes if note is not None and note.is_sharded), None)
+    if sharded is not None and not is_elementwise(optimizer):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} looks at whole parameters, but this rank holds a part of {sharded.name}: its updates would not be those of the "
+            f"whole model. Use an element-wise optimizer such as AdamW or SGD; {name} trains under LowLevelZeroPlugin, which gives it "
+            f"whole parameters; if it does work element by element, say so with {name}.elementwise = True"
+        )

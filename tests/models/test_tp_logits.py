@@ -1,0 +1,44 @@
+"""Logits in the hands of a script that uses ShardFormer alone: an evaluation loop, a loss of its own, generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwright.shardformer.layer import whole_logits
+from shardwright.testing import run_ranks, zoo
+from tests.models.tp_ranks import overrides, shard
+
+
+def script(rank: int, world_size: int) -> None:
+    arguments = overrides("llama-causal-lm")
+    reference, model = zoo.build("llama-causal-lm", **arguments).eval(), zoo.build("llama-causal-lm", **arguments).eval()
+    model = shard(model)
+    batch = zoo.inputs(reference)
+    labels = batch.pop("labels")
+    expected, logits = reference(**batch).logits, model(**batch).logits
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert torch.equal(logits[:, -1].topk(3).indices, expected[:, -1].topk(3).indices)
+    torch.testing.assert_close(whole_logits(logits), expected)
+    # Preferences: chosen and rejected answers in one batch, and the probabilities of their tokens.
+    ids = labels.clamp_min(0).unsqueeze(-1)
+
+    def margin(logits: torch.Tensor) -> torch.Tensor:
+        chosen, rejected = logits.float().log_softmax(-1).gather(-1, ids).squeeze(-1).sum(-1).chunk(2)
+        return -F.logsigmoid(chosen.sum() - rejected.sum())
+
+    for model_of, logits_of in ((reference, expected), (model, logits)):
+        margin(logits_of).backward()
+        assert model_of.model.norm.weight.grad is not None
+    torch.testing.assert_close(margin(logits), margin(expected))
+    torch.testing.assert_close(model.model.norm.weight.grad + 0, reference.model.norm.weight.grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"sort is not possible on logits .*whole_logits\(logits\)"):
+        logits.sort(-1)
+    prompt = batch["input_ids"][:, :4]
+    tokens = [each.generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
+    assert torch.equal(*tokens)
+
+
+def test_logits_of_shardformer_alone():
+    run_ranks(script, 2)

@@ -1,0 +1,133 @@
+"""ShardFormer alone in a plain torch loop: optimizers, accumulation and clipping of torch, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.ops.shared_grads import sync_shared_gradients
+from shardwright.shardformer.layer.parallel_module import full_tensor
+from shardwright.testing import run_ranks, zoo
+from shardwright.testing.compare import check_complete, compare_models
+from shardwright.testing.exact import keep_float64
+from tests.models.tp_ranks import overrides, shard
+
+STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.7
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norms of heads": ("qwen3-causal-lm", {}),
+    "one key head": ("llama-causal-lm", {"num_key_value_heads": 1}),
+    "tied embeddings": ("gpt2-causal-lm", {}),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "norms of heads": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "one key head": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9, foreach=True),
+    "tied embeddings": lambda params: torch.optim.NAdam(params, lr=1e-2),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], synced: bool) -> tuple[list[float], list[float]]:
+    """Losses, and norms before clipping. `synced` is the call that was necessary once, and changes nothing."""
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for batch in batches[step * MICROBATCHES : (step + 1) * MICROBATCHES]:
+            loss = model(**batch).loss
+            (loss / MICROBATCHES).backward()
+            losses.append(float(loss))
+        if synced:
+            sync_shared_gradients(model.parameters(), dist.group.WORLD)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return losses, norms
+
+
+def plain_loop(rank: int, world_size: int, case: str) -> None:
+    name, settings = MODELS[case]
+    arguments = overrides(name, **settings)
+    reference, model = zoo.build(name, **arguments), zoo.build(name, **arguments)
+    batches = [zoo.inputs(reference, seed=seed) for seed in range(STEPS * MICROBATCHES)]
+    model = shard(model)
+    with keep_float64():
+        expected = train(reference, OPTIMIZERS[case](reference.parameters()), batches, False)
+        actual = train(model, OPTIMIZERS[case](model.parameters()), batches, case == "one key head")
+    assert min(expected[1]) > MAX_NORM, "nothing was clipped"
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    report = compare_models(reference, model, coordinate=rank, losses=(expected[0], actual[0]), check=False)
+    report.check()
+    check_complete(reference, [report.held])
+    for param in model.parameters():
+        if param.shape == full_tensor(param, dist.group.WORLD).shape:  # what every rank holds is equal to the last bit
+            held = [torch.empty_like(param) for _ in range(world_size)]
+            dist.all_gather(held, param.detach())
+            assert all(torch.equal(held[0], one) for one in held)
+
+
+def norms_and_refusals(rank: int, world_size: int) -> None:
+    arguments = overrides("qwen3-causal-lm")
+    reference, model = zoo.build("qwen3-causal-lm", **arguments), zoo.build("qwen3-causal-lm", **arguments)
+    model = shard(model)
+    batch = zoo.inputs(reference)
+    for each in (reference, model):
+        each(**batch).loss.backward()
+    whole = dict(reference.named_parameters())
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        expected = torch.nn.utils.get_total_norm([param.grad for param in reference.parameters()], order)
+        for foreach in (None, True, False):
+            grads = [param.grad for param in model.parameters()]
+            torch.testing.assert_close(torch.nn.utils.get_total_norm(grads, order, foreach=foreach), expected)
+    # By hand, as scripts do.
+    total = torch.norm(torch.stack([param.grad.detach().norm(2) for param in model.parameters()]), 2)
+    torch.testing.assert_close(total, torch.nn.utils.get_total_norm([param.grad for param in reference.parameters()]))
+    for name, param in model.named_parameters():
+        norm = torch.linalg.vector_norm(param.grad)
+        torch.testing.assert_close(norm + 0, whole[name].grad.norm(), msg=name)
+
+    # A gradient that overflows on one rank overflows on all.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.zero_grad()
+    scaler.scale(model(**batch).loss.float()).backward()
+    if rank == 1:
+        model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = torch.inf
+    before = model.model.norm.weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert torch.equal(before, model.model.norm.weight)
+
+    with pytest.raises(ValueError, match="Adafactor looks at whole parameters, but this rank holds a part of "):
+        torch.optim.Adafactor(model.parameters()).step()
+    torch.optim.Adafactor([nn.Parameter(torch.ones(2))]).step()
+
+
+def files_and_seeds(rank: int, world_size: int, directory: str) -> None:
+    for name in ("llama-causal-lm", "gpt2-causal-lm"):  # with and without a head of its own
+        reference = zoo.build(name, **overrides(name))
+        model = shard(zoo.build(name, **overrides(name)))
+        path = f"{directory}/{name}"
+        model.save_pretrained(path)
+        loaded = type(reference).from_pretrained(path, dtype=torch.float64)
+        for key, tensor in reference.state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], tensor), key
+        with pytest.raises(ValueError, match=r"resize_token_embeddings\(120\) of a sharded model"):
+            model.resize_token_embeddings(120)
+    torch.manual_seed(rank)
+    different = type(reference)(reference.config)
+    with pytest.raises(ValueError, match=r"ranks that share one model have different weights: transformer\.wte\.weight is "):
+        shard(different)
+
+
+def everything(rank: int, world_size: int, directory: str) -> None:
+    for case in MODELS:
+        plain_loop(rank, world_size, case)
+    norms_and_refusals(rank, world_size)
+    files_and_seeds(rank, world_size, directory)
+
+
+def test_a_plain_loop_is_that_of_one_process(tmp_path):
+    run_ranks(everything, 2, directory=str(tmp_path))
