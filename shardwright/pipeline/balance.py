@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actions import Kind
+from .entry import ENTRY
 from .placement import Placement
 from .simulate import Costs
 
 _MAX_TRIED = 5000  # cuts of a chain
 _MAX_NUMBERS = 4_000_000  # in one array of moves
 _MAX_PAIRS = 100_000  # of moves that are tried together where no single one helps: up to 17 stages
-Bounds = NDArray[np.int64]  # [..., stages + 1] units at which stages start and end
+Bounds = NDArray[np.int64]  # [..., stages + 1] units at which stages start and end, ENTRY where the first one does
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class ChainCosts:
     """What a stage of consecutive units costs, in any unit of time.
 
     forward     of every unit, and last of the tail, what lies behind the units; a backward takes twice as long
-    head        part of the first unit that is no layer (embeddings): like the tail it is never recomputed
+    head        part of the first unit's that is no layer (embeddings): like the tail it is never recomputed
     recomputed  share of a stage's layers that are run once more in the backward pass, its first ones; or their number by stage
     selective   the same of those behind them that are run once more without their products
     cheap       of every unit, the time of a forward without its products
 
-    The tail counts as one more unit here: the last stage ends behind it, and may consist of it alone.
+    Head and tail count as two more units here: the first stage starts in front of the head, at ENTRY, and may consist of it alone; the
+    last one ends behind the tail, and may consist of that alone.
     """
 
     forward: Sequence[float]
@@ -52,7 +54,7 @@ class ChainCosts:
         return self.stages(self._bounds(stages))
 
     def _bounds(self, stages: Sequence[range]) -> Bounds:
-        return np.array([*(units.start for units in stages), len(self.forward)])
+        return np.array([ENTRY, *(units.start for units in stages[1:]), len(self.forward)])
 
     def stages(self, bounds: Bounds) -> NDArray[np.float64]:
         """Time of all stages, [..., stages], for a microbatch forward and backward."""
@@ -61,10 +63,11 @@ class ChainCosts:
 
     def parts(self, bounds: Bounds) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Time of all stages' forwards, and of the forwards that their backwards repeat."""
-        total = np.cumsum([0.0, *self.forward])
-        alone = np.cumsum([0.0, self.forward[0] - self.head, *self.forward[1:-1]])
-        low, high = bounds[..., :-1], bounds[..., 1:]
-        layers = np.minimum(bounds, len(self.forward) - 1)
+        first_alone = self.forward[0] - self.head
+        total = np.cumsum([0.0, self.head, first_alone, *self.forward[1:]])  # from ENTRY on
+        alone = np.cumsum([0.0, first_alone, *self.forward[1:-1]])
+        low, high = bounds[..., :-1] - ENTRY, bounds[..., 1:] - ENTRY
+        layers = np.clip(bounds, 0, len(self.forward) - 1)
         first, length = layers[..., :-1], np.diff(layers)
         again = _number(self.recomputed, length)
         repeated = alone[first + again] - alone[first]
@@ -92,11 +95,12 @@ class ChainCosts:
         return Costs(forward.tolist(), (forward + again / mean).tolist(), forward.tolist())
 
     def measured(self, stages: Sequence[range], costs: Costs) -> list[float]:
-        """Time of every unit and of the tail: of its stage's measured time the part that this estimate gives it."""
+        """Time of the head, of every unit and of the tail: of its stage's measured time the part that this estimate gives it."""
         table = costs.of_kind(len(stages))
         found = []
         for stage, (low, high) in enumerate(pairwise(self._bounds(stages).tolist())):
             estimated = self.stages(np.array([[unit, unit + 1] for unit in range(low, high)]))[:, 0]
+            estimated = estimated if estimated.any() else np.ones(high - low)
             time = table[Kind.F][stage] + table[Kind.B][stage]
             found += (time * estimated / estimated.sum()).tolist()
         return found
@@ -118,17 +122,19 @@ def balance(costs: ChainCosts, cuts: Sequence[int], placement: Placement) -> lis
     """Units of every stage, at least one each. `cuts` are the units before which a stage may start.
 
     The tail is a stage of its own where this is allowed (a cut behind the last unit) and makes the dearest rank cheaper by 1 % or more:
-    a stage without layers is a surprise that must be worth it.
+    a stage without layers is a surprise that must be worth it. So is the head (a cut before the first unit), and both.
     """
     units = len(costs.forward) - 1
-    inner = [cut for cut in cuts if cut < units]
-    found = _cut(costs, inner, placement) if len(inner) >= placement.num_stages - 1 else None
-    if len(inner) < len(cuts) and placement.num_stages > 1:
-        other = _cut(costs, cuts, placement)
+    found = None
+    for parted in (set[int](), {units}, {0}, {0, units}):
+        allowed = [cut for cut in cuts if 0 < cut < units or cut in parted]
+        if not parted <= set(cuts) or len(allowed) < placement.num_stages - 1:
+            continue
+        other = _cut(costs, allowed, placement)
         if found is None or _dearest(costs, other, placement) < 0.99 * _dearest(costs, found, placement):
             found = other
     assert found is not None, (cuts, placement)
-    return [range(int(low), min(int(high), units)) for low, high in pairwise(found)]
+    return [range(max(int(low), 0), min(int(high), units)) for low, high in pairwise(found)]
 
 
 def _dearest(costs: ChainCosts, bounds: Bounds, placement: Placement) -> float:
@@ -137,11 +143,11 @@ def _dearest(costs: ChainCosts, bounds: Bounds, placement: Placement) -> float:
 
 def _cut(costs: ChainCosts, cuts: Sequence[int], placement: Placement) -> Bounds:
     units = len(costs.forward)
-    places = np.array([0, *cuts, units])
+    places = np.array([ENTRY, *cuts, units])
     assert len(places) > placement.num_stages, (places, placement)
     best = places[_by_stage(costs, places, placement.num_stages)]
     if placement.num_chunks > 1 and comb(len(cuts), placement.num_stages - 1) <= _MAX_TRIED:
-        every = np.array([(0, *chosen, units) for chosen in combinations(cuts, placement.num_stages - 1)])
+        every = np.array([(ENTRY, *chosen, units) for chosen in combinations(cuts, placement.num_stages - 1)])
         best = every[_best(costs, every, placement)]
     elif placement.num_chunks > 1:
         even = np.linspace(0, len(places) - 1, placement.num_stages + 1).round().astype(np.int64)

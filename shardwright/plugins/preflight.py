@@ -234,6 +234,7 @@ class _Resolver:
                 tuple(self.plan.units[unit].layer for unit in units),
                 sum(params[name].numel() for name in self._of_stage(stage, params)),
                 *self.plan.checkpointed[self.plan.placement.rank_of(stage)].of(stage),
+                alone=len(self.plan.stages) == 1,
             )
             for stage, units in enumerate(self.plan.stages)
         )

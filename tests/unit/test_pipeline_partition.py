@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shardwright.pipeline import balance as balancing
 from shardwright.pipeline.balance import ChainCosts, balance, by_rank
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
+from shardwright.pipeline.entry import ENTRY
 from shardwright.pipeline.layer_chain import Unit, find_units
 from shardwright.pipeline.partition import attention_costs, chain_costs, given_units, partition_units, sequence_length, unit_costs
 from shardwright.pipeline.placement import Placement
@@ -69,7 +70,7 @@ def test_the_dearest_rank_is_as_cheap_as_can_be(all_tried: bool, monkeypatch: py
         found = balance(costs, cuts, placement)
         assert [unit for part in found for unit in part] == list(range(units))
         assert {part.start for part in found[1:]} <= set(cuts)
-        every = [(0, *chosen, units + 1) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
+        every = [(ENTRY, *chosen, units + 1) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
         best = dearest_rank(costs, every, placement).min()
         gap = by_rank(costs.of(found), placement).max() / best - 1
         declined = bool(found[-1]) and units in cuts  # a stage of the tail alone has to be worth 1 %
@@ -124,7 +125,7 @@ def test_measured_costs_go_back_into_the_cut() -> None:
     costs = ChainCosts([1.0, 1.0, 2.0, 2.0, 1.0])
     stages = [range(2), range(2, 4)]
     measured = costs.measured(stages, Costs([0.1, 0.1], [0.1, 0.2], [0.1, 0.2]))
-    assert measured == pytest.approx([0.15, 0.15, 0.2, 0.2, 0.1])
+    assert measured == pytest.approx([0.0, 0.15, 0.15, 0.2, 0.2, 0.1])
     survey = survey_of(4)
     model = torch.nn.Identity()
     chain = chain_costs(model, survey, Placement(2), measured=[1.0, 1.0, 1.0, 3.0])
@@ -167,6 +168,8 @@ def test_numbers_given() -> None:
     with pytest.raises(ValueError, match=r"6 layers.*\[3, 3\] would work"):
         given_units(survey, [3, 4], 2)
     with pytest.raises(ValueError, match="at least 1"):
+        given_units(survey, [3, 0, 3], 3)
+    with pytest.raises(ValueError, match=r"\[0, 6\] parts .* give the first stage a layer, as \[3, 3\]"):
         given_units(survey, [0, 6], 2)
     with pytest.raises(ValueError, match="at most 6 stages"):
         partition_units(survey, ChainCosts([1.0] * 6 + [0.0]), Placement(7))
