@@ -459,10 +459,14 @@ class HybridParallelPlugin(Plugin):
             optimizer.require_cleared()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
-        if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
-            optimizer.reopen()
+        trained = optimizer if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled() else None
+        if trained is not None:
+            trained.reopen()
         with optimizer.plain_parameters() if isinstance(optimizer, OptimizerWrapper) else nullcontext():
-            return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+            result = model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+        if trained is not None:
+            trained.note_step()
+        return result
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

@@ -79,11 +79,15 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["parallel_output"] = rng.random() < 0.8
     plugin["make_vocab_size_divisible_by"] = rng.choice([1, 8, 64])
     plugin["dp_outside"] = rng.random() < 0.8
+    overrides = _overrides(rng, family, pp * chunks, plugin)
+    if "num_layers_per_stage" in plugin and random.Random(f"entry {seed}").random() < 0.4:  # the first stage embeds and has no layer
+        first, second, *others = plugin["num_layers_per_stage"]
+        plugin["num_layers_per_stage"] = [0, first + second, *others]
     layout = Layout(
         model,
         world,
         plugin,
-        _overrides(rng, family, pp * chunks, plugin),
+        overrides,
         dtype="fp64" if rng.random() < 0.85 else "fp32",
         batch=batch,
         accumulate=rng.choice([1, 1, 2, 3]),
