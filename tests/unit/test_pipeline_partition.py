@@ -121,6 +121,37 @@ def test_a_dear_head_is_a_stage_of_its_own() -> None:
     assert given_units(survey, [3, 3, 0], 3) == [range(3), range(3, 6), range(6, 6)]
 
 
+def test_what_is_before_the_layers_can_be_a_stage_of_its_own() -> None:
+    """A vision tower as dear as seven layers; with a head like it both ends are parted. A little gain does not make a stage without layers."""
+    tower = ChainCosts([8.0, *[1.0] * 25, 0.0], 7.0)
+    assert balance(tower, range(26), Placement(8))[0] == range(0)
+    assert balance(tower, range(1, 26), Placement(8))[0] == range(1), "where the model cannot be cut there"
+    assert tower.of(balance(tower, range(26), Placement(8))).max() == pytest.approx(3 * 7.0)
+    both = ChainCosts([8.0, *[1.0] * 25, 7.0], 7.0)
+    found = balance(both, range(27), Placement(8))
+    assert (found[0], found[-1]) == (range(0), range(26, 26))
+    folded = balance(ChainCosts([4.0, *[1.0] * 15, 3.0], 3.0), range(17), Placement(4, 2, "v"))
+    assert (folded[0], folded[-1]) == (range(0), range(16, 16)), "both on the first rank"
+    even = ChainCosts([1.5] + [1.0] * 7 + [0.5], 0.5)
+    assert all(balance(even, range(9), Placement(2)))
+    model = zoo.build("llama-tied-causal-lm")
+    survey = survey_model(model)
+    assert [given_units(survey, numbers, len(numbers)) for numbers in ([0, 4], [0, 1, 1, 1, 1, 0])] == [
+        [range(0), range(4)],
+        [range(0), range(1), range(1, 2), range(2, 3), range(3, 4), range(4, 4)],
+    ]
+    assert survey.parameters([range(0), range(4)], 0) == {"model.embed_tokens.weight"}
+    assert survey.boundary(0) == (ENTRY,)
+    (group,) = find_tied_groups(survey, [range(0), range(4), range(4, 4)], Placement(3))
+    assert (group.names[0], group.stages) == ("model.embed_tokens.weight", (0, 2))
+    measured = chain_costs(model, survey, Placement(3), measured=[9.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    assert partition_units(survey, measured, Placement(3))[0] == range(0)
+    with pytest.raises(ValueError, match=r"7 pipeline stages .* at most 6 stages work$"):
+        given_units(survey, [0, 1, 1, 1, 1, 0, 0], 7)
+    with pytest.raises(ValueError, match=r"5 pipeline stages .* at most 4 stages work; 6 with num_layers_per_stage=\[0, 1, 1, 1, 1, 0\]"):
+        partition_units(survey, measured, Placement(5))
+
+
 def test_measured_costs_go_back_into_the_cut() -> None:
     costs = ChainCosts([1.0, 1.0, 2.0, 2.0, 1.0])
     stages = [range(2), range(2, 4)]
