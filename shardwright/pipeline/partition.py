@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .balance import ChainCosts, balance
+from .balance import ChainCosts, MemoryBound, balance
 from .checkpointing import PipelineGradientCheckpointConfig
 from .placement import Placement
 from .survey import Survey
@@ -166,10 +166,16 @@ def lookup_tables(model: nn.Module) -> set[str]:
 
 def visited_share(model: nn.Module) -> float:
     """Share of the experts that one token visits; 1 for models without experts."""
-    config = text_config(model)
-    experts = next((n for key in ("num_local_experts", "n_routed_experts", "num_experts") if (n := getattr(config, key, None))), None)
+    config, experts = text_config(model), num_experts(model)
     chosen = next((n for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk") if (n := getattr(config, key, None))), None)
-    return min(1.0, chosen / experts) if isinstance(experts, int) and isinstance(chosen, int) else 1.0
+    return min(1.0, chosen / experts) if experts is not None and isinstance(chosen, int) else 1.0
+
+
+def num_experts(model: nn.Module) -> int | None:
+    """Of every layer that has some; None for models without experts."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    found = next((n for name in names if (n := getattr(text_config(model), name, None))), None)
+    return found if isinstance(found, int) else None
 
 
 def text_config(model: nn.Module) -> Any:
@@ -178,12 +184,12 @@ def text_config(model: nn.Module) -> Any:
     return gettext_config() if callable(gettext_config) else config
 
 
-def partition_units(survey: Survey, costs: ChainCosts, placement: Placement) -> list[range]:
-    """Consecutive units of each stage, at least one each, cut where the survey allows."""
+def partition_units(survey: Survey, costs: ChainCosts, placement: Placement, bound: MemoryBound | None = None) -> list[range]:
+    """Consecutive units of each stage, at least one each, cut where the survey allows. `NoCutError` where none keeps `bound`."""
     _check_count(survey, placement.num_stages)
     # What is before and behind the layers can be parted from them where its cost is known.
     first, last = int(not costs.head), survey.num_units + (costs.forward[-1] > 0)
-    return balance(costs, [position for position in range(first, last) if survey.can_cut(position)], placement)
+    return balance(costs, [position for position in range(first, last) if survey.can_cut(position)], placement, bound)
 
 
 def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages: int) -> list[range]:

@@ -118,6 +118,7 @@ class HybridParallelPlugin(Plugin):
         example_inputs: Any = None,
         layer_costs: list[float] | None = None,
         auto_memory: float = 1.5,
+        cut_memory: float | None = None,
         gather_ahead: int | None = None,
         offload_activations: float | list[float] | None = None,
     ) -> None:

@@ -102,6 +102,8 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["num_microbatches"] = 256
         layout = replace(layout, batch=256, accumulate=1, steps=1)
     _other_schedule(random.Random(-1 - seed), plugin)
+    if plugin.get("pp_style") == "1f1b" and not {"num_layers_per_stage", "microbatch_size"} & set(plugin):
+        plugin["cut_memory"] = random.Random(f"memory {seed}").choice([None, 1.0, 1.2])
     chance = {"zbv": 0.5, "interleaved": 0.5 * (chunks == 2 and tp > 1)}.get(plugin.get("pp_style", ""), 0.0)
     if random.Random(f"pairs {seed}").random() < chance:
         plugin["pp_style"] = "dualpipev"

@@ -91,7 +91,7 @@ def test_a_stage_costs_what_it_computes() -> None:
     partly = ChainCosts([3.0, 1.0, 1.0, 1.0, 5.0], 2.0, 0.5, [1, 9], cheap=[0.25] * 4)
     assert partly.of([range(2), range(2, 4)]).tolist() == [3 * 4 + 1.25, 3 * 7 + 1.25]
     assert partly.of([range(1), range(1, 4)]).tolist() == [3 * 3 + 0.25, 3 * 8 + 1 + 0.5], "no more than there are"
-    assert [number.tolist() for number in partly.layers_recomputed([range(1), range(1, 4)])] == [[0, 1], [1, 2]]
+    assert [number.tolist() for number in partly.layers_of([range(1), range(1, 4)])] == [[1, 3], [0, 1], [1, 2]]
     actions = costs.actions([range(2), range(2, 4)])
     assert (actions.forward, actions.weight_grad) == ([4 / 5.5, 7 / 5.5],) * 2
     assert actions.input_grad == pytest.approx([5 / 5.5, 8 / 5.5])
@@ -122,7 +122,7 @@ def test_a_dear_head_is_a_stage_of_its_own() -> None:
 
 
 def test_what_is_before_the_layers_can_be_a_stage_of_its_own() -> None:
-    """A vision tower as dear as seven layers; with a head like it both ends are parted. A little gain does not make a stage without layers."""
+    """A vision tower as dear as seven layers; with a head like it both ends are parted. A little gain is not enough."""
     tower = ChainCosts([8.0, *[1.0] * 25, 0.0], 7.0)
     assert balance(tower, range(26), Placement(8))[0] == range(0)
     assert balance(tower, range(1, 26), Placement(8))[0] == range(1), "where the model cannot be cut there"
