@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, pairwise
 from math import comb
 
@@ -193,7 +194,11 @@ def _cut(costs: ChainCosts, cuts: Sequence[int], placement: Placement, bound: Me
         starts = [_by_stage(costs, places, stages), even]
         if bound is not None:
             nothing = replace(bound, limit=0.0)  # so that the memory decides
-            starts += [_improved(costs, places, start, placement, nothing) for start in starts]
+            emptier = np.array([_improved(costs, places, start, placement, nothing) for start in starts])
+            least = emptier[_best(costs, places[emptier], placement, nothing)]
+            if bound.excess(costs, places[least]):
+                return places[least]
+            starts.append(least)
         found = np.array([places[_improved(costs, places, start, placement, bound)] for start in starts])
         best = found[_best(costs, found, placement, bound)]
     return best
@@ -255,21 +260,29 @@ def _improved(
     costs: ChainCosts, places: NDArray[np.int64], start: NDArray[np.int64], placement: Placement, bound: MemoryBound | None
 ) -> NDArray[np.int64]:
     """`start` after the best moves."""
-    stages = placement.num_stages
+    moves, pairs = _moves(placement.num_stages)
+    current = start
+    while True:
+        chosen = _moved(costs, places, current, moves, placement, bound)
+        if pairs is not None and (chosen == current).all():
+            chosen = _moved(costs, places, current, pairs, placement, bound)
+        if (chosen == current).all():
+            return current
+        current = chosen
+
+
+@lru_cache(maxsize=4)
+def _moves(stages: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Shifts of runs of cuts by one, and all sums of two of them where these are few."""
     longest = max(1, min(stages, _MAX_NUMBERS // (2 * stages**2)))
     runs = [(first, last) for first in range(1, stages) for last in range(first, min(stages, first + longest))]
     moves = np.zeros((2 * len(runs), stages + 1), dtype=np.int64)
     for index, (first, last) in enumerate(runs):
         moves[2 * index, first : last + 1], moves[2 * index + 1, first : last + 1] = 1, -1
-    current, pairs = start, len(moves) ** 2 <= _MAX_PAIRS
-    while True:
-        chosen = _moved(costs, places, current, moves, placement, bound)
-        if pairs and (chosen == current).all():
-            both = (moves[:, None] + moves[None, :]).reshape(-1, stages + 1)
-            chosen = _moved(costs, places, current, np.unique(both, axis=0), placement, bound)
-        if (chosen == current).all():
-            return current
-        current = chosen
+    if len(moves) ** 2 > _MAX_PAIRS:
+        return moves, None
+    both = (moves[:, None] + moves[None, :]).reshape(-1, stages + 1)
+    return moves, np.unique(both, axis=0)
 
 
 def _moved(

@@ -10,12 +10,14 @@ wait, and of how many activations are away, at the same moment. Of these moments
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .actions import Kind
 from .memory import Offloaded, memory_curves
 from .schedules import Schedule
 from .simulate import simulate
@@ -81,29 +83,46 @@ class RankMemory:
         """Share of the weight gradients of every stage that waits until its W, of those that can wait; the others are computed in I when
         the room is full, oldest first."""
         assert self.deferral is not None
-        waited, done = np.zeros(len(kept)), np.zeros(len(kept))
+        share = np.ones(len(kept))
         for rank, actions in enumerate(schedule.actions):
-            most = self._deepest * kept[self._stages[rank]].sum()
-            held, waiting = 0.0, dict[tuple[int, int], float]()
+            own = self._stages[rank]
+            if not self._is_full(rank, kept[own], layers[own]):
+                continue
+            most = self._deepest * kept[own].sum()
+            held, total, waiting, oldest = 0.0, 0.0, dict[tuple[int, int], float](), deque[tuple[int, int]]()
+            waited, count = dict.fromkeys(own.tolist(), 0.0), Counter[int]()
             for kind, stage, microbatch in actions:
-                if kind in ("F", "FB"):
-                    held += kept[stage]
-                elif kind in ("I", "B"):
-                    held -= kept[stage]
-                if kind == "I":
-                    waiting[stage, microbatch] = self.deferral.share * float(layers[stage])
+                work = self.deferral.share * float(layers[stage])
+                held += kept[stage] * ((kind in (Kind.F, Kind.FB)) - (kind in (Kind.I, Kind.B)))
+                if kind is Kind.I:
+                    waiting[stage, microbatch] = work
+                    oldest.append((stage, microbatch))
+                    total += work
                     room = max(most - held, 0.0) if self.deferral.room is None else self.deferral.room
-                    excess = sum(waiting.values()) - room
-                    for key in list(waiting):
-                        early = min(max(excess, 0.0), waiting[key])
-                        waiting[key] -= early
-                        excess -= early
-                elif kind == "W":
-                    own = self.deferral.share * float(layers[stage])
-                    left = waiting.pop((stage, microbatch))
-                    waited[stage] += left / own if own else 1.0
-                    done[stage] += 1
-        return np.where(done > 0, waited / np.maximum(done, 1), 1.0)
+                    while total > room + 1e-9:
+                        early = min(total - room, waiting.get(oldest[0], 0.0))
+                        total -= early
+                        if early < waiting.get(oldest[0], 0.0):
+                            waiting[oldest[0]] -= early
+                        else:
+                            waiting.pop(oldest.popleft(), None)
+                elif kind is Kind.W:
+                    left = waiting.pop((stage, microbatch), 0.0)
+                    total -= left
+                    waited[stage] += left / work if work else 1.0
+                    count[stage] += 1
+            for stage, number in count.items():
+                share[stage] = waited[stage] / number
+        return share
+
+    def _is_full(self, rank: int, kept: Array, layers: NDArray[np.int64]) -> bool:
+        """Whether a rank has no room at some moment for all that could wait."""
+        assert self.deferral is not None
+        moments = self._moments[rank]
+        waiting = moments[:, 1::4] @ (self.deferral.share * layers)
+        held = moments[:, 0::4] @ kept
+        room = self._deepest * kept.sum() - held if self.deferral.room is None else self.deferral.room
+        return bool(((waiting > room + 1e-9) & (waiting > 0)).any())
 
 
 def _largest(moments: Array) -> Array:
