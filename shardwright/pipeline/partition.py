@@ -65,17 +65,18 @@ def chain_costs(
     cheap = [min(passing, layer + extra) for layer, extra in zip(layers, attention, strict=True)]
     if config is None:
         return ChainCosts([*forward, tail], head)
-    whole = _chosen(config.gradient_checkpointing_ratio, config.num_ckpt_layers_per_stage, placement)
-    in_part = _chosen(config.selective_ratio, config.num_selective_layers_per_stage, placement)
+    units = survey.num_units
+    whole = _chosen(config.gradient_checkpointing_ratio, config.num_ckpt_layers_per_stage, placement, units)
+    in_part = _chosen(config.selective_ratio, config.num_selective_layers_per_stage, placement, units)
     return ChainCosts([*forward, tail], head, whole, in_part, cheap)
 
 
-def _chosen(ratio: float | None, numbers: Sequence[int] | None, placement: Placement) -> float | list[int]:
+def _chosen(ratio: float | None, numbers: Sequence[int] | None, placement: Placement, units: int) -> float | list[int]:
     if numbers is None:
         return float(ratio or 0.0)
     if len(numbers) == placement.num_ranks:  # over a rank's chunks in order: the first ones, unless it is short
         return [numbers[placement.rank_of(stage)] * (placement.chunk_of(stage) == 0) for stage in range(placement.num_stages)]
-    return list(numbers) if len(numbers) == placement.num_stages else 0.0
+    return list(numbers) if len(numbers) == placement.num_stages else min(1.0, sum(numbers) / units)  # of another cut: as many in all
 
 
 def _check_measured(measured: Sequence[float], survey: Survey) -> None:
