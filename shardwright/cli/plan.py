@@ -37,6 +37,7 @@ _OTHER = (
     "num_layers_per_stage",
     "layer_costs",
     "auto_memory",
+    "cut_memory",
     "offload_activations",
     "zero_bucket_size_in_m",
 )
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(layout, "num_layers_per_stage", _numbers)
     _add(layout, "layer_costs", _costs)
     _add(layout, "auto_memory", float)
+    _add(layout, "cut_memory", float)
     _add(layout, "offload_activations", _shares)
     layout.add_argument("--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)")
     layout.add_argument(

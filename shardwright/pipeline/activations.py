@@ -19,23 +19,26 @@ from torch.overrides import TorchFunctionMode
 from ..ops.keeping import ATTENTION, Region, Selection, keep_result
 from ..utils.pytree import tree_leaves
 from .dry_run import meta_copy, run_dry
+from .entry import ENTRY
 from .layer_chain import Unit
 from .saved_bytes import Storages
 
 
 class Activations(NamedTuple):
-    """Bytes of one microbatch, by unit, and last those of the tail; what lies before the first unit counts with it.
+    """Bytes of one microbatch, by unit, and last those of the tail.
 
     kept        from forward to backward
     recomputed  the same where the unit is recomputed: its inputs
     selective   the same where it is recomputed in part: its inputs, and outputs of its products and attention
     deferred    what weight gradients that are put off wait with: inputs and output gradients of all linears
+    before      kept and deferred ones of what lies before the first unit
     """
 
     kept: list[int]
     recomputed: list[int]
     deferred: list[int]
     selective: list[int]
+    before: tuple[int, int] = (0, 0)
 
     def by_stage(self, stages: Sequence[range], again: Sequence[int], in_part: Sequence[int]) -> tuple[list[float], list[float]]:
         """Kept and deferred bytes of the stages with these units, the first `again` of which are recomputed, the next `in_part` in part."""
@@ -45,6 +48,7 @@ class Activations(NamedTuple):
             held = sum(self.recomputed[units.start : first]) + sum(self.selective[first:second]) + sum(self.kept[second : units.stop])
             kept.append(float(held))
             deferred.append(float(sum(self.deferred[units.start : units.stop])))
+        kept[0], deferred[0] = kept[0] + self.before[0], deferred[0] + self.before[1]
         kept[-1] += self.kept[-1]
         deferred[-1] += self.deferred[-1]
         return kept, deferred
@@ -72,7 +76,9 @@ def count_activations(
             module.register_forward_hook(counter.linear)
     with counter, saved_tensors_hooks(counter.save, lambda tensor: tensor), counter.region:
         run_dry(copied, batch)
-    return Activations(counter.kept, counter.recomputed, counter.deferred, counter.selective)
+    *kept, kept_before = counter.kept
+    *deferred, deferred_before = counter.deferred
+    return Activations(kept, counter.recomputed[:-1], deferred, counter.selective[:-1], (kept_before, deferred_before))
 
 
 class _Counter(TorchFunctionMode):
@@ -80,8 +86,9 @@ class _Counter(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, num_units: int, selection: Selection) -> None:
         super().__init__()
-        self.kept, self.recomputed, self.deferred, self.selective = ([0] * (num_units + 1) for _ in range(4))
-        self._unit = 0
+        # By unit; behind those the tail, and last what lies before the units.
+        self.kept, self.recomputed, self.deferred, self.selective = ([0] * (num_units + 2) for _ in range(4))
+        self._unit = ENTRY
         self._selection = selection
         self.region = ExitStack()
         self._partly = Storages()
@@ -95,6 +102,7 @@ class _Counter(TorchFunctionMode):
 
     def enter(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._unit = index
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor) and leaf not in self._fixed:
                     self.recomputed[index] += self._inputs.add(leaf)
@@ -115,7 +123,7 @@ class _Counter(TorchFunctionMode):
         return hook
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._unit += 1
+        self._unit += 1  # what runs between two layers counts with the second one
 
     def linear(self, module: nn.Module, args: Any, output: Any) -> None:
         if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):

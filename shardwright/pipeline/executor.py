@@ -27,6 +27,7 @@ from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
 from . import schedules
 from .balance import ChainCosts
+from .bounded_cut import BoundedCut, room_to_wait
 from .checkpointing import PipelineGradientCheckpointConfig, Recomputation
 from .images import check_images, find_towers
 from .layer_chain import Unit, find_units
@@ -37,6 +38,7 @@ from .message_shapes import MessageShapes
 from .microbatch import batch_size, items_of
 from .partition import chain_costs, given_units, partition_units, sequence_length
 from .placement import Placement
+from .rank_memory import Deferral
 from .ready import as_microbatches
 from .router_logits import RouterLogits, find_router_logits, without_router_logits
 from .router_loss import RouterLoss
@@ -70,7 +72,8 @@ class PipelineSettings:
                                  the memory that 1F1B needs
     offload_activations          share of the activations of every stage that waits in host memory between forward and backward, or one per
                                  stage; None: none
-    auto_memory                  activations that "auto" may hold, over those that 1f1b holds
+    auto_memory                  activations that "auto" may hold, over those that 1f1b holds with layers dealt evenly
+    cut_memory                   the same of a schedule named by hand: the cut keeps to it; None: it follows time alone
     layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
     """
 
@@ -87,6 +90,7 @@ class PipelineSettings:
     layer_costs: Sequence[float] | None = None
     offload_activations: float | Sequence[float] | None = None
     auto_memory: float = 1.5
+    cut_memory: float | None = None
 
     def offloaded(self, num_stages: int) -> Sequence[float] | None:
         """`offload_activations` by stage; None where nothing leaves."""
@@ -168,13 +172,15 @@ def plan_cut(
     example_inputs: Any = None,
     deferred: float = 0.0,
     message_copies: int = 1,
+    working: torch.dtype | None = None,
 ) -> CutPlan:
     """Plan the stages of `model`, whole and not sharded yet. Communicates nothing; the same input errors are raised on every rank.
 
     layer_lists     names of the ModuleLists to cut along, where they cannot be found (a policy's word)
     example_inputs  a batch for models whose inputs cannot be guessed
-    deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto"
+    deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto" and bounds
     message_copies  ranks that share a layer's arithmetic but send all of its output each, for pp_style="auto"
+    working         dtype that layers compute in; None: that of the model
     """
     config = settings.gradient_checkpoint_config
     if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -184,14 +190,18 @@ def plan_cut(
     with without_router_logits(model):  # they travel by themselves, not as something that the tail reads inside of layers
         survey = survey_model(model, layer_lists, example_inputs)
     length = sequence_length(example_inputs)
+    routers = find_router_logits(model, survey.units, example_inputs)
 
     def costs_of(placement: Placement) -> ChainCosts:
         return chain_costs(model, survey, placement, measured=settings.layer_costs, config=config, length=length)
 
+    numbers = settings.deferred_bytes, settings.num_microbatches
+    deferral = Deferral(deferred, room_to_wait(*numbers, model, survey, example_inputs is not None, working))
     found = None
     if settings.pp_style == "auto":
         assert settings.num_microbatches is not None
-        exchanged = transfers(model, costs_of(Placement(num_ranks)), survey, message_copies, settings.layer_costs is not None)
+        measured, taps = settings.layer_costs is not None, () if routers is None else tuple(tap.unit for tap in routers.taps)
+        exchanged = transfers(model, costs_of(Placement(num_ranks)), survey, message_copies, measured, taps)
         found = search(
             num_ranks,
             survey.num_units,
@@ -199,7 +209,7 @@ def plan_cut(
             costs_of,
             partial(partition_units, survey),
             transfers=exchanged,
-            deferred=deferred,
+            deferral=deferral,
             allowed=settings.auto_memory,
             offloaded=(settings.offloaded(1) or [0.0])[0],
         )
@@ -209,14 +219,14 @@ def plan_cut(
         if settings.num_layers_per_stage is not None:
             stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
         else:
-            stages = partition_units(survey, costs_of(placement), placement)
+            bounded = BoundedCut(style, settings.num_microbatches, settings.cut_memory, deferral, settings.offloaded(placement.num_stages))
+            stages = bounded.partition(survey, costs_of, placement, pairs=message_copies > 1)
     costs = costs_of(placement)
     checkpointed = tuple(
         config.of(stages, rank, placement.stages_of(rank)) if config is not None else Recomputation() for rank in range(num_ranks)
     )
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
-    routers = find_router_logits(model, survey.units, example_inputs)
     towers = find_towers(model, survey.outside, survey.example)
     slices = slice_rule(model, survey, settings.num_sequence_slices) if settings.num_sequence_slices > 1 else None
     return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers, slices)

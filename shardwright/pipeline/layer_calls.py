@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..utils import pytree
+from .entry import ENTRY
 from .layer_chain import Unit
 from .layer_trace import LayerCall, Proof, Trace, context, tensors_of
 from .model_state import Kept, buffer_versions, module_state, same_state
@@ -75,8 +76,11 @@ class LayerCalls:
 
     def __init__(self, model: nn.Module, survey: Survey, stages: Mapping[int, range]) -> None:
         self._units: Sequence[Unit] = survey.units
-        self._templates: Sequence[Template] = survey.templates
+        self._templates: dict[int, Template] = dict(enumerate(survey.templates))
         self._single = [template.spec.is_leaf() for template in survey.templates]  # which is nothing but a tensor
+        self._entry = survey.entry
+        if survey.entry is not None:
+            self._templates[ENTRY] = survey.entry.template
         self._layers = [model.get_submodule(unit.layer) for unit in survey.units]
         self._around = [
             module
@@ -98,7 +102,7 @@ class LayerCalls:
             boundary = survey.boundary(units.start)
             kind: Hashable = number, "alone"
             if boundary == (units.start - 1,):
-                template = survey.templates[units.start - 1]
+                template = self._templates[units.start - 1]
                 if template not in different:
                     different.append(template)
                 kind = different.index(template)
@@ -189,11 +193,11 @@ class LayerCalls:
         contents = inputs.contents(index, proof.read)
         replies = proof.known.get(contents, ()) if contents is not None else ()
         changed = False
-        trace = Trace(self._templates, first, wanted, sources, inputs.batch(index), proof, prove=False, replies=replies)
+        trace = Trace(self._templates, self._entry, first, wanted, sources, inputs.batch(index), proof, prove=False, replies=replies)
         if proof.paths:
             run(trace)
         if not trace.is_proven:
-            trace = Trace(self._templates, first, wanted, sources, inputs.batch(index), proof, prove=True)
+            trace = Trace(self._templates, self._entry, first, wanted, sources, inputs.batch(index), proof, prove=True)
             looked_at = [module for unit in wanted for module in self._layers[unit].modules()]
             before, kept = module_state(looked_at), Kept([*looked_at, *self._around, *self._beside])
             run(trace)

@@ -36,6 +36,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..utils import pytree
+from .entry import ENTRY, Entry
 from .microbatch import items_of
 from .model_state import other_random_states, random_states, restore_other_random_states
 from .past_keys import is_past
@@ -111,6 +112,8 @@ class Proof:
 class Trace:
     """One forward of the model without its layers.
 
+    templates  of what units, and the entry, return
+    entry    of the layers; where it has arrived, the first one gets it
     first    from this unit on the layers' calls are followed
     wanted   units whose arguments are looked for
     sources  tensors that arrived for a stage, by unit. Those of the last one are what layers are assumed to return
@@ -122,7 +125,8 @@ class Trace:
 
     def __init__(
         self,
-        templates: Sequence[Template],
+        templates: Mapping[int, Template],
+        entry: Entry | None,
         first: int,
         wanted: frozenset[int],
         sources: Mapping[int, Sequence[torch.Tensor]],
@@ -141,6 +145,7 @@ class Trace:
         self.prover = _Prover(self, batch) if prove else None
         self.device = sources[max(sources)][0].device
         self._templates = templates
+        self._entry = entry if ENTRY in sources else None
         self._first = first
         self._wanted = wanted
         self._last = max(wanted)
@@ -228,6 +233,8 @@ class Trace:
         if unit in self._wanted:
             if context(self.device) != self._context:
                 raise Unfit
+            if unit == 0 and self._entry is not None:
+                args, kwargs = self._entry.put(args, kwargs, self._stand_in(ENTRY))
             self.calls[unit] = self._written_down(args, kwargs)
         if unit == self._last:
             self.is_complete = True

@@ -21,7 +21,7 @@ import functools
 import math
 import types
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -200,14 +200,16 @@ class LossCheck:
 
         layer.forward = run  # type: ignore[method-assign]
 
-    def returns_of(self, names: Collection[str], last: str, inputs: Any) -> dict[str, Any]:
+    def returns_of(self, names: Collection[str], last: str, inputs: Any, enter: tuple[str, Callable[..., None]]) -> dict[str, Any]:
         """What modules return for `inputs` without data, by name; the forward ends behind the module `last`.
 
+        `enter` is a module and what is called with its arguments as (module, args, kwargs).
         Those inside of layers that do not run because one that is alike has run are left out.
         """
         seen: dict[str, Any] = {}
         with ExitStack() as stack:
             stack.callback(self._known_layers.clear)
+            stack.callback(self._model.get_submodule(enter[0]).register_forward_pre_hook(enter[1], with_kwargs=True).remove)
             for name in {*names, last}:
 
                 def note(module: nn.Module, args: Any, output: Any, name: str = name) -> None:

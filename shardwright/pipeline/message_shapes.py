@@ -14,10 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..comm.payload import Header
 from ..comm.shape_rules import MessageKey, ShapeRule, Shapes, Sizes, find_rule
 from ..utils import pytree
+from .entry import ENTRY
 from .loss_check import LossCheck
 from .microbatch import OTHER_ROWS, Batch, batch_size, find_batch_dim, items_of, like
 from .stage import StagedModel
@@ -27,10 +29,12 @@ _MOST_RUNS = 64  # remembered
 
 
 class _Run(NamedTuple):
-    """Shapes of the tensors that the units of a model return, and of the logits of its routers where these are collected."""
+    """Shapes of the tensors that the units of a model return, of the logits of its routers where these are collected, and of what the
+    first unit receives."""
 
     units: list[list[tuple[int, ...]]]
     routers: list[tuple[int, ...]]
+    entry: list[tuple[int, ...]]
 
 
 class MessageShapes:
@@ -79,8 +83,8 @@ class MessageShapes:
             return None
         units = survey.boundary(start)
         passed = staged.routers.num_before(start) if staged.routers is not None else 0
-        shapes = [*run.routers[:passed], *(shape for unit in units for shape in run.units[unit])]
-        numbers = sum(survey.templates[unit].num_numbers for unit in units)
+        shapes = [*run.routers[:passed], *(shape for unit in units for shape in (run.entry if unit == ENTRY else run.units[unit]))]
+        numbers = sum(survey.template(unit).num_numbers for unit in units)
         return (*shapes, (numbers, 2)) if numbers else tuple(shapes)
 
     def _run(self, microbatch: Batch) -> _Run | None:
@@ -88,8 +92,15 @@ class MessageShapes:
         gates = [unit.gate for unit in staged.units]
         wanted = staged.routers is not None and staged.routers.are_wanted(microbatch)
         taps = staged.routers.taps if staged.routers is not None and wanted else ()
+        entry = staged.survey.entry if staged.survey is not None else None
+        entered: list[tuple[int, ...]] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if entry is not None and not entered:
+                entered.append(tuple(entry.taken(args, kwargs).shape))
+
         try:
-            seen = self._check.returns_of([*gates, *(tap.router for tap in taps)], gates[-1], microbatch)
+            seen = self._check.returns_of([*gates, *(tap.router for tap in taps)], gates[-1], microbatch, (staged.units[0].layer, enter))
         except Exception:  # the model's own code, on sizes that it was not made for
             return None
         units = [_shapes_in(seen[gate]) for gate in gates]
@@ -97,7 +108,7 @@ class MessageShapes:
         for tap in taps:  # in a layer that is like one before it no router runs
             output = seen.get(tap.router)
             routers.append(routers[-1] if output is None else tuple((output if tap.place is None else output[tap.place]).shape))
-        return _Run(units, routers)
+        return _Run(units, routers, entered)
 
 
 def _shapes_in(output: Any) -> list[tuple[int, ...]]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .balance import ChainCosts, balance
+from .balance import ChainCosts, MemoryBound, balance
 from .checkpointing import PipelineGradientCheckpointConfig
 from .placement import Placement
 from .survey import Survey
@@ -46,14 +46,16 @@ def chain_costs(
 ) -> ChainCosts:
     """Costs of the units for `balance`.
 
-    measured  time of every layer, forward and backward together, recomputation included, what lies before the layers in the first,
-              and last of what lies behind them, or that in the last layer; None: estimated
+    measured  time of every layer, forward and backward together, recomputation included, and last of what lies behind them, or that in
+              the last layer; first of what lies before them, or that in the first layer; None: estimated
     config    which layers are recomputed
     length    of the sequences, for attention; None: not counted
     """
     if measured is not None:
         _check_measured(measured, survey)
-        return ChainCosts([cost / 3 for cost in measured] + [0.0] * (survey.num_units + 1 - len(measured)))
+        times = [cost / 3 for cost in measured] + [0.0] * (survey.num_units + 1 - len(measured))
+        head = times.pop(0) if len(times) > survey.num_units + 1 else 0.0
+        return ChainCosts([times[0] + head, *times[1:]], head)
     layers, head, tail = _estimated(model, survey)
     attention = attention_costs(model, survey.num_units, length)
     forward = [layer + extra for layer, extra in zip(layers, attention, strict=True)]
@@ -63,27 +65,29 @@ def chain_costs(
     cheap = [min(passing, layer + extra) for layer, extra in zip(layers, attention, strict=True)]
     if config is None:
         return ChainCosts([*forward, tail], head)
-    whole = _chosen(config.gradient_checkpointing_ratio, config.num_ckpt_layers_per_stage, placement)
-    in_part = _chosen(config.selective_ratio, config.num_selective_layers_per_stage, placement)
+    units = survey.num_units
+    whole = _chosen(config.gradient_checkpointing_ratio, config.num_ckpt_layers_per_stage, placement, units)
+    in_part = _chosen(config.selective_ratio, config.num_selective_layers_per_stage, placement, units)
     return ChainCosts([*forward, tail], head, whole, in_part, cheap)
 
 
-def _chosen(ratio: float | None, numbers: Sequence[int] | None, placement: Placement) -> float | list[int]:
+def _chosen(ratio: float | None, numbers: Sequence[int] | None, placement: Placement, units: int) -> float | list[int]:
     if numbers is None:
         return float(ratio or 0.0)
     if len(numbers) == placement.num_ranks:  # over a rank's chunks in order: the first ones, unless it is short
         return [numbers[placement.rank_of(stage)] * (placement.chunk_of(stage) == 0) for stage in range(placement.num_stages)]
-    return list(numbers) if len(numbers) == placement.num_stages else 0.0
+    return list(numbers) if len(numbers) == placement.num_stages else min(1.0, sum(numbers) / units)  # of another cut: as many in all
 
 
 def _check_measured(measured: Sequence[float], survey: Survey) -> None:
     units = survey.num_units
-    wrong = len(measured) not in (units, units + 1) or any(not 0 < cost < float("inf") for cost in measured)
-    if wrong:
+    layers = measured[1:-1] if len(measured) == units + 2 else measured  # what is around them may take no time
+    usable = all(0 < cost < float("inf") for cost in layers) and all(0 <= cost < float("inf") for cost in measured)
+    if not usable or len(measured) - units not in (0, 1, 2):
         raise ValueError(
             f"layer_costs={list(measured)} must hold a positive number for each of the model's {units} layers ({survey.units[0].layer} to "
-            f"{survey.units[-1].layer}): its time forward and backward, in any unit, and may hold one more for what lies behind them; "
-            f"{[1.0] * units} stands for equal ones"
+            f"{survey.units[-1].layer}): its time forward and backward, in any unit, and may hold one more for what lies behind them, or "
+            f"two more, for what lies before them and behind them; {[1.0] * units} stands for equal ones"
         )
 
 
@@ -168,10 +172,16 @@ def lookup_tables(model: nn.Module) -> set[str]:
 
 def visited_share(model: nn.Module) -> float:
     """Share of the experts that one token visits; 1 for models without experts."""
-    config = text_config(model)
-    experts = next((n for key in ("num_local_experts", "n_routed_experts", "num_experts") if (n := getattr(config, key, None))), None)
+    config, experts = text_config(model), num_experts(model)
     chosen = next((n for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk") if (n := getattr(config, key, None))), None)
-    return min(1.0, chosen / experts) if isinstance(experts, int) and isinstance(chosen, int) else 1.0
+    return min(1.0, chosen / experts) if experts is not None and isinstance(chosen, int) else 1.0
+
+
+def num_experts(model: nn.Module) -> int | None:
+    """Of every layer that has some; None for models without experts."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    found = next((n for name in names if (n := getattr(text_config(model), name, None))), None)
+    return found if isinstance(found, int) else None
 
 
 def text_config(model: nn.Module) -> Any:
@@ -180,32 +190,40 @@ def text_config(model: nn.Module) -> Any:
     return gettext_config() if callable(gettext_config) else config
 
 
-def partition_units(survey: Survey, costs: ChainCosts, placement: Placement) -> list[range]:
-    """Consecutive units of each stage, at least one each, cut where the survey allows."""
+def partition_units(survey: Survey, costs: ChainCosts, placement: Placement, bound: MemoryBound | None = None) -> list[range]:
+    """Consecutive units of each stage, at least one each, cut where the survey allows. `NoCutError` where none keeps `bound`."""
     _check_count(survey, placement.num_stages)
-    last = survey.num_units + (costs.forward[-1] > 0)  # the tail can be parted from the layers where its cost is known
-    return balance(costs, [position for position in range(1, last) if survey.can_cut(position)], placement)
+    # What is before and behind the layers can be parted from them where its cost is known.
+    first, last = int(not costs.head), survey.num_units + (costs.forward[-1] > 0)
+    return balance(costs, [position for position in range(first, last) if survey.can_cut(position)], placement, bound)
 
 
 def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages: int) -> list[range]:
     """Units of each stage from the user's numbers, checked against the model."""
     units = survey.num_units
     numbers = list(num_layers_per_stage)
-    _check_count(survey, num_stages)
+    _check_count(survey, num_stages, ends=True)
     if len(numbers) != num_stages:
         raise ValueError(
             f"num_layers_per_stage={numbers} has {len(numbers)} entries, but there are {num_stages} stages (pp_size x num_model_chunks, "
             f"in the order in which a microbatch passes them); {_nearest(units, num_stages)} would work"
         )
-    least = [1] * (num_stages - 1) + [0 if num_stages > 1 else 1]
+    least = [0] + [1] * (num_stages - 2) + [0] if num_stages > 1 else [1]
     wrong = any(not isinstance(number, int) or isinstance(number, bool) or number < low for number, low in zip(numbers, least, strict=True))
     if wrong or sum(numbers) != units:
         raise ValueError(
-            f"num_layers_per_stage={numbers} must hold whole numbers of at least 1 that sum to the model's {units} layers (the last may be "
-            f"0, for a stage of what lies behind the layers); {_nearest(units, num_stages)} would work"
+            f"num_layers_per_stage={numbers} must hold whole numbers of at least 1 that sum to the model's {units} layers (the first may "
+            "be 0, for a stage of what comes before the layers, and the last, for what comes behind them); "
+            f"{_nearest(units, num_stages)} would work"
         )
     bounds = [0, *accumulate(numbers)]
     for position in bounds[1:-1]:
+        if position == 0 and not survey.can_cut(0):
+            raise ValueError(
+                f"num_layers_per_stage={numbers} parts what comes before the layers from the first one, {survey.units[0].layer}, but what "
+                "this receives was not found among its arguments: no tensor there was computed from parameters in the dry run, or later "
+                f"layers use it too; give the first stage a layer, as {_nearest(units, num_stages)}"
+            )
         if not survey.can_cut(position):
             allowed = [cut for cut in range(1, units) if survey.can_cut(cut)]
             what = f"layer {position} ({survey.units[position].layer})" if position < units else "what lies behind the layers"
@@ -216,12 +234,16 @@ def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages:
     return [range(low, high) for low, high in pairwise(bounds)]
 
 
-def _check_count(survey: Survey, num_stages: int) -> None:
-    cuts = sum(survey.can_cut(position) for position in range(1, survey.num_units))
-    if num_stages > survey.num_units:
+def _check_count(survey: Survey, num_stages: int, ends: bool = False) -> None:
+    """ends: whether what is around the layers can be stages by itself."""
+    units = survey.num_units
+    places = range(units + 1) if ends else range(1, units)
+    cuts = sum(survey.can_cut(position) for position in places)
+    if num_stages > len(places) + 1:
+        besides = "" if ends else f"; {units + 2} with num_layers_per_stage={[0] + [1] * units + [0]}" if survey.can_cut(0) else ""
         raise ValueError(
-            f"pp_size x num_model_chunks = {num_stages} pipeline stages are more than the model's {survey.num_units} layers "
-            f"({survey.units[0].layer} to {survey.units[-1].layer}); at most {survey.num_units} stages work"
+            f"pp_size x num_model_chunks = {num_stages} pipeline stages are more than the model's {units} layers "
+            f"({survey.units[0].layer} to {survey.units[-1].layer}); at most {cuts + 1} stages work{besides}"
         )
     if num_stages > cuts + 1:
         raise ValueError(
@@ -231,5 +253,7 @@ def _check_count(survey: Survey, num_stages: int) -> None:
 
 
 def _nearest(units: int, num_stages: int) -> list[int]:
-    share, larger = divmod(units, num_stages)
-    return [share + (stage < larger) for stage in range(num_stages)]
+    """An even cut; with more stages than layers the last one, and then the first one, has none."""
+    behind, before = int(num_stages > units), int(num_stages > units + 1)
+    share, larger = divmod(units, num_stages - behind - before)
+    return [0] * before + [share + (stage < larger) for stage in range(num_stages - behind - before)] + [0] * behind

@@ -28,16 +28,23 @@ class Costs:
     forward, input_grad, weight_grad  of F, I and W; B costs input_grad + weight_grad
     hidden                            share of the F and the B of a pair (FB) that passes while the other one computes
     transfer                          time for which a message occupies its channel (`Placement.channels`): what is to travel in the same
-                                      channel waits, and arrives this much later than it sets out
+                                      channel waits, and arrives this much later than it sets out. Per stage: of the message from it
+                                      to the next one, and of that back; the last stage's is not used
     overlap                           False: a rank that sends can do nothing else meanwhile
     """
 
     forward: float | Sequence[float] = 1.0
     input_grad: float | Sequence[float] = 1.0
     weight_grad: float | Sequence[float] = 1.0
-    transfer: float = 0.0
+    transfer: float | Sequence[float] = 0.0
     overlap: bool = True
     hidden: float = 0.0
+
+    def transfers(self, num_stages: int) -> NDArray[np.float64]:
+        """[2, stages]: of the result of a stage's F, and of that of its B or I."""
+        given = self.transfer
+        down = [float(given)] * num_stages if isinstance(given, int | float) else [float(time) for time in given]
+        return np.array([down, [0.0, *down[:-1]]])
 
     def of_kind(self, num_stages: int) -> dict[Kind, list[float]]:
         """Cost by kind and stage."""
@@ -152,7 +159,7 @@ def _run(schedule: Schedule, costs: Costs) -> Run:
     cost = costs.table(placement.num_stages)[actions.kinds, actions.stages]
     forward = (actions.kinds == _F) | (actions.kinds == _FB)
     channel = _channels(placement)[np.where(travels, 2 - forward, 0), actions.stages]
-    lag = np.where(travels, costs.transfer, 0.0)
+    lag = np.where(travels, costs.transfers(placement.num_stages)[np.where(forward, 0, 1), actions.stages], 0.0)
     free_at = np.zeros(len(placement.channels) + 1)  # every channel; the last one is for what stays on its rank
     joined = actions.kinds == _FB  # with the next one
     has_pairs = bool(joined.any())

@@ -29,6 +29,7 @@ from ..utils import pytree
 from ..utils.tensors import map_tensors
 from .checkpointing import Recomputation, run_checkpointed, run_selectively, without_cache
 from .dry_run import forward_defaults, without_data
+from .entry import ENTRY
 from .images import without_patches
 from .layer_calls import LayerCalls
 from .layer_chain import Unit
@@ -61,7 +62,7 @@ class StageRun:
     live: frozenset[str]  # modules outside the layers whose output this stage reads
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
     written: frozenset[int] = frozenset()  # units whose outputs the model writes to
-    outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage -> its output, where a later stage reads it
+    outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage, or entry -> its output, where a later stage reads it
     wanted: frozenset[int] = frozenset()
     router_logits: dict[int, torch.Tensor] | None = None  # by their number, of the layers so far; None: nobody collects them
     enter_tail: Callable[[Any], None] | None = None
@@ -174,8 +175,7 @@ class StagedModel:
     def run_slice(self, stage: int, received: Payload | None, inputs: SlicedInputs, index: int) -> Payload:
         """The stage's layers for slice `index` of a step; what comes behind the last of them is left to `run_tail`."""
         units = self.stages[stage]
-        if not units:
-            assert received is not None
+        if received is not None and not units:  # of the tail alone
             return received
         run = self._prepared(stage, received, inputs.microbatches[index], ends=False)
         run.past = inputs.past(index)
@@ -254,7 +254,7 @@ class StagedModel:
             finally:
                 self.current = None
         if not run.is_last:
-            last = self.units[run.high - 1].gate
+            last = self.units[max(run.high - 1, 0)].gate
             raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {run.stage}")
         return None, output
 
@@ -338,8 +338,8 @@ class StagedModel:
         tensors: list[torch.Tensor] = []
         numbers: list[bool | int | float] = []
         for unit in self.survey.boundary(run.high):
-            output = run.outputs[unit] if unit >= run.low else run.received[unit]
-            more, values = self.survey.templates[unit].take_apart(output, self.units[unit].gate)
+            output = run.outputs[unit] if unit in run.outputs else run.received[unit]
+            more, values = self.survey.template(unit).take_apart(output, self.units[unit].gate)
             tensors += more
             numbers += values
         if numbers:
@@ -352,7 +352,7 @@ class StagedModel:
         assert self.survey is not None
         if received is None:
             return {}
-        templates = {unit: self.survey.templates[unit] for unit in self.survey.boundary(position)}
+        templates = {unit: self.survey.template(unit) for unit in self.survey.boundary(position)}
         numbers: list[bool | int | float] = []
         if any(template.num_numbers for template in templates.values()):
             *tensors, encoded = received
@@ -410,6 +410,8 @@ class StagedModel:
                 return self._run_layer(0, index if is_layer and self.num_stages == 1 else -1, call, args, kwargs)
             if run.trace is not None:
                 return run.trace.call(index, is_layer, is_gate, call, args, kwargs)
+            if index == 0 and is_layer and run.in_model:
+                args, kwargs = self._at_entry(run, args, kwargs)
             if is_gate and index < max(run.low, run.begin) and run.router_logits is not None and self.routers is not None:
                 self.routers.replay(index, run.router_logits)
             if is_gate and index < run.begin:
@@ -436,6 +438,20 @@ class StagedModel:
             return output
 
         return call_unit
+
+    def _at_entry(self, run: StageRun, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """In front of the first layer: the end of a stage without layers, and where the next one puts what it has received."""
+        if run.high and ENTRY not in run.received:
+            return args, kwargs
+        assert self.survey is not None
+        assert self.survey.entry is not None
+        if run.high:
+            return self.survey.entry.put(args, kwargs, run.received[ENTRY])
+        run.outputs[ENTRY] = self.survey.entry.taken(args, kwargs)
+        if run.watch is not None:
+            run.watch.finish()
+            run.watch.end()
+        raise StageExit
 
     def _run_layer(self, stage: int, place: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the layer at a place of a stage, through activation checkpointing if it is one of those; place -1 is no layer."""

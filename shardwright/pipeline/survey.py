@@ -1,7 +1,8 @@
 """What every part of a model reads: the facts from which stages are cut, learnt from one dry run.
 
-The dry run cuts the model behind every unit: a gate's output goes on as fresh leaf tensors. Walking the autograd graph back from
-each gate's output (and from the model's output) then tells, unit by unit,
+The dry run cuts the model behind every unit, and in front of the first one: a gate's output, and the hidden states that the first layer
+receives, go on as fresh leaf tensors. Walking the autograd graph back from each gate's output (and from the model's output) then tells,
+unit by unit,
 
     reads       the units whose outputs it needs: normally the one before; for T5 decoders also the encoder
     parameters  the parameters that take part: its own, and any outside the layers (embeddings before the first layer, relative
@@ -23,6 +24,7 @@ from torch import nn
 
 from ..utils import pytree
 from .dry_run import example_batches, forward_defaults, meta_copy, run_dry, weight_sharing_copy
+from .entry import ENTRY, Entry, find_place
 from .layer_chain import Unit, find_units
 
 
@@ -112,6 +114,7 @@ class Survey:
     unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
     joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other; j may be the tail
     example     the batch of the dry run
+    entry       what the first unit receives, where the model can be cut there. `parts` count with the first unit what makes it
     """
 
     units: tuple[Unit, ...]
@@ -123,19 +126,32 @@ class Survey:
     unread: dict[str, bool]
     joined: tuple[tuple[int, int], ...] = ()
     example: Any = None
+    entry: Entry | None = None
 
     @property
     def num_units(self) -> int:
         return len(self.units)
 
     def can_cut(self, position: int) -> bool:
-        """Whether a stage may end before unit `position`; behind the last one, whether the tail may be a stage of its own."""
+        """Whether a stage may end before unit `position`; behind the last one, whether the tail may be a stage of its own; at 0, whether
+        what comes before the layers may."""
+        if position == 0:
+            return self.entry is not None
         return not any(low < position <= high for low, high in self.joined)
 
     def boundary(self, position: int) -> tuple[int, ...]:
-        """Units before `position` whose outputs are read at or behind it: what travels over a cut there."""
+        """Units before `position` whose outputs are read at or behind it: what travels over a cut there. In front of all: the entry."""
+        if position == 0:
+            return (ENTRY,)
         last_reads = self._last_reads
         return tuple(unit for unit in range(position) if last_reads[unit] >= position)
+
+    def template(self, unit: int) -> Template:
+        """Structure of what a unit, or the entry, passes on."""
+        if unit != ENTRY:
+            return self.templates[unit]
+        assert self.entry is not None
+        return self.entry.template
 
     @cached_property
     def _last_reads(self) -> list[int]:
@@ -158,7 +174,11 @@ class Survey:
 
     def _parts(self, stages: Sequence[range], stage: int) -> tuple[Part, ...]:
         units = stages[stage]
-        return self.parts[units.start : units.stop] + (self.parts[-1:] if stage == len(stages) - 1 else ())
+        found = self.parts[units.start : units.stop] + (self.parts[-1:] if stage == len(stages) - 1 else ())
+        if stages[0] or stage > 1:
+            return found
+        assert self.entry is not None
+        return (self.entry.before,) if stage == 0 else (self.entry.behind, *found[1:])
 
 
 def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_inputs: Any = None) -> Survey:
@@ -212,6 +232,7 @@ class _Surveyor:
     passed_on: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     others: dict[int, tuple[pytree.TreeSpec, tuple[Any, ...]]] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # id of a fresh leaf -> unit
+    entered: tuple[int | str, torch.Tensor, torch.Tensor] | None = None  # place of the entry, the tensor, what goes on instead
     keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
     produced: dict[Any, set[str]] = field(default_factory=dict)  # autograd node -> modules outside that returned its tensor
     early: set[str] = field(default_factory=set)  # modules outside that ran before the first gate
@@ -222,6 +243,8 @@ class _Surveyor:
         handles = [
             self.model.get_submodule(unit.gate).register_forward_hook(self._gate_hook(index)) for index, unit in enumerate(self.units)
         ]
+        first = self.model.get_submodule(self.units[0].layer)
+        handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True))
         outside = self._outside()
         for name in outside:
             handles.append(self.model.get_submodule(name).register_forward_hook(self._outside_hook(name)))
@@ -259,6 +282,16 @@ class _Surveyor:
             return pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), output)
 
         return hook
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        place = find_place(args, kwargs) if self.entered is None else None
+        if place is None:
+            return None
+        made = kwargs[place] if isinstance(place, str) else args[place]
+        self.entered = place, made, self._fresh(made, ENTRY)
+        if isinstance(place, str):
+            return args, {**kwargs, place: self.entered[2]}
+        return (*args[:place], self.entered[2], *args[place + 1 :]), kwargs
 
     def _fresh(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         leaf = tensor.detach()
@@ -300,9 +333,16 @@ class _Surveyor:
         outer = {group[0] for group in names.values() if not all(self._in_layer(name) for name in group)}
         always = {names[id(parameter)][0] for module in self.untracked for parameter in self.model.get_submodule(module).parameters()}
         parts, joined = [], set()
+        made = self._walk([self.entered[1]], names) if self.entered is not None else (set(), set(), set())
+        behind, only_first = Part(frozenset(), frozenset(), frozenset()), True
         for index in range(len(self.units) + 1):
             outputs = self.outputs[index] if index < len(self.units) else result
             reads, parameters, modules = self._walk(outputs, names)
+            if index == 0:
+                behind = Part(frozenset(), frozenset(parameters | own[0] | always), frozenset(modules | self.untracked))
+            if ENTRY in reads:
+                only_first &= index == 0
+                reads, parameters, modules = (reads | made[0]) - {ENTRY}, parameters | made[1], modules | made[2]
             mine = own[index] if index < len(self.units) else outer
             for other, others in enumerate(own):
                 if other != index and (parameters & others) - mine:
@@ -313,6 +353,12 @@ class _Surveyor:
         read = {name for part in parts for name in part.parameters}
         first_layer = min(position for position, (name, _) in enumerate(self.model.named_modules()) if name == self.units[0].layer)
         position_of = {name: position for position, (name, _) in enumerate(self.model.named_modules())}
+        entry = None
+        if self.entered is not None and only_first and not made[0]:
+            place, _, passed_on = self.entered
+            template = Template(pytree.tree_flatten(0)[1], (TENSOR,), (passed_on._version > 0,))
+            before = Part(frozenset(), frozenset(made[1] | always), frozenset(made[2] | self.untracked))
+            entry = Entry(self.units[0].layer, place, template, before, behind)
         unread = {}
         for group in names.values():
             if group[0] not in read:
@@ -330,6 +376,7 @@ class _Surveyor:
             ran=frozenset(self.ran),
             unread=unread,
             joined=tuple(sorted(pair for pair in joined if pair[0] < pair[1])),
+            entry=entry,
         )
 
     def _layer_parameters(self, unit: Unit, names: dict[int, list[str]]) -> Iterable[str]:

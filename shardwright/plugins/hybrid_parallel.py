@@ -118,6 +118,7 @@ class HybridParallelPlugin(Plugin):
         example_inputs: Any = None,
         layer_costs: list[float] | None = None,
         auto_memory: float = 1.5,
+        cut_memory: float | None = None,
         gather_ahead: int | None = None,
         offload_activations: float | list[float] | None = None,
         num_sequence_slices: int = 1,
@@ -461,10 +462,14 @@ class HybridParallelPlugin(Plugin):
             optimizer.require_cleared()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
-        if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled():
-            optimizer.reopen()
+        trained = optimizer if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled() else None
+        if trained is not None:
+            trained.reopen()
         with optimizer.plain_parameters() if isinstance(optimizer, OptimizerWrapper) else nullcontext():
-            return model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+            result = model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+        if trained is not None:
+            trained.note_step()
+        return result
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

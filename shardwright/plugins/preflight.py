@@ -97,6 +97,7 @@ def preflight(
         example_inputs=examples,
         deferred=1.0,
         message_copies=mesh.size("tp"),
+        working=precision.dtype if precision.is_half else None,
     )
     decisions = sharder.prepare() if sharder is not None else []
     specs = {id(decision.site.module.get_parameter(name)): spec for decision in decisions for name, spec in decision.specs.items()}
@@ -235,6 +236,7 @@ class _Resolver:
                 tuple(self.plan.units[unit].layer for unit in units),
                 sum(params[name].numel() for name in self._of_stage(stage, params)),
                 *self.plan.checkpointed[self.plan.placement.rank_of(stage)].of(stage),
+                alone=len(self.plan.stages) == 1,
             )
             for stage, units in enumerate(self.plan.stages)
         )
@@ -414,6 +416,11 @@ class _Resolver:
     def _notes(self, microbatches: int | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
         notes = [str(note) for note in (self.plan.found, self._held_note(microbatches)) if note is not None]
+        if self.plan.found is not None and options.deferred_bytes and options.example_inputs is None:
+            notes.append(
+                f"pp_style='auto' took it that deferred_bytes={options.deferred_bytes} is never reached, because it does not know how much "
+                "a batch leaves; an example_inputs as large as a batch tells"
+            )
         if microbatches is not None and self._shares is not None:
             notes.append(leaving_note(self._actions(microbatches), self._shares))
         if self.optimizer is None:

@@ -15,6 +15,7 @@ class StageShape:
     parameters  of the whole stage, before tensor parallelism divides them (tied copies count in every stage that holds one)
     recomputed  layers under activation checkpointing
     selective   layers that keep products and attention and recompute the rest
+    alone       there is no other stage
     """
 
     stage: int
@@ -23,6 +24,7 @@ class StageShape:
     parameters: int
     recomputed: int = 0
     selective: int = 0
+    alone: bool = False
 
     @property
     def in_part(self) -> str:
@@ -31,7 +33,7 @@ class StageShape:
     @property
     def span(self) -> str:
         if not self.layers:
-            return "what is behind the layers" if self.stage else "the whole model"
+            return "the whole model" if self.alone else f"what is {'behind' if self.stage else 'before'} the layers"
         return self.layers[0] if len(self.layers) == 1 else f"{self.layers[0]} to {self.layers[-1]}"
 
 

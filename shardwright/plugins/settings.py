@@ -149,6 +149,8 @@ class PipelineOptions:
     offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and backward, or a list
                     with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three actions stay
     example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned
+    cut_memory      activations that a rank may hold, over those of "1f1b" with layers dealt evenly: the cut makes the dearest rank as cheap
+                    as that allows; None: as cheap as can be
     """
 
     pp_style: str
@@ -164,6 +166,7 @@ class PipelineOptions:
     example_inputs: Any
     layer_costs: list[float] | None
     auto_memory: float
+    cut_memory: float | None
     offload_activations: float | list[float] | None
 
     def check(self, pp_size: int) -> None:
@@ -194,6 +197,7 @@ class PipelineOptions:
                 f"num_sequence_slices={self.num_sequence_slices} with pp_size=1: slices of a sequence follow one another through a "
                 "pipeline, and without one all of them would be held as the whole is; leave it out, or use pp_size of at least 2"
             )
+        self._check_cut_memory(pp_size)
         if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
                 f"pp_size={pp_size} needs num_microbatches or microbatch_size: a pipeline works on parts of a batch; "
@@ -227,6 +231,26 @@ class PipelineOptions:
             raise ValueError(
                 f"{said} has {len(shares)} entries for {stages} stages (pp_size={pp_size} x num_model_chunks={self.num_model_chunks}); "
                 "give one per stage, or one number for all"
+            )
+
+    def _check_cut_memory(self, pp_size: int) -> None:
+        given = self.cut_memory
+        if given is None:
+            return
+        if not 0 < given < float("inf"):
+            raise ValueError(
+                f"cut_memory={given} must be above 0: it is the memory of activations over that of 1f1b with layers dealt evenly"
+            )
+        if self.pp_style == "auto":
+            raise ValueError(f"cut_memory={given} with pp_style='auto', whose bound is auto_memory; auto_memory={max(1, given)} works")
+        if self.num_layers_per_stage is not None:
+            raise ValueError(
+                f"cut_memory={given} with num_layers_per_stage={list(self.num_layers_per_stage)}: one chooses the cut and the other one is "
+                "the cut; leave one of them out"
+            )
+        if self.num_microbatches is None and pp_size > 1:
+            raise ValueError(
+                f"cut_memory={given} needs num_microbatches, because what ranks hold depends on them; give it instead of microbatch_size"
             )
 
     def _check_search(self, pp_size: int) -> None:

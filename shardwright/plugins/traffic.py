@@ -109,7 +109,7 @@ def pipeline_traffic(plan: CutPlan, tokens: Tokens) -> list[Traffic]:
         here, there = plan.placement.rank_of(stage), plan.placement.rank_of(stage + 1)
         if here == there:
             continue
-        crossing = sum(plan.survey.templates[unit].num_tensors for unit in plan.survey.boundary(units.stop))
+        crossing = sum(plan.survey.template(unit).num_tensors for unit in plan.survey.boundary(units.stop))
         for rank in (here, there):
             sends[rank] += crossing
             calls[rank] += 1

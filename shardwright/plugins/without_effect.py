@@ -62,7 +62,7 @@ _SCALE = "only precision='fp16' scales the loss"
 HYBRID: Sequence[Rule] = (
     Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
     Rule(
-        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs", "layer_costs"),
+        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs", "layer_costs", "cut_memory"),
         lambda facts: facts.pp == 1,
         "pp_size=1 has no pipeline",
     ),

@@ -280,6 +280,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._reads.refuse_dropped()
         super()._before_backward()
 
+    def note_step(self) -> None:
+        """For runtimes: the pipeline has gradients, also where no backward ran because all of this rank's parameters are frozen."""
+        self._has_gradients = True
+
     def _after_backward(self) -> None:
         self.reducer.end_backward()
         if self.units is not None and self.reducer.launch_in_backward:

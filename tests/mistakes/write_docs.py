@@ -12,6 +12,7 @@ from tests.mistakes.table import Mistake, areas, load
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 TITLES = {
+    "cuts": "Cutting the model into stages",
     "data": "Data and batches",
     "failures": "Ranks that fail, stall or are stopped",
     "gradients": "Gradients, clipping and optimizers",

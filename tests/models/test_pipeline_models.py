@@ -60,6 +60,21 @@ def test_a_head_by_itself_is_a_stage() -> None:
     )
 
 
+def test_embeddings_by_themselves_are_a_stage() -> None:
+    """The first stage may have no layers: the next one gets what its first layer receives. On two ranks, and beside the head on one."""
+    one, both = {"layers": (0, 4)}, {"layers": (0, 2, 2, 0), "chunks": 2}
+    run(
+        [
+            Case("llama-causal-lm", "gpipe", **one),  # type: ignore[arg-type]
+            Case("llama-tied-causal-lm", "zbv", checkpointing=1.0, **both),  # type: ignore[arg-type]
+            Case("bert-masked-lm", **one),  # type: ignore[arg-type]
+            Case("gpt2-sequence-classification", "zb", **one),  # type: ignore[arg-type]
+            Case("t5-conditional-generation", "interleaved", 2, layers=(0, 3, 5, 0)),
+            Case("vit-image-classification", "dualpipev", **both),  # type: ignore[arg-type]
+        ]
+    )
+
+
 def test_searched_and_eager_schedules() -> None:
     run([Case("llama-tied-causal-lm", "auto", checkpointing=0.5), Case("gpt2-sequence-classification", "eager_1f1b", num_microbatches=5)])
 

@@ -79,11 +79,15 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["parallel_output"] = rng.random() < 0.8
     plugin["make_vocab_size_divisible_by"] = rng.choice([1, 8, 64])
     plugin["dp_outside"] = rng.random() < 0.8
+    overrides = _overrides(rng, family, pp * chunks, plugin)
+    if "num_layers_per_stage" in plugin and random.Random(f"entry {seed}").random() < 0.4:  # the first stage embeds and has no layer
+        first, second, *others = plugin["num_layers_per_stage"]
+        plugin["num_layers_per_stage"] = [0, first + second, *others]
     layout = Layout(
         model,
         world,
         plugin,
-        _overrides(rng, family, pp * chunks, plugin),
+        overrides,
         dtype="fp64" if rng.random() < 0.85 else "fp32",
         batch=batch,
         accumulate=rng.choice([1, 1, 2, 3]),
@@ -98,6 +102,8 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["num_microbatches"] = 256
         layout = replace(layout, batch=256, accumulate=1, steps=1)
     _other_schedule(random.Random(-1 - seed), plugin)
+    if plugin.get("pp_style") == "1f1b" and not {"num_layers_per_stage", "microbatch_size"} & set(plugin):
+        plugin["cut_memory"] = random.Random(f"memory {seed}").choice([None, 1.0, 1.2])
     chance = {"zbv": 0.5, "interleaved": 0.5 * (chunks == 2 and tp > 1)}.get(plugin.get("pp_style", ""), 0.0)
     if random.Random(f"pairs {seed}").random() < chance:
         plugin["pp_style"] = "dualpipev"

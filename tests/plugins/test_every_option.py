@@ -159,6 +159,12 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused(0.5, "auto_memory=0.5 must be at least 1", {**PIPE, "pp_style": "auto"}),
         Idle(2.0, PIPE),
     ],
+    "cut_memory": [
+        Changes(see.report, 0.75, PIPE),
+        Refused(0.0, "must be above 0", PIPE),
+        Refused(1.0, "whose bound is auto_memory", {**PIPE, "pp_style": "auto"}),
+        Idle(1.0),
+    ],
     "num_model_chunks": [Changes(see.report, 4, CHUNKS), Idle(2, {"pp_style": "interleaved"})],
     "num_sequence_slices": [
         Changes(see.report, 2, PIPE),

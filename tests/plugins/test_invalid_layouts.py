@@ -171,6 +171,10 @@ SETTINGS: dict[str, Case] = {
     "activations of too few stages": Case({**PIPE, "offload_activations": [1.0]}, ["offload_activations=[1.0]", "2 stages", "one number"]),
     "a share as flag": Case({**PIPE, "offload_activations": True}, ["offload_activations=True", "a number"]),
     "a search without memory": Case({**PIPE, "pp_style": "auto", "auto_memory": 0.5}, ["auto_memory=0.5", "at least 1"]),
+    "a cut without memory": Case({**PIPE, "cut_memory": 0.0}, ["cut_memory=0.0", "above 0"]),
+    "a bound for a search": Case({**PIPE, "pp_style": "auto", "cut_memory": 2.0}, ["cut_memory=2.0", "'auto'", "auto_memory=2"]),
+    "a bound for a given cut": Case({**PIPE, "num_layers_per_stage": [2, 2], "cut_memory": 1.0}, ["cut_memory=1.0", "[2, 2]", "leave one"]),
+    "a bound for any microbatches": Case({"pp_size": 2, "microbatch_size": 1, "cut_memory": 1.0}, ["cut_memory=1.0", "num_microbatches"]),
     "a search with chunks": Case({**PIPE, "pp_style": "auto", "num_model_chunks": 2}, ["num_model_chunks=2", "'auto'", "leave"]),
     "a search with a cut": Case({**PIPE, "pp_style": "auto", "num_layers_per_stage": [2, 2]}, ["num_layers_per_stage=[2, 2]", "leave"]),
     "no chunks": Case({**PIPE, "num_model_chunks": 0}, ["num_model_chunks=0", "at least 1"]),
@@ -201,7 +205,12 @@ MODELS: dict[str, Case] = {
         {**PIPE, "num_layers_per_stage": [1, 2]}, ["num_layers_per_stage=[1, 2]", "4 layers", "[2, 2]"], boost()
     ),
     "too few stages": Case({**PIPE, "num_layers_per_stage": [4]}, ["num_layers_per_stage=[4]", "2 stages", "[2, 2]"], boost()),
-    "a stage without layers": Case({**PIPE, "num_layers_per_stage": [0, 4]}, ["num_layers_per_stage=[0, 4]", "at least 1"], boost()),
+    "a stage without layers": Case(
+        {**V, "num_model_chunks": 2, "num_layers_per_stage": [2, 0, 1, 1]}, ["num_layers_per_stage=[2, 0, 1, 1]", "at least 1"], boost()
+    ),
+    "less memory than any cut needs": Case(
+        {**PIPE, "cut_memory": 0.1}, ["cut_memory=0.1", "4 layers", "the least that works is cut_memory=0.75"], boost()
+    ),
     "costs of other layers": Case({**PIPE, "layer_costs": [1.0, 2.0]}, ["layer_costs=[1.0, 2.0]", "4 layers", "positive"], boost()),
     "costs of nothing": Case({**PIPE, "layer_costs": [1, 1, 1, 0]}, ["layer_costs=[1, 1, 1, 0]", "positive"], boost()),
     "layers of one stage": Case({"num_layers_per_stage": [3]}, ["num_layers_per_stage=[3]", "4 layers", "[4]"], boost()),

@@ -68,6 +68,7 @@ def image_ranks(rank: int, world: int) -> None:
     steps = [[[images(0)], [images(1, samples=4, first=1)]], [[images(2, length=27, first=2)], [images(3)]]]
     for layout in (
         {"pp_size": 2, "num_microbatches": 5, "num_layers_per_stage": [1, 3], **example},
+        {"pp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [0, 4], **example},  # the tower and the embeddings alone
         {"pp_size": 2, "microbatch_size": 2, "pp_style": "zb", **example},
         {"num_microbatches": 2},
     ):
@@ -85,7 +86,7 @@ def packed_ranks(rank: int, world: int) -> None:
         [[packed(0, (7, 12, 5, 9, 3))], [packed(1, (4, 4, 15))]],
         [[packed(2, (20, 2, 2, 2))], [packed(3, (6, 7, 8, 9))]],
     ]
-    for layout in ({"pp_size": 2, "num_microbatches": 3}, {"num_microbatches": 4, "zero_stage": 1}):
+    for layout in ({"pp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [0, 4]}, {"num_microbatches": 4, "zero_stage": 1}):
         compare_steps(layout, partial(zoo.build, "llama-causal-lm"), steps, only)
 
 

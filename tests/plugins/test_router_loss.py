@@ -63,7 +63,10 @@ def on_ranks(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> 
 def test_two_ranks() -> None:
     cases = [
         ("mixtral", {"pp_size": 2, "num_microbatches": 1, "num_layers_per_stage": [4, 0]}),
-        ("qwen3-moe", {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}),
+        (
+            "qwen3-moe",
+            {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2, "num_layers_per_stage": [0, 2, 2, 0]},
+        ),
         ("qwen3-moe", {"pp_size": 2, "num_microbatches": 3, "pp_style": "zb"}),
         ("mixtral", {"pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "num_model_chunks": 2}),
         ("mixtral", {"pp_size": 2, "num_microbatches": 3, "gradient_checkpoint_config": PipelineGradientCheckpointConfig(0.5)}),

@@ -168,6 +168,23 @@ def test_families(name: str) -> None:
     assert stages.hoisted[2] >= steps * alike * 3, stages.hoisted
 
 
+def test_a_stage_behind_embeddings_alone() -> None:
+    """It gets the first layer's hidden states from the stage before; everything else is computed once, as for the stages behind it."""
+    for name, cut in (("llama-causal-lm", [0, 2, 2, 0]), ("bert-causal-lm", [0, 1, 2, 1])):
+        model = zoo.build(name)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        stages = Stages(model, 2, 2, num_layers_per_stage=cut)
+        with keep_float64():
+            for length, training in ((9, True), (7, True), (9, False)):
+                batches = ragged(name, 3, length, seed=length)
+                for group in (full(batches), batches):
+                    compare(model, stages, group, head_loss, training)
+        assert stages.ranks[1].held == (1, 3)
+        assert stages.hoisted[1] >= 9, (name, stages.hoisted)
+
+
 def test_masks_are_computed_once_for_the_chunks_of_a_rank() -> None:
     model = zoo.build("llama-causal-lm", num_hidden_layers=6)
     stages = Stages(model, 2, 3)  # ranks hold stages 0, 2, 4 and 1, 3, 5

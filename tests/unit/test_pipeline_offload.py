@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.pipeline import offload, schedules
 from shardwright.pipeline.actions import COMPUTE, MOVES, Action, Kind, validate
-from shardwright.pipeline.balance import ChainCosts, balance
+from shardwright.pipeline.balance import ChainCosts, MemoryBound, balance
 from shardwright.pipeline.lowering import lower
 from shardwright.pipeline.memory import Offloaded, memory_curves
 from shardwright.pipeline.offload import ActivationOffload
+from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.search import search
 from shardwright.pipeline.simulate import Costs, simulate
 
@@ -132,11 +133,12 @@ def test_a_deep_pipeline_holds_two_microbatches() -> None:
 
 def test_a_search_counts_what_leaves_as_not_held() -> None:
     chain = ChainCosts([1.0] * 16 + [0.0])
-    found = {
-        share: search(4, 16, 16, lambda _: chain, lambda costs, placement: balance(costs, range(1, 17), placement), offloaded=share)
-        for share in (0.0, 1.0)
-    }
-    plain, away = ({(c.pp_style, c.placement): c for c in each.candidates} for each in found.values())
+
+    def cut(costs: ChainCosts, placement: Placement, bound: MemoryBound | None) -> list[range]:
+        return balance(costs, range(1, 17), placement, bound)
+
+    found = {share: search(4, 16, 16, lambda _: chain, cut, offloaded=share) for share in (0.0, 1.0)}
+    plain, away = ({(c.pp_style, c.placement): c for c in each.candidates if not c.bounded} for each in found.values())
     assert all(away[key].memory <= candidate.memory for key, candidate in plain.items())
     assert all(away[key].makespan == candidate.makespan for key, candidate in plain.items())
     deep = next(key for key in plain if key[0] == "interleaved" and key[1].num_chunks == 4)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shardwright.pipeline import balance as balancing
 from shardwright.pipeline.balance import ChainCosts, balance, by_rank
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
+from shardwright.pipeline.entry import ENTRY
 from shardwright.pipeline.layer_chain import Unit, find_units
 from shardwright.pipeline.partition import attention_costs, chain_costs, given_units, partition_units, sequence_length, unit_costs
 from shardwright.pipeline.placement import Placement
@@ -69,7 +70,7 @@ def test_the_dearest_rank_is_as_cheap_as_can_be(all_tried: bool, monkeypatch: py
         found = balance(costs, cuts, placement)
         assert [unit for part in found for unit in part] == list(range(units))
         assert {part.start for part in found[1:]} <= set(cuts)
-        every = [(0, *chosen, units + 1) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
+        every = [(ENTRY, *chosen, units + 1) for chosen in itertools.combinations(cuts, placement.num_stages - 1)]
         best = dearest_rank(costs, every, placement).min()
         gap = by_rank(costs.of(found), placement).max() / best - 1
         declined = bool(found[-1]) and units in cuts  # a stage of the tail alone has to be worth 1 %
@@ -90,7 +91,7 @@ def test_a_stage_costs_what_it_computes() -> None:
     partly = ChainCosts([3.0, 1.0, 1.0, 1.0, 5.0], 2.0, 0.5, [1, 9], cheap=[0.25] * 4)
     assert partly.of([range(2), range(2, 4)]).tolist() == [3 * 4 + 1.25, 3 * 7 + 1.25]
     assert partly.of([range(1), range(1, 4)]).tolist() == [3 * 3 + 0.25, 3 * 8 + 1 + 0.5], "no more than there are"
-    assert [number.tolist() for number in partly.layers_recomputed([range(1), range(1, 4)])] == [[0, 1], [1, 2]]
+    assert [number.tolist() for number in partly.layers_of([range(1), range(1, 4)])] == [[1, 3], [0, 1], [1, 2]]
     actions = costs.actions([range(2), range(2, 4)])
     assert (actions.forward, actions.weight_grad) == ([4 / 5.5, 7 / 5.5],) * 2
     assert actions.input_grad == pytest.approx([5 / 5.5, 8 / 5.5])
@@ -120,11 +121,42 @@ def test_a_dear_head_is_a_stage_of_its_own() -> None:
     assert given_units(survey, [3, 3, 0], 3) == [range(3), range(3, 6), range(6, 6)]
 
 
+def test_what_is_before_the_layers_can_be_a_stage_of_its_own() -> None:
+    """A vision tower as dear as seven layers; with a head like it both ends are parted. A little gain is not enough."""
+    tower = ChainCosts([8.0, *[1.0] * 25, 0.0], 7.0)
+    assert balance(tower, range(26), Placement(8))[0] == range(0)
+    assert balance(tower, range(1, 26), Placement(8))[0] == range(1), "where the model cannot be cut there"
+    assert tower.of(balance(tower, range(26), Placement(8))).max() == pytest.approx(3 * 7.0)
+    both = ChainCosts([8.0, *[1.0] * 25, 7.0], 7.0)
+    found = balance(both, range(27), Placement(8))
+    assert (found[0], found[-1]) == (range(0), range(26, 26))
+    folded = balance(ChainCosts([4.0, *[1.0] * 15, 3.0], 3.0), range(17), Placement(4, 2, "v"))
+    assert (folded[0], folded[-1]) == (range(0), range(16, 16)), "both on the first rank"
+    even = ChainCosts([1.5] + [1.0] * 7 + [0.5], 0.5)
+    assert all(balance(even, range(9), Placement(2)))
+    model = zoo.build("llama-tied-causal-lm")
+    survey = survey_model(model)
+    assert [given_units(survey, numbers, len(numbers)) for numbers in ([0, 4], [0, 1, 1, 1, 1, 0])] == [
+        [range(0), range(4)],
+        [range(0), range(1), range(1, 2), range(2, 3), range(3, 4), range(4, 4)],
+    ]
+    assert survey.parameters([range(0), range(4)], 0) == {"model.embed_tokens.weight"}
+    assert survey.boundary(0) == (ENTRY,)
+    (group,) = find_tied_groups(survey, [range(0), range(4), range(4, 4)], Placement(3))
+    assert (group.names[0], group.stages) == ("model.embed_tokens.weight", (0, 2))
+    measured = chain_costs(model, survey, Placement(3), measured=[9.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    assert partition_units(survey, measured, Placement(3))[0] == range(0)
+    with pytest.raises(ValueError, match=r"7 pipeline stages .* at most 6 stages work$"):
+        given_units(survey, [0, 1, 1, 1, 1, 0, 0], 7)
+    with pytest.raises(ValueError, match=r"5 pipeline stages .* at most 4 stages work; 6 with num_layers_per_stage=\[0, 1, 1, 1, 1, 0\]"):
+        partition_units(survey, measured, Placement(5))
+
+
 def test_measured_costs_go_back_into_the_cut() -> None:
     costs = ChainCosts([1.0, 1.0, 2.0, 2.0, 1.0])
     stages = [range(2), range(2, 4)]
     measured = costs.measured(stages, Costs([0.1, 0.1], [0.1, 0.2], [0.1, 0.2]))
-    assert measured == pytest.approx([0.15, 0.15, 0.2, 0.2, 0.1])
+    assert measured == pytest.approx([0.0, 0.15, 0.15, 0.2, 0.2, 0.1])
     survey = survey_of(4)
     model = torch.nn.Identity()
     chain = chain_costs(model, survey, Placement(2), measured=[1.0, 1.0, 1.0, 3.0])
@@ -167,6 +199,8 @@ def test_numbers_given() -> None:
     with pytest.raises(ValueError, match=r"6 layers.*\[3, 3\] would work"):
         given_units(survey, [3, 4], 2)
     with pytest.raises(ValueError, match="at least 1"):
+        given_units(survey, [3, 0, 3], 3)
+    with pytest.raises(ValueError, match=r"\[0, 6\] parts .* give the first stage a layer, as \[3, 3\]"):
         given_units(survey, [0, 6], 2)
     with pytest.raises(ValueError, match="at most 6 stages"):
         partition_units(survey, ChainCosts([1.0] * 6 + [0.0]), Placement(7))
