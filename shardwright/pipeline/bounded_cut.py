@@ -16,6 +16,7 @@ from .partition import partition_units
 from .placement import Placement
 from .rank_memory import Deferral, RankMemory
 from .search import even_memory
+from .sliced_schedule import get_sliced
 from .survey import Survey
 
 
@@ -27,6 +28,7 @@ class BoundedCut:
     allowed    memory, over `even_memory`; None: any
     deferral   of weight gradients, under a style that postpones them
     offloaded  share of the activations of every stage that waits in host memory; None: none
+    slices     of a microbatch along its sequence, each with its part of what a microbatch leaves
     """
 
     pp_style: str
@@ -34,6 +36,7 @@ class BoundedCut:
     allowed: float | None
     deferral: Deferral
     offloaded: Sequence[float] | None
+    slices: int = 1
 
     def partition(self, survey: Survey, costs_of: Callable[[Placement], ChainCosts], placement: Placement, pairs: bool) -> list[range]:
         """Units of every stage. ValueError where no cut holds as little as is allowed."""
@@ -42,13 +45,15 @@ class BoundedCut:
             return partition_units(survey, costs, placement)
         count = self.num_microbatches
         assert count is not None
-        schedule = schedules.get(self.pp_style, placement.num_ranks, count, placement.num_chunks, pairs=pairs)
-        memory = RankMemory(schedule, self.deferral if schedules.STYLES[self.pp_style].splits else None, self.offloaded)
+        schedule = get_sliced(self.pp_style, placement.num_ranks, count, self.slices, placement.num_chunks, pairs=pairs)
+        room = None if self.deferral.room is None else self.deferral.room * self.slices
+        deferral = Deferral(self.deferral.share, room) if schedules.STYLES[self.pp_style].splits else None
+        memory = RankMemory(schedule, deferral, self.offloaded, self.slices)
         even = even_memory(costs_of(Placement(placement.num_ranks)), placement.num_ranks, count)
         try:
-            return partition_units(survey, costs, placement, MemoryBound(memory, self.allowed * even))
+            return partition_units(survey, costs, placement, MemoryBound(memory, self.slices * self.allowed * even))
         except NoCutError as error:
-            least = math.ceil(1000 * error.least / even) / 1000
+            least = math.ceil(1000 * error.least / even / self.slices) / 1000
             raise ValueError(
                 f"cut_memory={self.allowed:g} is less than any cut of {survey.num_units} layers takes under pp_style={self.pp_style!r} "
                 f"with num_microbatches={count} on {placement.num_ranks} ranks; the least that works is cut_memory={least:g} (1 is what "

@@ -219,7 +219,8 @@ def plan_cut(
         if settings.num_layers_per_stage is not None:
             stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
         else:
-            bounded = BoundedCut(style, settings.num_microbatches, settings.cut_memory, deferral, settings.offloaded(placement.num_stages))
+            away, parts = settings.offloaded(placement.num_stages), settings.num_sequence_slices
+            bounded = BoundedCut(style, settings.num_microbatches, settings.cut_memory, deferral, away, parts)
             stages = bounded.partition(survey, costs_of, placement, pairs=message_copies > 1)
     costs = costs_of(placement)
     checkpointed = tuple(

@@ -45,12 +45,15 @@ def amounts(layers: NDArray[np.int64], whole: NDArray[np.int64], in_part: NDArra
 
 
 class RankMemory:
-    """Of the ranks of one schedule; `offloaded` is the share of every stage's activations that waits in host memory."""
+    """Of the ranks of one schedule; `offloaded` is the share of every stage's activations that waits in host memory, `slices` what the
+    schedule has in place of a microbatch, and amounts are then of slices."""
 
-    def __init__(self, schedule: Schedule, deferral: Deferral | None = None, offloaded: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, deferral: Deferral | None = None, offloaded: Sequence[float] | None = None, slices: int = 1
+    ) -> None:
         self.placement = schedule.placement
         self.deferral = deferral
-        self._deepest = min(max(action.microbatch for action in schedule.actions[0]) + 1, self.placement.num_ranks)
+        self._deepest = min(max(action.microbatch for action in schedule.actions[0]) + 1, self.placement.num_ranks * slices)
         self._stages = np.array([self.placement.stages_of(rank) for rank in range(self.placement.num_ranks)])
         run, count = simulate(schedule).run, self.placement.num_stages
         columns: list[list[Array]] = [[] for _ in range(self.placement.num_ranks)]
