@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # limits were chosen for one test at a time
+    os.environ.setdefault("SHARDWRIGHT_PATIENCE", "3")
 
 BEYOND_THE_LIMIT = 60.0  # seconds after which a test that no signal could end ends the whole run
 

@@ -6,6 +6,7 @@ of a second, and each call gets fresh processes. They meet through a file store:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -61,7 +62,8 @@ def run_ranks(
     ended.
 
     fn          a function at the top level of a file; a script needs the `if __name__ == "__main__":` guard
-    timeout     seconds from the start of the ranks; when they pass, every rank's Python stacks are in the error
+    timeout     seconds from the start of the ranks; when they pass, every rank's Python stacks are in the error. Multiplied by
+                SHARDWRIGHT_PATIENCE of the environment, for tests that run side by side
     debug       TORCH_DISTRIBUTED_DEBUG: with "DETAIL", collectives that do not match between ranks are errors rather than hangs;
                 "INFO" for DistributedDataParallel, whose constructor crashes under "DETAIL" in torch 2.13, and "OFF" for timings
     args, kwargs, results   anything picklable, tensors included
@@ -75,6 +77,7 @@ def run_ranks(
         raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
     if debug not in _DEBUG_LEVELS:
         raise one_of("debug", debug, _DEBUG_LEVELS)
+    timeout *= _patience()
     with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as directory:
         call = Call(Path(directory), world_size, backend, timeout, debug, call_module, call_file, dict(os.environ))
         with open(call.directory / "call.pickle", "wb") as file:
@@ -89,6 +92,14 @@ def run_ranks(
             for process in processes:
                 process.join()
             _print_output(call)
+
+
+def _patience() -> float:
+    said = os.environ.get("SHARDWRIGHT_PATIENCE", "1")
+    with contextlib.suppress(ValueError):
+        if 0 < float(said) < float("inf"):
+            return float(said)
+    raise ValueError(f"SHARDWRIGHT_PATIENCE={said}: it must be a positive number, by which timeouts of run_ranks are multiplied")
 
 
 def _origin_of(fn: Callable[..., Any]) -> tuple[str, str | None]:

@@ -17,7 +17,7 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
 
 NAME = "llama-causal-lm"
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
 LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64  # elements
 MATRIX = 64 * 256  # the largest of them, a bucket of its own
 BUCKET = 0.01  # million elements

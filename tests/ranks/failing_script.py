@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -88,8 +89,13 @@ def live() -> None:
     thread.join()
     with contextlib.suppress(SystemExit):
         sys.exit(2)
+    port = [0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port[0] = free.getsockname()[1]
+    dist.broadcast_object_list(port, src=0)
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    os.environ["MASTER_PORT"] = str(port[0])
     thread = threading.Thread(target=shardwright.launch_from_torch)
     thread.start()
     thread.join()

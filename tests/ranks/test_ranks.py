@@ -152,10 +152,11 @@ def wait_for_godot() -> None:
     time.sleep(1000)
 
 
-def test_a_hang_prints_all_stacks() -> None:
+def test_a_hang_prints_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_PATIENCE", "2.5")
     start = time.monotonic()
     with pytest.raises(RankError) as info:
-        run_ranks(hang_on_one, 2, timeout=5)
+        run_ranks(hang_on_one, 2, timeout=2)
     assert time.monotonic() - start < 20
     text = str(info.value)
     assert text.startswith("not all of 2 ranks ended within 5 s")
@@ -208,7 +209,7 @@ def test_a_result_that_cannot_be_sent() -> None:
         run_ranks(return_a_lambda, 2)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     def local(rank: int, world_size: int) -> None: ...
 
     for fn in (local, lambda rank, world_size: None):
@@ -218,6 +219,10 @@ def test_bad_arguments() -> None:
         run_ranks(speak, 0)
     with pytest.raises(ValueError, match="timeout=0"):
         run_ranks(speak, 2, timeout=0)
+    for patience in ("long", "0", "nan"):
+        monkeypatch.setenv("SHARDWRIGHT_PATIENCE", patience)
+        with pytest.raises(ValueError, match=f"SHARDWRIGHT_PATIENCE={patience}: it must be a positive number"):
+            run_ranks(speak, 2)
     with pytest.raises(ValueError, match="debug='detail' is not one of"):
         run_ranks(speak, 2, debug="detail")
 
