@@ -271,6 +271,7 @@ class PipelineExecutor:
     equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
     keeps_documents_apart  whether the model does, in a packed row; asked when there is one
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
+    numbers       context of every forward of a stage, with random numbers of its own
     """
 
     def __init__(
@@ -294,8 +295,10 @@ class PipelineExecutor:
         same_batch: SameBatch | None = None,
         equal_numbers: bool = False,
         keeps_documents_apart: Callable[[], bool] | None = None,
+        numbers: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.cut = cut
+        self.numbers = numbers
         self._equal_numbers = equal_numbers
         self._keeps_documents_apart = keeps_documents_apart
         self.settings = settings
@@ -492,7 +495,8 @@ class PipelineExecutor:
             unused = step.loss.is_ready and not (step.training or step.want_loss)  # and nobody has found out how to count
             return nullcontext() if unused else step.loss.watch(index, seen)
 
-        payload, output = self.cut.staged.run_microbatch(stage, received, step.inputs, index, watch)
+        with self.numbers():
+            payload, output = self.cut.staged.run_microbatch(stage, received, step.inputs, index, watch)
         if payload is not None:
             return payload
         part = None
