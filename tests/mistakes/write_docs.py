@@ -23,6 +23,7 @@ TITLES = {
     "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",
     "selective": "Recomputation",
+    "shardformer": "ShardFormer alone",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"
 
