@@ -50,7 +50,7 @@ def count_collectives(rank: int, world_size: int, name: str, layers: int) -> tup
     model = zoo.build(name, dtype=torch.float32, **{key: layers})
     ModelSharder(
         model, None, ShardConfig(make_vocab_size_divisible_by=8)
-    ).shard()  # as plugins do, which sum shared gradients once per step
+    ).shard()  # as plugins do
     batch = zoo.inputs(model)
     with pytest.MonkeyPatch.context() as monkeypatch:
         counted = CountedCollectives(monkeypatch)
