@@ -292,6 +292,7 @@ class PipelineExecutor:
     equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
     keeps_documents_apart  whether the model does, in a packed row; asked when there is one
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
+    numbers       context of every forward of a stage, with random numbers of its own
     """
 
     def __init__(
@@ -315,8 +316,10 @@ class PipelineExecutor:
         same_batch: SameBatch | None = None,
         equal_numbers: bool = False,
         keeps_documents_apart: Callable[[], bool] | None = None,
+        numbers: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.cut = cut
+        self.numbers = numbers
         self._equal_numbers = equal_numbers
         self._keeps_documents_apart = keeps_documents_apart
         self.settings = settings
@@ -520,9 +523,11 @@ class PipelineExecutor:
         assert step is not None
         staged = self.cut.staged
         if isinstance(step.inputs, SlicedInputs):
-            payload = staged.run_slice(stage, received, step.inputs, index)
+            with self.numbers():
+                payload = staged.run_slice(stage, received, step.inputs, index)
             return payload if stage < staged.num_stages - 1 else self._behind_slice(step, step.inputs, payload, index)
-        passed_on, output = staged.run_microbatch(stage, received, step.inputs, index, partial(self._watched, step, index))
+        with self.numbers():
+            passed_on, output = staged.run_microbatch(stage, received, step.inputs, index, partial(self._watched, step, index))
         return passed_on if passed_on is not None else self._part_of_loss(step, output, index)
 
     def _behind_slice(self, step: Step, inputs: SlicedInputs, payload: Payload, index: int) -> Any:
@@ -533,7 +538,8 @@ class PipelineExecutor:
             return Unfinished(payload, before.add(payload))
         batch, staged = inputs.whole.microbatches[number], self.cut.staged
         joined = step.slices.pop(number).joined(payload, batch_size(batch), num_routers(staged.routers, batch))
-        output = staged.run_tail(joined, inputs.whole, number, partial(self._watched, step, number))
+        with self.numbers():
+            output = staged.run_tail(joined, inputs.whole, number, partial(self._watched, step, number))
         return self._part_of_loss(step, output, number)
 
     @staticmethod

@@ -10,8 +10,9 @@ from torch import nn
 
 from ..logging import get_dist_logger
 from ..shardformer.rng import uses_dropout
+from ..shardformer.same_weights import hash_of
 from ..utils import pytree
-from .agreement import DIGEST, Facts, describe, digest, exchange, exchange_facts, hash_of, named, place_of, several
+from .agreement import DIGEST, Facts, describe, digest, exchange, exchange_facts, named, place_of, several
 from .dataloader import ShardedDataLoader
 
 _NUMBER = 4  # bytes

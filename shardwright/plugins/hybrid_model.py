@@ -59,7 +59,7 @@ class HybridModel(ModelWrapper):
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))
-        with self._running(), job.forward(self._waits):
+        with self._running(), self.executor.numbers(), job.forward(self._waits):
             outputs = self.module(*args, **kwargs)
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 

@@ -30,6 +30,7 @@ from ..shardformer.deferring import let_weight_grads_wait
 from ..shardformer.documents import DocumentProbe
 from ..shardformer.init import LazyWeights, Materialization
 from ..shardformer.model import split_heads
+from ..shardformer.rng import PlacedNumbers, uses_dropout
 from ..shardformer.sharder import ModelSharder
 from ..spec import ParamSpec, get_spec, set_spec
 from ..utils.device import get_current_device
@@ -290,6 +291,7 @@ class HybridParallelPlugin(Plugin):
             if self.settings.pipeline.offload_activations and get_current_device().type == "cpu":
                 warn_once("offload_activations: what a CPU computes is in host memory anyway, so that it is copied and nothing is saved")
         probe = DocumentProbe(model)
+        place = self._place() if uses_dropout(model) else None
         adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
         weights = LazyWeights.of(model)
@@ -317,7 +319,7 @@ class HybridParallelPlugin(Plugin):
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
-        executor = self._executor(cut, wrapped, probe)
+        executor = self._executor(cut, wrapped, probe, PlacedNumbers(place, cut.staged.model))
         waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits)
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
@@ -423,7 +425,14 @@ class HybridParallelPlugin(Plugin):
 
         return share
 
-    def _executor(self, cut: CutModel, optimizer: OptimizerWrapper | None, probe: DocumentProbe) -> PipelineExecutor:
+    def _place(self) -> int | None:
+        """A number for the samples and layers of this rank; None where all ranks have the same."""
+        axes = ("dp", "pp", "sp")
+        return self.mesh.coordinate(*axes) if self.mesh.size(*axes) > 1 else None
+
+    def _executor(
+        self, cut: CutModel, optimizer: OptimizerWrapper | None, probe: DocumentProbe, numbers: PlacedNumbers
+    ) -> PipelineExecutor:
         units = optimizer.units if isinstance(optimizer, ZeroOptimizer) else self._units
         return PipelineExecutor(
             cut,
@@ -440,6 +449,7 @@ class HybridParallelPlugin(Plugin):
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
             keeps_documents_apart=probe,
+            numbers=numbers,
             equal_numbers=self.zero_stage >= 2 and self.dp_size > 1,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp")) if self.pp_size * self.tp_size * self.sp_size > 1 else None,
         )

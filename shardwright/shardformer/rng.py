@@ -29,6 +29,7 @@ from shardwright.utils.generators import States, accelerator_module, get_states,
 
 _MASK = (1 << 63) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over all bits
+_PLACES = 0xD1B54A32D192ED03  # likewise, for places
 
 
 class ShardedRng:
@@ -92,6 +93,33 @@ class ShardedRng:
         finally:
             self._outer = get_states()
             set_states(inner)
+
+
+class PlacedNumbers:
+    """Random numbers of the forwards at one place of the mesh, where other data or other layers are than at other places.
+
+    The ranks of a job are seeded alike, and what a script draws must stay alike. So a forward draws one number, mixes it with the place and
+    goes on with that, as a sharded region does with the rank; regions draw theirs inside. Ranks of one place (tensor parallelism) agree.
+
+    place   number of the data-parallel, pipeline and sequence coordinates; None: there is one place only, and nothing is done
+    model   asked whether it trains
+    """
+
+    def __init__(self, place: int | None, model: nn.Module) -> None:
+        self._place, self._model = place, model
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._place is None or not self._model.training:
+            yield
+            return
+        seed = int(torch.randint(_MASK, ()))
+        outer = get_states()
+        _seed((seed ^ ((self._place + 1) * _PLACES)) & _MASK)
+        try:
+            yield
+        finally:
+            set_states(outer)
 
 
 _trackers: dict[dist.ProcessGroup, ShardedRng] = {}

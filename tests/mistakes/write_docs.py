@@ -24,6 +24,7 @@ TITLES = {
     "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",
     "selective": "Recomputation",
+    "shardformer": "ShardFormer alone",
     "slices": "Sequences in slices",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"
