@@ -338,6 +338,7 @@ class HybridParallelPlugin(Plugin):
             enable_flash_attention=options.enable_flash_attention,
             parallel_output=options.parallel_output,
             make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+            example_inputs=self.settings.pipeline.example_inputs,
         )
         return ModelSharder(model, options.custom_policy, config)
 

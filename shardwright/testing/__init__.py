@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from shardwright.models.example_inputs import loss_of
 from shardwright.testing.compare import check_complete, compare_models
 from shardwright.testing.compare_report import Difference, MismatchError, Report
 from shardwright.testing.exact import keep_float64
-from shardwright.testing.inputs import loss_of
 from shardwright.testing.rank_report import RankError
 from shardwright.testing.ranks import run_ranks
 from shardwright.testing.train import adamw, train_steps
