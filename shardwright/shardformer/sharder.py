@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from shardwright.shardformer.layer.parallel_module import ParallelGroup, native_
 from shardwright.shardformer.model import GeneratingModel, ShardedModel
 from shardwright.shardformer.plan import Decision, Plan
 from shardwright.shardformer.policies.auto import get_autopolicy
-from shardwright.shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwright.shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, require_policy
 from shardwright.shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
 from shardwright.shardformer.styles import Column, PartialSum, Row
 from shardwright.spec import ParamSpec, get_spec, set_spec
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class ModelSharder:
@@ -32,6 +35,7 @@ class ModelSharder:
     """
 
     def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
+        require_policy(policy)
         self.model = model
         self.shard_config = shard_config
         self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
@@ -63,11 +67,11 @@ class ModelSharder:
             policy.set_model(self._native)
             policy.set_shard_config(config)
             policy.config_sanity_check()
-            self._take(policy.preprocess())
+            self._take(policy.prepared_model())
             policy.set_model(self._native)
             _check_optimizations(self._native, config)
             is_sharded = config.enable_tensor_parallelism and config.parallel.size > 1
-            self._decisions = policy.plan().decide(self._native, config.parallel) if is_sharded else []
+            self._decisions = policy.whole_plan().decide(self._native, config.parallel) if is_sharded else []
         return self._decisions
 
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
@@ -84,9 +88,9 @@ class ModelSharder:
             _apply(self._native, decisions, config.parallel)
             if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
                 _adopt_root(self.model, config.parallel)
-        self._replace_modules(policy.module_policy())
+        self._replace_modules(policy.replacements())
         _use_optimizations(self._native, config)
-        self._take(policy.postprocess())
+        self._take(policy.finished_model())
         _describe_parameters(self.model)
         if materialize and weights is not None:
             weights.materialize(self.model, config.parallel.rank if config.enable_tensor_parallelism else 0)
@@ -225,8 +229,8 @@ def _check_supported(config: ShardConfig) -> None:
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
     if config.enable_flash_attention and not _has_sdpa(model):
         raise ValueError(f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False")
-    if config.enable_fused_normalization and not has_fusable_norms(model):
-        raise ValueError(f"enable_fused_normalization=True: {type(model).__name__} has no norm that torch fuses; use False")
+    if config.enable_fused_normalization and not config.enable_all_optimization and not has_fusable_norms(model):
+        _LOGGER.warning(f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each already, and stay")
 
 
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
@@ -237,7 +241,10 @@ def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
 
 
 def _wants_sdpa(model: nn.Module, config: ShardConfig) -> bool:
-    return (config.enable_flash_attention or config.enable_all_optimization) and _has_sdpa(model)
+    """Asked for all optimizations, a model keeps kernels that were chosen for it already."""
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    all_of_them = config.enable_all_optimization and chosen in (None, "eager", "sdpa")
+    return (config.enable_flash_attention or all_of_them) and _has_sdpa(model)
 
 
 def _wants_fused_norms(config: ShardConfig) -> bool:

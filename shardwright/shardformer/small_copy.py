@@ -68,10 +68,12 @@ def build_small(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
+            if size > SMALL_ENOUGH:
+                with torch.device("meta"):
+                    if sum(param.numel() for param in native(copy.deepcopy(config)).parameters()) > 10 * SMALL_ENOUGH:
+                        return None
             copied = native(config).double().eval()
         except Exception:  # whatever a foreign constructor makes of an unusual config
-            return None
-        if sum(param.numel() for param in copied.parameters()) > 10 * SMALL_ENOUGH:
             return None
         with torch.no_grad():
             for param in copied.parameters():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardwright._moved import missing_name
 from shardwright.models.example_inputs import loss_of
 from shardwright.testing.compare import check_complete, compare_models
 from shardwright.testing.compare_report import Difference, MismatchError, Report
@@ -23,3 +26,7 @@ __all__ = [
     "run_ranks",
     "train_steps",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

@@ -192,7 +192,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
 
     @classmethod
     def _from_native(
-        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False, **_: Any
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False
     ) -> nn.Module:
         return shard_column(module, parallel, split or Even(), gather_output)
 
@@ -234,6 +234,24 @@ class FusedLinear1D_Col(Linear1D_Col):
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], gather_output: bool = False) -> nn.Module:  # type: ignore[override]
         return shard_column(module, parallel, Packed(tuple(split_sizes)), gather_output)
+
+
+class FusedLinear1D_Row(Linear1D_Row):
+    """A row-parallel linear whose input is several parts one after the other, each sharded for itself.
+
+    split_sizes     the size of every part
+    """
+
+    @classmethod
+    def _from_native(  # type: ignore[override]
+        cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], parallel_input: bool = True
+    ) -> nn.Module:
+        return super()._from_native(module, parallel, split=Packed(tuple(split_sizes)), parallel_input=parallel_input)
+
+
+# GPT-2's Conv1D is a linear like any other here.
+GPT2FusedLinearConv1D_Col = FusedLinear1D_Col
+GPT2FusedLinearConv1D_Row = Linear1D_Row
 
 
 def shard_column(

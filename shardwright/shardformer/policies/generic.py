@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch.nn as nn
 
@@ -64,13 +65,14 @@ class GenericPolicy(Policy):
         if parallel.is_played:
             return Findings(best)
         example = self.shard_config.example_inputs
-        copies = list(small_copies(self.model, parallel.size, keep_inputs=example is not None))
-        if not copies:
+        copies = small_copies(self.model, parallel.size, keep_inputs=example is not None)
+        smallest = next(copies, None)
+        if smallest is None:
             _LOGGER.warning(
                 f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan is used untested"
             )
             return Findings(best)
-        check = SelfCheck(copies, parallel, example)
+        check = SelfCheck(chain([smallest], copies), parallel, example)
         unseen = self._leave_out_unseen(check, regions)
         if unseen:
             best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
