@@ -31,10 +31,10 @@ import torch
 from torch import nn
 
 from ..logging import get_dist_logger
+from ..models.dry_run import call_model, meta_copy, without_data
 from ..ops.vocab_mode import SplitVocabularyError, mark_vocab_sharded, vocab_parallel_loss
 from ..ops.vocab_shard import VocabShard
 from ..utils import pytree
-from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
 from .loss_facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .loss_rules import Call
@@ -52,7 +52,7 @@ from .loss_weight import (
     check_linear,
     loss_of_output,
 )
-from .microbatch import OTHER_ROWS, batch_size, find_batch_dim, items_of, shared_entries
+from .microbatch import OTHER_ROWS, batch_size, find_batch_dim, items_of, like, shared_entries
 from .ready import form_of
 from .router_loss import RouterLoss
 
@@ -221,7 +221,7 @@ class LossCheck:
             stack.enter_context(without_data())
             stack.enter_context(torch.no_grad())
             with suppress(_EndOfRun):
-                _call(self._model, _without_images(inputs))
+                call_model(self._model, _without_images(inputs))
         return seen
 
     def follow_mode(self, training: bool) -> None:
@@ -308,7 +308,7 @@ class LossCheck:
                 stack.enter_context(self._router_loss.weighed(watcher))
             if split:
                 self._split_logits(stack)
-            output = _call(self._model, _without_images(inputs))
+            output = call_model(self._model, _without_images(inputs))
         with without_data(), torch.set_grad_enabled(asked.training), ExitStack() as stack:
             if split:
                 stack.enter_context(vocab_parallel_loss(marked=True))
@@ -530,11 +530,7 @@ def _sized(microbatch: Any, samples: int, factor: int, shared: frozenset[Any]) -
                 shape[dim] *= factor
             value = torch.empty(shape, dtype=value.dtype, device="meta")
         entries[key] = value
-    if isinstance(microbatch, Mapping):
-        return entries
-    if isinstance(microbatch, tuple) and hasattr(microbatch, "_fields"):
-        return type(microbatch)(*entries.values())
-    return type(microbatch)(entries.values()) if isinstance(microbatch, list | tuple) else entries[None]
+    return like(microbatch, entries)
 
 
 def _without_images(inputs: Any) -> Any:
@@ -543,13 +539,6 @@ def _without_images(inputs: Any) -> Any:
         return inputs
     samples = batch_size(inputs)
     return {key: value for key, value in inputs.items() if find_batch_dim(key, value, samples) != OTHER_ROWS}
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    defaults = forward_defaults(model)
-    if isinstance(batch, Mapping):
-        return model(**{**defaults, **batch})
-    return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
 
 
 def _on_meta(criterion: Criterion | None) -> Criterion | None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.dry_run import forward_defaults, meta_copy, without_data
 from ..utils import pytree
 from ..utils.tensors import map_tensors
-from .dry_run import forward_defaults, meta_copy, without_data
 from .microbatch import Batch, batch_size, items_of
 from .partition import attention_costs, layer_costs, text_config
 from .past_keys import Past

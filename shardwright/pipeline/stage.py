@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.dry_run import forward_defaults
 from ..utils import pytree
 from ..utils.tensors import map_tensors
 from .checkpointing import Recomputation, run_checkpointed, run_selectively, without_cache
-from .dry_run import forward_defaults, without_data
 from .entry import ENTRY
 from .images import without_patches
+from .in_place import change_class, disable_own_checkpointing, keep_slices, output_shapes, release, stand_in
 from .layer_calls import LayerCalls
 from .layer_chain import Unit
 from .layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
@@ -122,14 +123,14 @@ class StagedModel:
         self._defaults = forward_defaults(model)
         templates = survey.templates if survey is not None else ()
         self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
-        _disable_own_checkpointing(model)
+        disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
         self._reads: HostReads | None = None
         self.answers_on_cpu = False  # reads of a model on the CPU need no other answers: nothing waits there
         if survey is not None and len(stages) > 1:
-            self._release(survey)
+            self._release_foreign(survey)
             self._install_stubs(survey)
-            _change_class(model, lambda call, args, kwargs: self._root_call(call, args, kwargs))
+            change_class(model, lambda call, args, kwargs: self._root_call(call, args, kwargs))
             # A module outside the layers that a stage reads may gather its weights, which has to happen as often on every rank.
             between = [stage for stage in held if 0 < stage < len(stages) - 1 and not self._live[stage]]
             self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between})
@@ -300,8 +301,7 @@ class StagedModel:
             device = self._own_device()
             if module.__dict__[name].device != device:
                 for module, name, _ in self._released:
-                    stand_in = module.__dict__[name]
-                    module.__dict__[name] = _stand_in(stand_in, device)
+                    module.__dict__[name] = stand_in(module.__dict__[name], device)
 
     def _own_device(self) -> torch.device:
         """Of a parameter that this rank holds; where it is gets remembered, since modules of other stages stand before it."""
@@ -369,7 +369,7 @@ class StagedModel:
             raise RuntimeError(PLAIN_CALL)
         return call(*args, **kwargs)
 
-    def _release(self, survey: Survey) -> None:
+    def _release_foreign(self, survey: Survey) -> None:
         """Drop the parameters that no stage of this rank reads, and the buffers of layers that it does not run."""
         held = {name for stage in self.held for name in survey.parameters(self.stages, stage)}
         kept = {alias for name in held for alias in survey.names[name]}
@@ -379,29 +379,29 @@ class StagedModel:
             path = f"{prefix}." if prefix else ""
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and path + name not in kept:
-                    _release(module, module._parameters, name)
+                    release(module, module._parameters, name)
                     self._released.append((module, name, path + name))
             if path.startswith(foreign):
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None:
-                        _release(module, module._buffers, name)
+                        release(module, module._buffers, name)
                         self._released.append((module, name, path + name))
 
     def cast_released(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """What stands for released parameters gets the dtypes that parameters, by full name, work in: stubs compute in them."""
         for module, name, full_name in self._released:
             if full_name in dtypes:
-                stand_in = module.__dict__[name]
-                module.__dict__[name] = _stand_in(stand_in, stand_in.device, dtypes[full_name])
+                tensor = module.__dict__[name]
+                module.__dict__[name] = stand_in(tensor, tensor.device, dtypes[full_name])
 
     def _install_gates(self) -> None:
         for index, unit in enumerate(self.units):
             layer, gate = self.model.get_submodule(unit.layer), self.model.get_submodule(unit.gate)
-            _change_class(layer, self._unit_call(index, is_layer=True, is_gate=layer is gate))
+            change_class(layer, self._unit_call(index, is_layer=True, is_gate=layer is gate))
             if layer is not gate:
-                _change_class(gate, self._unit_call(index, is_layer=False, is_gate=True))
+                change_class(gate, self._unit_call(index, is_layer=False, is_gate=True))
         for name in dict.fromkeys(unit.layer.rpartition(".")[0] for unit in self.units):
-            _keep_slices(self.model.get_submodule(name))
+            keep_slices(self.model.get_submodule(name))
 
     def _unit_call(self, index: int, *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
         def call_unit(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -481,7 +481,7 @@ class StagedModel:
             if own & unread:  # held here because of nothing but its place: real inputs may use it
                 continue
             known = name in survey.ran or any(other.startswith(f"{name}.") for other in survey.ran)
-            _change_class(module, self._stub_call(name, module, known))
+            change_class(module, self._stub_call(name, module, known))
             covered += (f"{name}.",)
 
     def _stub_call(self, name: str, module: nn.Module, known: bool) -> Callable[..., Any]:
@@ -504,7 +504,7 @@ class StagedModel:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
             if key not in shapes:
-                shapes[key] = pytree.tree_flatten(_output_shapes(module, call, args, kwargs))
+                shapes[key] = pytree.tree_flatten(output_shapes(module, call, args, kwargs))
             device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
             found, structure = shapes[key]
             zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
@@ -533,80 +533,6 @@ def _decode(encoded: torch.Tensor) -> list[bool | int | float]:
         2: bool,
     }
     return [read[kind](value) for kind, value in encoded.tolist()]
-
-
-def _output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Output of `module` as meta tensors, for inputs like these: its call runs once with every tensor on the meta device."""
-    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-        (table, name, tensor)
-        for owner in module.modules()
-        for table in (owner._parameters, owner._buffers, owner.__dict__)  # the last one holds released tensors
-        for name, tensor in table.items()
-        if isinstance(tensor, torch.Tensor)
-    ]
-    try:
-        for table, name, tensor in places:
-            on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            table[name] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        with torch.no_grad(), without_data():
-            return call(*args, **kwargs)
-    finally:
-        for table, name, tensor in places:
-            table[name] = tensor
-
-
-def _release(module: nn.Module, table: dict[str, Any], name: str) -> None:
-    """Leave a tensor without memory under the name, so that shape, dtype and device stay readable, but no parameter or buffer.
-
-    One element stands for all; it is NaN, so that a forward that computed with it after all could not go unnoticed.
-    """
-    tensor = table.pop(name)
-    module._non_persistent_buffers_set.discard(name)
-    module.__dict__[name] = _stand_in(tensor, tensor.device)
-
-
-def _stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)
-
-
-def _disable_own_checkpointing(model: nn.Module) -> None:
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-
-
-def _change_class(module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Give `module` a subclass of its class whose call is `around(original call, args, kwargs)`.
-
-    Neither a hook nor `forward` would do: hooks run inside or outside of transformers' checkpointing by version, and replacing
-    `forward` on the instance hides what a subclass of the class does there.
-    """
-    base = type(module)
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
-
-    module.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__})
-
-
-def _keep_slices(layers: nn.Module) -> None:
-    """Let a ModuleList return one ModuleList per slice: models slice their layers in every forward, which registers all of them anew."""
-    assert isinstance(layers, nn.ModuleList)
-    base = type(layers)
-    kept: dict[tuple[Any, ...], nn.ModuleList] = {}
-
-    def __getitem__(self: nn.ModuleList, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return base.__getitem__(self, index)
-        key = (index.start, index.stop, index.step)
-        wanted = list(self._modules.values())[index]
-        if key not in kept or list(kept[key]._modules.values()) != wanted:  # modules are equal only to themselves
-            kept[key] = base(wanted)
-        return kept[key]
-
-    layers.__class__ = type(base.__name__, (base,), {"__getitem__": __getitem__, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _discard(_: Any) -> None:

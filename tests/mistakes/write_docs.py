@@ -23,6 +23,7 @@ TITLES = {
     "options": "Settings",
     "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",
+    "policies": "Policies, and what is registered by name",
     "selective": "Recomputation",
     "shardformer": "ShardFormer alone",
     "slices": "Sequences in slices",

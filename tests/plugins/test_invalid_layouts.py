@@ -231,11 +231,6 @@ MODELS: dict[str, Case] = {
     "flash attention where there is none": Case(
         {"tp_size": 2, "enable_flash_attention": True}, ["enable_flash_attention=True", "use False"], boost("bloom-causal-lm")
     ),
-    "fused norms where there are none": Case(
-        {"tp_size": 2, "enable_fused_normalization": True},
-        ["enable_fused_normalization=True", "use False"],
-        boost("t5-conditional-generation"),
-    ),
     "routers on both sides": Case(PIPE, ["output_router_logits=True", "encoder and its decoder", "pp_size=1"], boost(routed_both_sides)),
     "another model's optimizer": Case(
         {"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))
@@ -361,7 +356,7 @@ def test_every_argument_has_a_case() -> None:
     arguments = set(inspect.signature(HybridParallelPlugin).parameters)
     covered = {argument for case in [*SETTINGS.values(), *MODELS.values()] for argument in case.plugin}
     flags = {"enable_all_optimization", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "enable_metadata_cache"}
-    flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap"}
+    flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap", "enable_fused_normalization"}
     for flag in flags:
         with pytest.raises(ValueError, match=f"{flag}='maybe' must be True or False"):
             HybridParallelPlugin(**{flag: "maybe"})

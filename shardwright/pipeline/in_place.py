@@ -1,0 +1,86 @@
+"""What is done to the modules of a model that is cut into stages: other classes, tensors without memory, lists that keep their slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.dry_run import without_data
+from ..utils import pytree
+
+
+def change_class(module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Give `module` a subclass of its class whose call is `around(original call, args, kwargs)`.
+
+    Neither a hook nor `forward` would do: hooks run inside or outside of transformers' checkpointing by version, and replacing
+    `forward` on the instance hides what a subclass of the class does there.
+    """
+    base = type(module)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
+
+    module.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def release(module: nn.Module, table: dict[str, Any], name: str) -> None:
+    """Leave a tensor without memory under the name, so that shape, dtype and device stay readable, but no parameter or buffer.
+
+    One element stands for all; it is NaN, so that a forward that computed with it after all could not go unnoticed.
+    """
+    tensor = table.pop(name)
+    module._non_persistent_buffers_set.discard(name)
+    module.__dict__[name] = stand_in(tensor, tensor.device)
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)
+
+
+def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Output of `module` as meta tensors, for inputs like these: its call runs once with every tensor on the meta device."""
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (table, name, tensor)
+        for owner in module.modules()
+        for table in (owner._parameters, owner._buffers, owner.__dict__)  # the last one holds released tensors
+        for name, tensor in table.items()
+        if isinstance(tensor, torch.Tensor)
+    ]
+    try:
+        for table, name, tensor in places:
+            on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            table[name] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        with torch.no_grad(), without_data():
+            return call(*args, **kwargs)
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor
+
+
+def keep_slices(layers: nn.Module) -> None:
+    """Let a ModuleList return one ModuleList per slice: models slice their layers in every forward, which registers all of them anew."""
+    assert isinstance(layers, nn.ModuleList)
+    base = type(layers)
+    kept: dict[tuple[Any, ...], nn.ModuleList] = {}
+
+    def __getitem__(self: nn.ModuleList, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return base.__getitem__(self, index)
+        key = (index.start, index.stop, index.step)
+        wanted = list(self._modules.values())[index]
+        if key not in kept or list(kept[key]._modules.values()) != wanted:  # modules are equal only to themselves
+            kept[key] = base(wanted)
+        return kept[key]
+
+    layers.__class__ = type(base.__name__, (base,), {"__getitem__": __getitem__, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def disable_own_checkpointing(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
