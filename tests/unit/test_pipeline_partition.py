@@ -13,7 +13,9 @@ from shardwright.pipeline import balance as balancing
 from shardwright.pipeline.balance import ChainCosts, balance, by_rank
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
 from shardwright.pipeline.entry import ENTRY
+from shardwright.pipeline.executor import PipelineSettings, plan_cut
 from shardwright.pipeline.layer_chain import Unit, find_units
+from shardwright.pipeline.message_shapes import MessageShapes
 from shardwright.pipeline.partition import attention_costs, chain_costs, given_units, partition_units, sequence_length, unit_costs
 from shardwright.pipeline.placement import Placement
 from shardwright.pipeline.simulate import Costs
@@ -95,6 +97,21 @@ def test_a_stage_costs_what_it_computes() -> None:
     actions = costs.actions([range(2), range(2, 4)])
     assert (actions.forward, actions.weight_grad) == ([4 / 5.5, 7 / 5.5],) * 2
     assert actions.input_grad == pytest.approx([5 / 5.5, 8 / 5.5])
+
+
+def test_shapes_of_what_the_first_layer_receives_are_known() -> None:
+    """From those of a batch, so that new lengths need no headers; and a layer that is called otherwise is named."""
+    for name, layers in (("llama-causal-lm", 4), ("t5-conditional-generation", 8)):
+        model = zoo.build(name)
+        plan = plan_cut(model, PipelineSettings(num_microbatches=2, num_layers_per_stage=[0, layers]), 2)
+        assert plan.loss_check is not None
+        shapes = MessageShapes(plan.loss_check, plan.apply(model, 1).staged)
+        batch = {key: value.to("meta") for key, value in zoo.inputs(name, batch_size=3, seq_len=11).items()}
+        assert shapes._shapes(1, batch, "any") == ((3, 11, model.config.hidden_size),)
+        assert plan.survey is not None
+        assert plan.survey.entry is not None
+        with pytest.raises(ValueError, match=r"without hidden states at its argument number 1.* or give the first stage a layer"):
+            plan.survey.entry.taken((), {"hidden": torch.ones(1)})
 
 
 def test_large_models_are_balanced_by_rank() -> None:
