@@ -128,6 +128,7 @@ class Survey:
     joined: tuple[tuple[int, int], ...] = ()
     example: Any = None
     entry: Entry | None = None
+    tail_reads: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def num_units(self) -> int:
@@ -233,6 +234,8 @@ class _Surveyor:
     passed_on: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     others: dict[int, tuple[pytree.TreeSpec, tuple[Any, ...]]] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # id of a fresh leaf -> unit
+    numbers: dict[int, int] = field(default_factory=dict)  # id of a fresh leaf -> its number among the tensors of the unit
+    met: set[tuple[int, int]] = field(default_factory=set)  # unit and number of the leaves that the last walk came to
     entered: tuple[int | str, torch.Tensor, torch.Tensor] | None = None  # place of the entry, the tensor, what goes on instead
     keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
     produced: dict[Any, set[str]] = field(default_factory=dict)  # autograd node -> modules outside that returned its tensor
@@ -278,7 +281,7 @@ class _Surveyor:
             leaves, spec = pytree.tree_flatten(output)
             self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
             self.outputs[index] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self.passed_on[index] = [self._fresh(tensor, index) for tensor in self.outputs[index]]
+            self.passed_on[index] = [self._fresh(tensor, index, number) for number, tensor in enumerate(self.outputs[index])]
             remaining = iter(self.passed_on[index])
             return pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), output)
 
@@ -294,11 +297,11 @@ class _Surveyor:
             return args, {**kwargs, place: self.entered[2]}
         return (*args[:place], self.entered[2], *args[place + 1 :]), kwargs
 
-    def _fresh(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+    def _fresh(self, tensor: torch.Tensor, index: int, number: int = 0) -> torch.Tensor:
         leaf = tensor.detach()
         if leaf.is_floating_point():
             leaf.requires_grad_(True)
-            self.leaves[id(leaf)] = index
+            self.leaves[id(leaf)], self.numbers[id(leaf)] = index, number
             self.keep.append(leaf)
         return leaf.clone()  # which the model may write to
 
