@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     )
     from shardwright.cluster.recovery import recover
     from shardwright.pipeline.ready import Microbatches
+    from shardwright.pipeline.schedules import register_schedule
+    from shardwright.plugins.registry import register_plugin
+    from shardwright.shardformer.policies.auto import register_policy
 
 _HOMES = {
     "Booster": "shardwright.booster",
@@ -32,6 +35,9 @@ _HOMES = {
     "launch_from_slurm": "shardwright.cluster.launch",
     "launch_from_torch": "shardwright.cluster.launch",
     "recover": "shardwright.cluster.recovery",
+    "register_plugin": "shardwright.plugins.registry",
+    "register_policy": "shardwright.shardformer.policies.auto",
+    "register_schedule": "shardwright.pipeline.schedules",
 }
 _SUBPACKAGES = (
     "accelerator",
@@ -42,6 +48,7 @@ _SUBPACKAGES = (
     "interface",
     "lazy",
     "logging",
+    "models",
     "ops",
     "optim",
     "pipeline",
@@ -66,6 +73,9 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "recover",
+    "register_plugin",
+    "register_policy",
+    "register_schedule",
 ]
 
 

@@ -24,6 +24,7 @@ from ..plugins.base import Boosted, Plugin, require_own_parameters, require_para
 from ..plugins.first_step import FirstStep
 from ..plugins.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
+from ..plugins.registry import make_plugin
 from ..plugins.without_effect import warn_once
 from ..utils.arguments import ExplainedArguments, explained
 from ..utils.device import get_current_device
@@ -71,7 +72,8 @@ _FILE_SIZE = 1024  # megabytes
 class Booster(metaclass=ExplainedArguments):
     """Lays training out over processes through a plugin; without one it trains on this process alone.
 
-    plugin           how model, optimizer and data are distributed
+    plugin           how model, optimizer and data are distributed: a plugin, or the name of one that is built without arguments
+                     ("torch_ddp", or one of `shardwright.plugins.register_plugin`)
     mixed_precision  "bf16", "fp16" or a `MixedPrecision`, for plugins that do not set the number format themselves
     device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
     on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and "stop" raises
@@ -82,9 +84,11 @@ class Booster(metaclass=ExplainedArguments):
         self,
         device: str | torch.device | None = None,
         mixed_precision: str | MixedPrecision | None = None,
-        plugin: Plugin | None = None,
+        plugin: Plugin | str | None = None,
         on_nan: str = "warn",
     ) -> None:
+        if isinstance(plugin, str):
+            plugin = make_plugin(plugin)
         if plugin is not None and not isinstance(plugin, Plugin):
             raise ValueError(f"plugin={plugin!r} is not a shardwright Plugin; for example shardwright.plugins.TorchDDPPlugin()")
         if plugin is not None and plugin.control_device() and device is not None:

@@ -1,5 +1,8 @@
 """Processes: launching them, naming their axes, coordinating them."""
 
+from typing import Any
+
+from .._moved import missing_name
 from .coordinator import DistCoordinator
 from .job import BrokenJobError, JobError
 from .launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
@@ -18,3 +21,7 @@ __all__ = [
     "launch_from_torch",
     "recover",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

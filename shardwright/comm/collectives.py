@@ -39,18 +39,28 @@ def all_gather_async(
     assert len(sizes) == ranks, f"{len(sizes)} sizes for a group of {ranks}"
     if ranks == 1:
         return Handle("all_gather", [], lambda: tensor)
+    if len(set(sizes)) == 1 and tensor.ndim:
+        return _all_gather_even(tensor, group, dim % tensor.ndim, ranks)
     largest = max(sizes)
-    moved = tensor.movedim(dim, 0)
-    mine = _padded(moved, largest).contiguous()
+    mine = _padded(tensor.movedim(dim, 0), largest).contiguous()
     joined = mine.new_empty((ranks * largest, *mine.shape[1:]))
     work = all_gather_single(joined, mine, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
-        if all(size == largest for size in sizes):
-            whole = joined
-        else:
-            whole = torch.cat([part[:size] for part, size in zip(joined.split(largest), sizes, strict=True)])
+        whole = torch.cat([part[:size] for part, size in zip(joined.split(largest), sizes, strict=True)])
         return whole.movedim(0, dim).contiguous()
+
+    return Handle("all_gather", [work], finish, keep=mine)
+
+
+def _all_gather_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int, ranks: int) -> Handle[torch.Tensor]:
+    """Tensors travel as they lie in memory, [R, *shape]; one copy brings R beside `dim`, none where all dims before it have size 1."""
+    mine = tensor.contiguous()
+    joined = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
+    work = all_gather_single(joined, mine, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        return joined if dim == 0 else joined.view(ranks, *mine.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     return Handle("all_gather", [work], finish, keep=mine)
 
@@ -72,6 +82,8 @@ def reduce_scatter_async(
     assert sum(sizes) == tensor.shape[dim], f"sizes {list(sizes)} do not sum to dim {dim} of {tuple(tensor.shape)}"
     if ranks == 1:
         return Handle("reduce_scatter", [], lambda: tensor)
+    if len(set(sizes)) == 1:
+        return _reduce_scatter_even(tensor, group, dim % tensor.ndim, ranks)
     largest = max(sizes)
     parts = tensor.movedim(dim, 0).split(list(sizes))
     flat = torch.cat([_padded(part, largest) for part in parts])
@@ -79,6 +91,14 @@ def reduce_scatter_async(
     work = reduce_scatter_single(mine, flat, group=group, async_op=True)
     size = sizes[dist.get_rank(group)]
     return Handle("reduce_scatter", [work], lambda: mine[:size].movedim(0, dim).contiguous(), keep=flat)
+
+
+def _reduce_scatter_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int, ranks: int) -> Handle[torch.Tensor]:
+    """One copy brings the ranks' parts of `dim` one after the other, [R, *part]; none where all dims before it have size 1."""
+    parts = tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    mine = parts.new_empty(parts.shape[1:])
+    work = reduce_scatter_single(mine, parts.flatten(0, 1), group=group, async_op=True)
+    return Handle("reduce_scatter", [work], lambda: mine, keep=parts)
 
 
 def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:

@@ -57,6 +57,14 @@ def outputs_are_recorded(besides: int = 0) -> bool:
     return torch._C._len_torch_dispatch_stack() > besides
 
 
+def finished_work() -> Any:
+    """What a collective returns to torch's dispatcher that has nothing left to wait for.
+
+    Checked on torch 2.13: `torch._C._distributed_c10d.FakeWork`, which torch's own fake collectives use.
+    """
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` inside of a dispatch mode, where a plain one would not see edits: the alias has the tensor's version.
 

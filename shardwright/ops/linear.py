@@ -139,7 +139,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, trans
     All column linears on a shared input come through here, with or without a link: when a checkpointed region is recomputed, x may
     have been shared by then, and what is saved for backward must not depend on who comes first.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     # The parameters travel in a tuple, past autograd, which would hand them back as aliases.

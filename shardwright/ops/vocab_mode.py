@@ -223,6 +223,8 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         raise _unsupported(name.strip("_"), mark)
     if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:
         args = [arg.float() if arg is logits else arg for arg in args]
+    if name in _ELEMENTWISE and mark.dim == logits.ndim - 1:  # BART adds a bias [1, V] behind its head
+        args = [arg if arg is logits or not isinstance(arg, Tensor) or hasattr(arg, _MARK) else mark.shard.columns(arg) for arg in args]
     result = func(*args, **kwargs)
     mark = mark._replace(promote=False)
     if name in _ELEMENTWISE:

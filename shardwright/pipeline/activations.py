@@ -16,9 +16,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from ..models.dry_run import meta_copy, run_dry
 from ..ops.keeping import ATTENTION, Region, Selection, keep_result
 from ..utils.pytree import tree_leaves
-from .dry_run import meta_copy, run_dry
 from .layer_chain import Unit
 from .saved_bytes import Storages
 

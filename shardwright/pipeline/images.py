@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dry_run import call_model, meta_copy, run_dry, weight_sharing_copy
+from ..models.dry_run import call_model, meta_copy, run_dry, weight_sharing_copy
 from .microbatch import PATCHES
 
 

@@ -31,10 +31,10 @@ import torch
 from torch import nn
 
 from ..logging import get_dist_logger
+from ..models.dry_run import forward_defaults, meta_copy, without_data
 from ..ops.vocab_mode import SplitVocabularyError, mark_vocab_sharded, vocab_parallel_loss
 from ..ops.vocab_shard import VocabShard
 from ..utils import pytree
-from .dry_run import forward_defaults, meta_copy, without_data
 from .layer_chain import Unit
 from .loss_facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .loss_rules import Call

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .dry_run import call_model, example_batches, meta_copy, run_dry, weight_sharing_copy
+from ..models.dry_run import call_model, meta_copy, run_dry, weight_sharing_copy
+from ..models.example_inputs import example_batches
 from .layer_chain import Unit
 
 FLAG = "output_router_logits"

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.dry_run import forward_defaults, without_data
 from ..utils import pytree
 from ..utils.tensors import map_tensors
 from .checkpointing import Recomputation, run_checkpointed, run_selectively, without_cache
-from .dry_run import forward_defaults, without_data
 from .images import without_patches
 from .layer_calls import LayerCalls
 from .layer_chain import Unit

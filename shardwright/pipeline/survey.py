@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.dry_run import forward_defaults, meta_copy, run_dry, weight_sharing_copy
+from ..models.example_inputs import example_batches
 from ..utils import pytree
-from .dry_run import example_batches, forward_defaults, meta_copy, run_dry, weight_sharing_copy
 from .layer_chain import Unit, find_units
 
 

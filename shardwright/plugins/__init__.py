@@ -9,10 +9,21 @@ from .base import Boosted, Plugin
 from .deepspeed import DeepSpeedPlugin
 from .hybrid_parallel import HybridParallelPlugin
 from .low_level_zero import LowLevelZeroPlugin
+from .registry import make_plugin, register_plugin
 from .torch_ddp import TorchDDPPlugin
 from .torch_fsdp import TorchFSDPPlugin
 
-__all__ = ["Boosted", "DeepSpeedPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "Boosted",
+    "DeepSpeedPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+    "make_plugin",
+    "register_plugin",
+]
 
 
 def __getattr__(name: str) -> Any:

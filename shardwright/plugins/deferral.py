@@ -19,12 +19,9 @@ from torch import nn
 
 from ..pipeline.executor import CutPlan
 from ..pipeline.partition import lookup_tables, visited_share
-from ..pipeline.schedules import STYLES
 from ..pipeline.simulate import Costs
 from ..shardformer.deferring import can_wait
 from ..spec import ParamSpec
-
-ZERO_BUBBLE = tuple(name for name, style in STYLES.items() if style.splits)
 
 
 class WeightWork(NamedTuple):

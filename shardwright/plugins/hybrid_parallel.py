@@ -20,7 +20,7 @@ from ..cluster.same_batch import SameBatch
 from ..interface import OptimizerWrapper
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.executor import CutModel, CutPlan, PipelineExecutor
-from ..pipeline.schedules import get_placement
+from ..pipeline.schedules import get_placement, splits_backward
 from ..pipeline.stage import StagedModel
 from ..pipeline.tied import create_tied_process_groups
 from ..precision.optimizer import MixedPrecisionOptimizer
@@ -42,7 +42,6 @@ from .agreement import agree_on_arguments, agree_on_boost
 from .base import Boosted, Plugin, mesh_position, require_process_group
 from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .config_form import read_config
-from .deferral import ZERO_BUBBLE
 from .hybrid_model import HybridModel, OptimizerGroups, StageManager
 from .lora import adapter_homes, add_lora, gather_adapters
 from .preflight import BatchShape, Preflight, preflight
@@ -246,7 +245,8 @@ class HybridParallelPlugin(Plugin):
     @property
     def _postpones_weights(self) -> bool:
         """Whether weight gradients can be computed apart from those of the inputs, by the schedule or by one that a search may choose."""
-        return self.pp_size > 1 and self.settings.pipeline.pp_style in (*ZERO_BUBBLE, "auto")
+        style = self.settings.pipeline.pp_style
+        return self.pp_size > 1 and (style == "auto" or splits_backward(style))
 
     def supported_precisions(self) -> list[str]:
         return list(PRECISIONS)
@@ -296,7 +296,7 @@ class HybridParallelPlugin(Plugin):
         if sharder is not None:  # every layer over tp
             sharder.shard(materialize=False)  # other stages' layers are never made
             model = sharder.model
-        if self._postpones_weights and plan.pp_style in ZERO_BUBBLE:
+        if self._postpones_weights and splits_backward(plan.pp_style):
             let_weight_grads_wait(model)
         working = self._working_dtypes(model)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
@@ -340,6 +340,7 @@ class HybridParallelPlugin(Plugin):
             enable_flash_attention=options.enable_flash_attention,
             parallel_output=options.parallel_output,
             make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+            example_inputs=self.settings.pipeline.example_inputs,
         )
         return ModelSharder(model, options.custom_policy, config)
 

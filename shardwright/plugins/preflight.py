@@ -32,7 +32,7 @@ from ..pipeline.executor import CutPlan, plan_cut
 from ..pipeline.lowering import with_gathers
 from ..pipeline.microbatch import microbatch_sizes
 from ..pipeline.partition import chain_costs
-from ..pipeline.schedules import Schedule
+from ..pipeline.schedules import Schedule, splits_backward
 from ..pipeline.simulate import Costs, simulate
 from ..precision.policy import PrecisionPolicy
 from ..shardformer.init import LazyWeights
@@ -47,7 +47,7 @@ from ..zero.layout import FROZEN, SHARED, BucketPlan, Entry, bucket_numel, close
 from ..zero.units import find_param_units
 from .base import require_own_parameters, require_parameters, require_separate_parameters
 from .chunks import chunks_gathered
-from .deferral import ZERO_BUBBLE, WeightWork, costs_with, deferral_warning, weight_work
+from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .settings import HybridSettings
 from .step_memory import held_note, leaving_note
@@ -348,7 +348,7 @@ class _Resolver:
     @cached_property
     def _weight_work(self) -> list[WeightWork] | None:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
-        if self.plan.pp_style not in ZERO_BUBBLE or self.plan.survey is None:
+        if not splits_backward(self.plan.pp_style) or self.plan.survey is None:
             return None
         return weight_work(self.model, self.plan, self.specs)
 

@@ -146,7 +146,8 @@ class PipelineOptions:
                     0: nothing is postponed
     offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and backward, or a list
                     with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three actions stay
-    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned
+    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned or a
+                    tensor-parallel plan is tried on a small copy
     """
 
     pp_style: str

@@ -62,10 +62,11 @@ _SCALE = "only precision='fp16' scales the loss"
 HYBRID: Sequence[Rule] = (
     Rule(SCALER, lambda facts: facts.precision != "fp16", _SCALE),
     Rule(
-        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "example_inputs", "layer_costs"),
+        ("pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache", "layer_costs"),
         lambda facts: facts.pp == 1,
         "pp_size=1 has no pipeline",
     ),
+    Rule(("example_inputs",), lambda facts: facts.pp == 1 and facts.tp == 1, "there are neither stages nor layers to share out"),
     Rule(("deferred_bytes",), lambda facts: facts.pp == 1, "pp_size=1 has no pipeline"),
     Rule(("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb', 'zbv' and 'dualpipev' postpone weight gradients"),
     Rule(("auto_memory",), lambda facts: facts.pp == 1 or facts.pp_style != "auto", "only pp_style='auto' searches"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from shardwright._moved import missing_name
+
 # Name -> where it lives. Looked up on first use, so that the package imports in no time.
 _HOMES = {
     "HeadGeometry": "heads",
@@ -17,7 +19,9 @@ _HOMES = {
     "ShardFormer": "shardformer",
     "SubModuleReplacementDescription": "policies.base",
     "attention_rules": "rules",
+    "get_autopolicy": "policies.auto",
     "mlp_rules": "rules",
+    "register_policy": "policies.auto",
 }
 __all__ = sorted(_HOMES)
 
@@ -26,4 +30,4 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home = _HOMES[name]
         return getattr(import_module(home if home.startswith("shardwright.") else f"shardwright.shardformer.{home}"), name)
-    raise AttributeError(f"module 'shardwright.shardformer' has no attribute {name!r}")
+    raise missing_name(__name__, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -26,6 +26,8 @@ class ShardConfig(metaclass=ExplainedArguments):
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards); with False
                                         every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this
+    example_inputs                      a batch like the real ones, of any size, for models without a policy of their own whose plan is
+                                        tried on a small copy; None makes one up that fits the model's kind
     extra_kwargs                        for policies of your own; nothing here reads it
     """
 
@@ -45,10 +47,27 @@ class ShardConfig(metaclass=ExplainedArguments):
     gradient_checkpoint_config: Any = None
     fp8_communication: bool = False
     inner_ring_size: int | None = None
+    example_inputs: Any = None
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    argument_advice: ClassVar[dict[str, str]] = {
+        "tensor_parallel_size": "give the group: tensor_parallel_process_group=, of as many ranks",
+        "data_parallel_size": "ranks that are not in one tensor_parallel_process_group train on different data: HybridParallelPlugin",
+        "pipeline_parallel_size": "use HybridParallelPlugin(pp_size=...)",
+        "tensor_parallel_mode": "layers are sharded in one dimension; leave it out",
+        "inference_only": "a sharded model trains and generates; leave it out and call model.eval()",
+        "gather_output": "use parallel_output=False for whole logits",
+        "use_flash_attention": "use enable_flash_attention=True",
+        "sp_axis": "sequences are cut by HybridParallelPlugin; leave it out",
+        "pg_mesh": "the mesh belongs to HybridParallelPlugin; leave it out",
+        "ep_group": "experts are sharded over tensor_parallel_process_group like all layers; leave it out",
+        "moe_dp_group": "experts are sharded over tensor_parallel_process_group like all layers; leave it out",
+    }
 
     def __post_init__(self) -> None:
         check_types(ShardConfig, vars(self))
+        if self.enable_all_optimization:
+            self.enable_fused_normalization = True
         multiple = self.make_vocab_size_divisible_by
         if multiple < 1:
             raise ValueError(f"make_vocab_size_divisible_by={multiple!r} must be a positive integer; 1 pads only to the number of ranks")
@@ -65,3 +84,11 @@ class ShardConfig(metaclass=ExplainedArguments):
     @property
     def tensor_parallel_size(self) -> int:
         return self.parallel.size if self.enable_tensor_parallelism else 1
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        return 1
+
+    @property
+    def expert_parallel_size(self) -> int:
+        return 1

@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn as nn
 
 from shardwright.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
-from shardwright.shardformer.layer.linear import FusedLinear1D_Col, Linear1D_Col, Linear1D_Row
+from shardwright.shardformer.layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row
 from shardwright.shardformer.layer.parallel_module import native_class
 from shardwright.shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardwright.shardformer.splits import EVEN, Packed, Split
@@ -37,6 +37,10 @@ def _fused_column(split_sizes: list[int], gather_output: bool = False) -> Style:
     return Column(Packed(tuple(split_sizes)), gather_output)
 
 
+def _fused_row(split_sizes: list[int], parallel_input: bool = True) -> Style:
+    return Row(Packed(tuple(split_sizes)), split_input=not parallel_input)
+
+
 def _vocab_embedding(make_vocab_size_divisible_by: int = 64) -> Style:
     return VocabEmbedding(make_vocab_size_divisible_by)
 
@@ -54,6 +58,7 @@ _STYLES: dict[Any, Callable[..., Style]] = {
     Linear1D_Col: _column,
     Linear1D_Row: _row,
     FusedLinear1D_Col: _fused_column,
+    FusedLinear1D_Row: _fused_row,
     VocabParallelEmbedding1D: _vocab_embedding,
     VocabParallelLMHead1D: _vocab_head,
     Embedding1D: _hidden_embedding,

@@ -3,41 +3,92 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from shardwright.models.dry_run import call_model, meta_copy, without_data
+from shardwright.models.example_inputs import has_loss, loss_of, training_batches
 from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.model import gathered_logits
 from shardwright.spec import get_spec
+from shardwright.utils.tensors import map_tensors
 
 TOLERANCE = 1e-4  # relative; models cast to single precision inside
+_SAMPLES = 2  # of a user's batch
 Apply = Callable[[nn.Module], None]
 
 
 class SelfCheck:
     """Holds the whole copy and its gradients; `failures` tries plans against them.
 
-    Every rank runs the whole copy by itself, and the sharded copies together, so all ranks get the same answers.
+    Every rank runs the whole copy by itself, and the sharded copies together, so all ranks get the same answers. Before numbers are
+    computed, every rank runs its sharded copy without data. Where some ranks cannot, or would call other collectives than the others
+    before they fail, the plan is rejected: on numbers a rank would wait for another one for good.
+
+    copies          whole models; the first that a batch runs on is taken
+    example_inputs  the user's batch; None tries those that fit the kind of model
+
+    Raises ValueError on every rank when no batch runs on any copy.
     """
 
-    def __init__(self, whole: nn.Module, parallel: ParallelGroup) -> None:
-        self.whole = whole
+    def __init__(self, copies: Iterable[nn.Module], parallel: ParallelGroup, example_inputs: Any = None) -> None:
         self.parallel = parallel
-        self._inputs = _inputs(whole)
-        self._loss = self._run(copy.deepcopy(whole), keep=True)
+        self._take(copies, example_inputs)
+        try:
+            self._count_collectives(self.whole)
+            self._runs_without_data = True
+        except Exception:  # a forward that needs numbers says nothing about the plan
+            self._runs_without_data = False
 
-    def _run(self, model: nn.Module, keep: bool = False) -> torch.Tensor:
-        with torch.random.fork_rng(devices=[]):
+    def _take(self, copies: Iterable[nn.Module], example_inputs: Any) -> None:
+        failures: dict[str, None] = {}
+        name = ""
+        for whole in copies:
+            name = type(whole).__name__
+            for batch in training_batches(whole) if example_inputs is None else [_own_batch(example_inputs)]:
+                model = copy.deepcopy(whole)
+                try:
+                    self._batch, self._has_loss = batch, False
+                    loss, self._has_loss = self._run(model)
+                except Exception as error:  # the model's own code: anything can happen on a guessed batch
+                    failures[f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"] = None
+                    continue
+                self.whole, self._loss = whole, loss
+                self._gradients = {name: param.grad for name, param in model.named_parameters()}
+                if torch.isfinite(loss) and any(gradient is not None for gradient in self._gradients.values()):
+                    return
+                failures["its loss is not finite, or depends on no parameter"] = None
+        shown = "; ".join(list(failures)[-3:])
+        if example_inputs is not None:
+            raise ValueError(
+                f"example_inputs: a small copy of {name} does not run on it ({shown}); give a batch as the model takes it in training, "
+                "such as next(iter(dataloader)), or a policy: policy=, to the plugin custom_policy="
+            )
+        raise ValueError(
+            f"{name} has no policy of its own, so its plan is tried on a small copy, which runs on no batch that could be guessed "
+            f"({shown}); pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"
+        )
+
+    def reaches(self, patterns: Iterable[str], shape_of: Callable[[str], str]) -> bool:
+        """Whether the loss depends on any parameter under one of the names, which are compared as `shape_of` gives them."""
+        trained = [shape_of(name) for name, gradient in self._gradients.items() if gradient is not None]
+        return any(name == pattern or name.startswith(f"{pattern}.") for pattern in patterns for name in trained)
+
+    def _run(self, model: nn.Module) -> tuple[torch.Tensor, bool]:
+        """The loss, whose gradients are left on the parameters, and whether the model computed it itself."""
+        # A loss of ours is made from whole logits.
+        with torch.random.fork_rng(devices=[]), nullcontext() if self._has_loss else gathered_logits(model):
             torch.manual_seed(1)
-            outputs = model(**self._inputs)
-        outputs.loss.backward()
-        if keep:
-            self._gradients = {name: param.grad for name, param in model.named_parameters()}
-        return outputs.loss.detach()
+            outputs = call_model(model, self._batch)
+            loss = loss_of(outputs)
+        loss.backward()
+        return loss.detach(), has_loss(outputs)
 
     def failures(self, apply: Apply) -> list[str] | None:
         """Names of parameters with wrong gradients ("loss" for the loss) on any rank; None when the plan or the forward fails.
@@ -48,20 +99,51 @@ class SelfCheck:
         error = torch.zeros(len(self._gradients) + 2, dtype=torch.float64)
         try:
             apply(model)
-            loss = self._run(model)
+            applied = True
+        except Exception:  # a wrong proposal may fit no module
+            applied = False
+        if not self._agree(model if applied else None):
+            return None
+        try:
+            loss, _ = self._run(model)
             sync_shared_gradients(model.parameters(), self.parallel.group)
             error[1] = abs(float(loss - self._loss)) / max(1.0, abs(float(self._loss)))
             self._compare(model, error[2:])
         except Exception:  # a wrong proposal may fail anywhere in a foreign forward
             error[0] = 1.0
-        error = torch.nan_to_num(error, nan=torch.inf)
-        device = next(self.whole.parameters()).device
-        error = error.to(device)
-        dist.all_reduce(error, op=dist.ReduceOp.MAX, group=self.parallel.group)
+        error = self._largest(torch.nan_to_num(error, nan=torch.inf))
         if error[0] > 0:
             return None
         names = ["loss", *self._gradients]
         return [name for name, value in zip(names, error[1:].tolist(), strict=True) if value > TOLERANCE]
+
+    def _agree(self, model: nn.Module | None) -> bool:
+        """Whether all ranks call as many collectives, up to the end of the forward or a failure; None has failed already."""
+        failed, count = model is None, 0
+        if model is not None and self._runs_without_data:
+            try:
+                count = self._count_collectives(model)
+            except _DryRunError as error:
+                failed, count = True, error.collectives
+        state = torch.tensor([failed, -float(failed), count, -count], dtype=torch.float64)
+        most_failed, least_failed, most, least = self._largest(state).tolist()
+        return most_failed == -least_failed and most == -least and (model is not None)
+
+    def _count_collectives(self, model: nn.Module) -> int:
+        """How many collectives a forward on tensors without data calls."""
+        copied = meta_copy(model).eval()
+        batch = map_tensors(lambda tensor: tensor.to("meta"), self._batch)
+        with without_data() as made_up, nullcontext() if self._has_loss else gathered_logits(copied):
+            try:
+                loss_of(call_model(copied, batch))
+            except Exception as error:
+                raise _DryRunError(made_up.collectives) from error
+        return made_up.collectives
+
+    def _largest(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.to(next(self.whole.parameters()).device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.parallel.group)
+        return values
 
     def _compare(self, model: nn.Module, error: torch.Tensor) -> None:
         index = {name: position for position, name in enumerate(self._gradients)}
@@ -76,13 +158,23 @@ class SelfCheck:
             error[index[name]] = float((actual - local).abs().max()) / scale
 
 
-def _inputs(model: nn.Module) -> dict[str, Any]:
-    """Two sequences with labels, one of them padded."""
-    generator = torch.Generator().manual_seed(2)
-    config: Any = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    ids = torch.randint(5, min(config.vocab_size, 99), (2, 12), generator=generator)
-    labels = ids.clone()
-    labels[0, :3] = -100
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    return inputs if getattr(config, "is_encoder_decoder", False) else {**inputs, "use_cache": False}
+class _DryRunError(Exception):
+    """A forward without data failed, after so many collectives."""
+
+    def __init__(self, collectives: int) -> None:
+        super().__init__(collectives)
+        self.collectives = collectives
+
+
+def _own_batch(batch: Any) -> Any:
+    """The first samples of a user's batch on the CPU, in double precision."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, batch)
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in found}
+    alike = len(rows) == 1
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = (tensor[:_SAMPLES] if alike and tensor.dim() else tensor).detach().cpu()
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return map_tensors(take, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,11 +18,13 @@ from shardwright.shardformer.lowering import Lowered, lower
 from shardwright.shardformer.model import GeneratingModel, ShardedModel
 from shardwright.shardformer.plan import Plan
 from shardwright.shardformer.policies.auto import get_autopolicy
-from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.base import Policy, require_policy
 from shardwright.shardformer.regions import Region, find_regions
 from shardwright.shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
 from shardwright.shardformer.styles import Decision
 from shardwright.spec import ParamSpec, get_spec, set_spec
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class ModelSharder:
@@ -32,6 +35,7 @@ class ModelSharder:
     """
 
     def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
+        require_policy(policy)
         self.model = model
         self.shard_config = shard_config
         self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
@@ -65,13 +69,13 @@ class ModelSharder:
             policy.set_model(self._native)
             policy.set_shard_config(config)
             policy.config_sanity_check()
-            self._take(policy.preprocess())
+            self._take(policy.prepared_model())
             policy.set_model(self._native)
             _check_optimizations(self._native, config)
             source = type(policy).__name__
-            self._lowered = lower(self._native, policy.module_policy(), source)
+            self._lowered = lower(self._native, policy.replacements(), source)
             if config.enable_tensor_parallelism and config.parallel.size > 1:
-                plan = policy.plan().extended(self._lowered.rules)
+                plan = policy.whole_plan().extended(self._lowered.rules)
             else:
                 plan = Plan(self._lowered.replacing, source)
             self._decisions = plan.decide(self._native, config.parallel, complete=False)
@@ -94,7 +98,7 @@ class ModelSharder:
             _adopt_root(self.model, config.parallel)
         self._lowered.change()
         _use_optimizations(self._native, config)
-        self._take(policy.postprocess())
+        self._take(policy.finished_model())
         _describe_parameters(self.model)
         if materialize and weights is not None:
             weights.materialize(self.model, config.parallel.rank if config.enable_tensor_parallelism else 0)
@@ -171,8 +175,8 @@ def _check_supported(config: ShardConfig) -> None:
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
     if config.enable_flash_attention and not _has_sdpa(model):
         raise ValueError(f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False")
-    if config.enable_fused_normalization and not has_fusable_norms(model):
-        raise ValueError(f"enable_fused_normalization=True: {type(model).__name__} has no norm that torch fuses; use False")
+    if config.enable_fused_normalization and not config.enable_all_optimization and not has_fusable_norms(model):
+        _LOGGER.warning(f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each already, and stay")
 
 
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
@@ -183,7 +187,10 @@ def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
 
 
 def _wants_sdpa(model: nn.Module, config: ShardConfig) -> bool:
-    return (config.enable_flash_attention or config.enable_all_optimization) and _has_sdpa(model)
+    """Asked for all optimizations, a model keeps kernels that were chosen for it already."""
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    all_of_them = config.enable_all_optimization and chosen in (None, "eager", "sdpa")
+    return (config.enable_flash_attention or all_of_them) and _has_sdpa(model)
 
 
 def _wants_fused_norms(config: ShardConfig) -> bool:

@@ -3,55 +3,77 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 SMALL_ENOUGH = 3_000_000  # parameters; a model below is copied as it is
+_DEPTH = 4
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "encoder_hidden_size"), 64),
+    **dict.fromkeys(("pooler_hidden_size", "projection_size", "output_channels"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
+    "shared_expert_intermediate_size": 96,
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
     "qk_rope_head_dim": 8,
-    "vocab_size": 128,
 }
+_HIDDEN = (
+    *("hidden_size", "d_model", "n_embd", "embed_dim", "encoder_hidden_size"),
+    *("pooler_hidden_size", "projection_size", "output_channels"),
+)
+# What inputs have to fit.
+_VOCABULARY, _PIXELS = 128, 64
+_LENGTHS = {"max_position_embeddings": 64, "n_positions": 64, "max_source_positions": 32}
 
 
-def small_copy(model: nn.Module, ranks: int) -> nn.Module | None:
-    """A model of the same class in evaluation mode and double precision, or None when none can be built.
+def small_copies(model: nn.Module, ranks: int, keep_inputs: bool = False) -> Iterator[nn.Module]:
+    """Models of the same class in evaluation mode and double precision, the smallest first; none where none can be built.
 
     Equal on every rank: the weights come from a fixed seed. The caller's random state is left alone.
+
+    keep_inputs     let the copies take the batches of the model: its vocabulary, its images, its lengths
     """
-    return build_small(native_class(model), copy.deepcopy(model.config), sum(param.numel() for param in model.parameters()), ranks)
+    size = sum(param.numel() for param in model.parameters())
+    for narrow in (True, False) if size > SMALL_ENOUGH else (False,):
+        copied = build_small(native_class(model), copy.deepcopy(model.config), size, ranks, narrow, keep_inputs)
+        if copied is not None:
+            yield copied
 
 
 def native_class(model: nn.Module) -> type[nn.Module]:
     return getattr(type(model), "native_class", type(model))
 
 
-def build_small(native: type[nn.Module], config: Any, size: int, ranks: int) -> nn.Module | None:
-    """See `small_copy`, for a model of `size` parameters; changes `config`."""
+def build_small(
+    native: type[nn.Module], config: Any, size: int, ranks: int, narrow: bool = True, keep_inputs: bool = False
+) -> nn.Module | None:
+    """See `small_copies`, for a model of `size` parameters; changes `config`.
+
+    narrow      whether layers lose width too, and not only their number
+    """
     if size > SMALL_ENOUGH:
-        _shrink(config, ranks)
+        _shrink(config, ranks, narrow, keep_inputs)
     for part in (config, getattr(config, "text_config", None)):
         if part is not None:
             part._experts_implementation = "eager"  # the grouped kernels have no double precision
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
+            if size > SMALL_ENOUGH:
+                with torch.device("meta"):
+                    if sum(param.numel() for param in native(copy.deepcopy(config)).parameters()) > 10 * SMALL_ENOUGH:
+                        return None
             copied = native(config).double().eval()
         except Exception:  # whatever a foreign constructor makes of an unusual config
-            return None
-        if sum(param.numel() for param in copied.parameters()) > 10 * SMALL_ENOUGH:
             return None
         with torch.no_grad():
             for param in copied.parameters():
@@ -59,12 +81,53 @@ def build_small(native: type[nn.Module], config: Any, size: int, ranks: int) -> 
     return copied
 
 
-def _shrink(config: Any, ranks: int) -> None:
+def _shrink(config: Any, ranks: int, narrow: bool, keep_inputs: bool) -> None:
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
-            _shrink(getattr(config, name), ranks)
+            _shrink(getattr(config, name), ranks, narrow, keep_inputs)
+    _shorten(config)
+    if not keep_inputs:
+        _shrink_inputs(config)
+    if narrow:
+        _narrow(config, ranks)
+
+
+def _shorten(config: Any) -> None:
     values = vars(config)
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), None)
+    depths = values.get("depths")
+    for name, value in list(values.items()):
+        if isinstance(value, list) and layers is not None and len(value) == layers and value is not depths:
+            setattr(config, name, value[: min(layers, _DEPTH)] if depths is None else value)
+        elif name in _LAYERS and isinstance(value, int) and depths is None:
+            setattr(config, name, min(value, _DEPTH))
+    if isinstance(depths, list | tuple):  # stages of different widths; their number stays
+        config.depths = [min(depth, 2) for depth in depths]
+
+
+def _shrink_inputs(config: Any) -> None:
+    """Fewer words, positions and pixels. Ids that stand for images and the like stay apart from each other."""
+    spare = _VOCABULARY - 1
+    for name, value in list(vars(config).items()):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if name.endswith(("_token_id", "_token_index")) and value >= _VOCABULARY:
+            is_place = name.startswith(("image", "video", "audio"))
+            setattr(config, name, spare if is_place else 0)
+            spare -= is_place
+        elif name in ("vocab_size", "decoder_vocab_size"):
+            setattr(config, name, min(value, _VOCABULARY))
+        elif name in _LENGTHS:
+            setattr(config, name, min(value, _LENGTHS[name]))
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if isinstance(size, int) and isinstance(patch, int) and size > _PIXELS and not hasattr(config, "depths"):  # windows need enough patches
+        config.image_size = max(_PIXELS // patch, 2) * patch
+        if hasattr(config, "image_embedding_size"):
+            config.image_embedding_size = config.image_size // patch
+
+
+def _narrow(config: Any, ranks: int) -> None:
+    values = vars(config)
     heads = 2 * ranks
     ratio = 1
     for name in _HEADS:
@@ -72,18 +135,20 @@ def _shrink(config: Any, ranks: int) -> None:
             grouped = next((values[kv] for kv in _KV_HEADS if isinstance(values.get(kv), int)), values[name])
             ratio = 1 if grouped == values[name] else (heads if grouped == 1 else 2)
             break
+    stages = values.get("num_heads")
     for name, value in list(values.items()):
-        if isinstance(value, list) and layers is not None and len(value) == layers:
-            setattr(config, name, value[: min(layers, 4)])
-        elif not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int) or isinstance(value, bool):
             continue
-        elif name.endswith(("_token_id", "_token_index")) and value >= _WIDTHS["vocab_size"]:
-            setattr(config, name, 0)
-        elif name in _LAYERS:
-            setattr(config, name, min(value, 4))
-        elif name in _HEADS:
+        if name in _HEADS:
             setattr(config, name, heads)
         elif name in _KV_HEADS:
             setattr(config, name, heads // ratio)
         elif name in _WIDTHS and value > _WIDTHS[name]:
-            setattr(config, name, _WIDTHS[name] if name not in ("hidden_size", "d_model", "n_embd") else 16 * heads)
+            setattr(config, name, 16 * heads if name in _HIDDEN else _WIDTHS[name])
+    if hasattr(config, "output_channels") and hasattr(config, "num_pos_feats"):  # sine and cosine of every feature make a channel
+        config.num_pos_feats = config.output_channels // 2
+    if isinstance(stages, list | tuple):  # the width doubles from stage to stage
+        config.num_heads = [heads] * len(stages)
+        if hasattr(config, "hidden_size") and hasattr(config, "embed_dim"):
+            config.embed_dim = min(config.embed_dim, 8 * heads)
+            config.hidden_size = config.embed_dim * 2 ** (len(stages) - 1)

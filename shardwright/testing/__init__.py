@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardwright._moved import missing_name
+from shardwright.models.example_inputs import loss_of
 from shardwright.testing.compare import check_complete, compare_models
 from shardwright.testing.compare_report import Difference, MismatchError, Report
 from shardwright.testing.exact import keep_float64
-from shardwright.testing.inputs import loss_of
 from shardwright.testing.rank_report import RankError
 from shardwright.testing.ranks import run_ranks
 from shardwright.testing.train import adamw, train_steps
@@ -23,3 +26,7 @@ __all__ = [
     "run_ranks",
     "train_steps",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

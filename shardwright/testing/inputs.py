@@ -6,7 +6,7 @@ is averaged per microbatch equals the loss of the batch; with full masks, a wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,29 +33,6 @@ def make_inputs(task: str, config: Any, batch_size: int = 4, seq_len: int = 13, 
     generator = torch.Generator().manual_seed(seed)
     batch = _MAKERS[task](config, batch_size, seq_len, generator)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss of a model's outputs; for a model without one, a fixed function of all its floating point outputs.
-
-    That function weighs every element of an output tensor differently, so that exchanged samples, positions or channels
-    change it, and its gradients reach everything that the outputs depend on.
-    """
-    if isinstance(outputs, torch.Tensor):
-        return _weighted_mean(outputs)
-    values: Mapping[str, Any] = outputs
-    losses = [values[name] for name in ("loss", "mc_loss") if values.get(name) is not None]  # GPT-2's double heads report two
-    if losses:
-        return torch.stack(losses).sum()
-    tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    if not tensors:
-        raise ValueError(f"outputs of {type(outputs).__name__} hold neither a loss nor a floating point tensor, only {list(values)}")
-    return torch.stack([_weighted_mean(tensor) for tensor in tensors]).sum()
-
-
-def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:
-    weights = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).mul_(0.7).cos_()
-    return (tensor * weights.view(tensor.shape).to(tensor.dtype)).mean() + tensor.square().mean()
 
 
 # --- parts ---

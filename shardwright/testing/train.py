@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.testing.inputs import Batch, loss_of
+from shardwright.models.example_inputs import loss_of
+from shardwright.testing.inputs import Batch
 
 
 def train_steps(

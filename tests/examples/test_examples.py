@@ -33,7 +33,9 @@ def accuracy(printed: str) -> float:
 
 @pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp", "low_level_zero"])
 def test_bert_on_two_ranks(plugin: str, tmp_path: Path) -> None:
-    assert 0 <= accuracy(run(2, *BERT, "--plugin", plugin, cwd=tmp_path)) <= 1
+    printed = run(2, *BERT, "--plugin", plugin, "--model_type", "bert", "--target_f1", "0", cwd=tmp_path)
+    assert 0 <= accuracy(printed) <= 1
+    assert re.search(r"f1 [01]\.\d+", printed), printed
 
 
 def test_bert_with_tensor_parallelism_and_pipelines(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ TITLES = {
     "options": "Settings",
     "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",
+    "policies": "Policies, and what is registered by name",
     "selective": "Recomputation",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"

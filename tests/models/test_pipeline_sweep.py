@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tiny_text_models import build, inputs, text_types
 
 from shardwright.interface import OptimizerWrapper
-from shardwright.pipeline.dry_run import forward_defaults
+from shardwright.models.dry_run import forward_defaults
 from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
 from shardwright.pipeline.tied import create_tied_process_groups
 from shardwright.testing import RankError, keep_float64, run_ranks

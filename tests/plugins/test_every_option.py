@@ -389,6 +389,7 @@ SHARD_CONFIG: dict[str, list[Any]] = {
     "enable_all_optimization": [],
     "enable_fused_normalization": [],
     "enable_flash_attention": [],
+    "example_inputs": [],  # see tests/models/test_self_check.py
     "extra_kwargs": [],  # for policies of the user's own
     "sequence_parallel_process_group": [object()],
     "pipeline_stage_manager": [object()],

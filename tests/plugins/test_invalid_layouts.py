@@ -222,11 +222,6 @@ MODELS: dict[str, Case] = {
     "flash attention where there is none": Case(
         {"tp_size": 2, "enable_flash_attention": True}, ["enable_flash_attention=True", "use False"], boost("bloom-causal-lm")
     ),
-    "fused norms where there are none": Case(
-        {"tp_size": 2, "enable_fused_normalization": True},
-        ["enable_fused_normalization=True", "use False"],
-        boost("t5-conditional-generation"),
-    ),
     "routers on both sides": Case(PIPE, ["output_router_logits=True", "encoder and its decoder", "pp_size=1"], boost(routed_both_sides)),
     "another model's optimizer": Case(
         {"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))

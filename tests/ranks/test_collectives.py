@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwright.comm.collectives import all_gather, all_gather_async, all_reduce_async, even_sizes, gather_sizes, reduce_scatter
+from shardwright.comm.compat import reduce_scatter_single
 from shardwright.testing import run_ranks
+from shardwright.utils.pytree import TorchDispatchMode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
@@ -47,3 +51,37 @@ def test_uneven_collectives(sizes: list[int]) -> None:
 def test_even_sizes() -> None:
     assert even_sizes(10, 4) == [3, 3, 2, 2]
     assert even_sizes(2, 4) == [1, 1, 0, 0]
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("clone", "copy_", "cat", "_to_copy")
+        return func(*args, **(kwargs or {}))
+
+
+def copies(rank: int, world_size: int) -> None:
+    """Along dim 1 the parts of several samples have to change places once; those of one sample, and along dim 0, lie right."""
+    group = dist.group.WORLD
+    assert group is not None
+    with Copies() as own:  # what the backend copies by itself
+        reduce_scatter_single(torch.empty(3), torch.empty(6), group=group)
+    by_backend = {all_gather: 0, reduce_scatter: own.count}
+    for samples, dim, expected in ((3, 1, 1), (1, 1, 0), (4, 0, 0)):
+        x = torch.randn(samples, 6, 5)
+        kept = x.clone()
+        for function in (all_gather, reduce_scatter):
+            with Copies() as found:
+                result = function(x, group, dim)
+            assert found.count - by_backend[function] == expected, (function, samples, dim)
+            assert result.is_contiguous()
+        assert torch.equal(x, kept)
+
+
+def test_even_exchanges_copy_as_little_as_can_be() -> None:
+    run_ranks(copies, 2)

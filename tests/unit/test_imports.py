@@ -24,6 +24,7 @@ LEVELS = {
     "_moved": 0,
     "cluster": 1,
     "comm": 1,
+    "models": 1,
     "ops": 2,
     "interface": 2,
     "optim": 2,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...utils.errors import one_of
-from ..actions import Action, separate
+from ..actions import Action, separate, validate
+from ..placement import STYLES as PLACEMENTS
 from ..placement import Placement
 from .dual_pipe_v import dual_pipe_v
 from .eager import eager_1f1b
@@ -29,6 +30,7 @@ class Style(NamedTuple):
     min_chunks: int
     max_chunks: int | None  # None: any number
     splits: bool = False  # some backwards, into I and W
+    own: bool = False  # registered by a user: checked whenever it is built
 
 
 STYLES: dict[str, Style] = {
@@ -40,6 +42,36 @@ STYLES: dict[str, Style] = {
     "zbv": Style(zero_bubble_v, "v", 2, 2, splits=True),
     "dualpipev": Style(dual_pipe_v, "v", 2, 2, splits=True),
 }
+
+
+def register_schedule(
+    name: str, function: Builder, *, placement: str = "linear", num_model_chunks: int = 1, splits_backward: bool = False
+) -> None:
+    """Let `pp_style=name` run the schedule of `function`.
+
+    function          (placement, rank, num_microbatches) -> phases of that rank, written with `schedules.phases`
+    placement         "linear" (stage k on rank k), "round_robin" (stage k on rank k modulo p) or "v" (down the ranks and up again)
+    num_model_chunks  stages per rank, which the plugin has to be given too
+    splits_backward   whether it has I and W in place of some B
+
+    Registering a name again replaces its schedule; those that come with the package stay.
+    """
+    if not isinstance(name, str) or not name or name == "auto" or (name in STYLES and not STYLES[name].own):
+        raise ValueError(f"name={name!r} of a schedule must be a text that is not taken by {', '.join(map(repr, [*STYLES, 'auto']))}")
+    if not callable(function):
+        raise ValueError(f"function={function!r} must be a function (placement, rank, num_microbatches) -> list of phases")
+    if placement not in PLACEMENTS:
+        raise one_of("placement", placement, PLACEMENTS)
+    if num_model_chunks < 1 or (placement == "linear" and num_model_chunks != 1) or (placement == "v" and num_model_chunks != 2):
+        raise ValueError(
+            f"num_model_chunks={num_model_chunks} with placement={placement!r}: 'linear' has 1 stage per rank, 'v' has 2, 'round_robin' any"
+        )
+    STYLES[name] = Style(function, placement, num_model_chunks, num_model_chunks, splits_backward, own=True)
+
+
+def splits_backward(pp_style: str) -> bool:
+    """Whether weight gradients of this style are computed apart from input gradients."""
+    return pp_style in STYLES and STYLES[pp_style].splits
 
 
 class Schedule(NamedTuple):
@@ -77,5 +109,12 @@ def get(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: a step needs at least 1 microbatch")
     build = _forward_only if forward_only else STYLES[pp_style].build
-    lists = [number(build(placement, rank, num_microbatches), placement, rank, num_microbatches) for rank in range(num_ranks)]
+    lists: list[Sequence[Action]] = [
+        number(build(placement, rank, num_microbatches), placement, rank, num_microbatches) for rank in range(num_ranks)
+    ]
+    if STYLES[pp_style].own:
+        try:
+            validate(lists, placement, num_microbatches, forward_only)
+        except ValueError as error:
+            raise ValueError(f"pp_style={pp_style!r}, which was registered: {error}") from None
     return Schedule(placement, lists if pairs else [separate(actions) for actions in lists])

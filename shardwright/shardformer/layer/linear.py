@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from shardwright.ops import compiled
 from shardwright.ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
 from shardwright.ops.linear import column_linear, row_linear
 from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
@@ -91,6 +92,7 @@ class ColumnParallel(_ParallelLinear):
     gather_output: bool
     _gathered_pieces: Pieces
     _plain: bool
+    _group_name: str
 
     @classmethod
     def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
@@ -99,12 +101,15 @@ class ColumnParallel(_ParallelLinear):
         layer.gather_output = gather_output
         layer._gathered_pieces = specs["weight"].pieces
         layer._plain = computes_plainly(layer)
+        layer._group_name = compiled.name_of(parallel.group)
         layer._update_sizes()
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.parallel.group
-        if self._plain:
+        if self._plain and torch.compiler.is_compiling():
+            y = compiled.column_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
+        elif self._plain:
             y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
         else:
             y = self._native_forward(copy_to_group(x, group))
@@ -120,6 +125,7 @@ class RowParallel(_ParallelLinear):
     split_input: bool
     _input_sizes: list[int]
     _plain: bool
+    _group_name: str
 
     @classmethod
     def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], split_input: bool = False) -> Self:
@@ -128,6 +134,7 @@ class RowParallel(_ParallelLinear):
         layer.split_input = split_input
         layer._input_sizes = [sum(piece.length for piece in pieces) for pieces in specs["weight"].pieces]
         layer._plain = computes_plainly(layer)
+        layer._group_name = compiled.name_of(parallel.group)
         layer._update_sizes()
         return layer
 
@@ -135,6 +142,8 @@ class RowParallel(_ParallelLinear):
         group = self.parallel.group
         if self.split_input:
             x = split_to_group(x, group, -1, self._input_sizes)
+        if self._plain and torch.compiler.is_compiling():
+            return compiled.row_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         if self._plain:
             return row_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
         # The native forward would add the bias on every rank, so it must not see it.
@@ -192,7 +201,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
 
     @classmethod
     def _from_native(
-        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False, **_: Any
+        cls, module: nn.Module, parallel: ParallelGroup, *, split: Split | None = None, gather_output: bool = False
     ) -> nn.Module:
         return shard_column(module, parallel, split or Even(), gather_output)
 
@@ -234,6 +243,24 @@ class FusedLinear1D_Col(Linear1D_Col):
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], gather_output: bool = False) -> nn.Module:  # type: ignore[override]
         return shard_column(module, parallel, Packed(tuple(split_sizes)), gather_output)
+
+
+class FusedLinear1D_Row(Linear1D_Row):
+    """A row-parallel linear whose input is several parts one after the other, each sharded for itself.
+
+    split_sizes     the size of every part
+    """
+
+    @classmethod
+    def _from_native(  # type: ignore[override]
+        cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], parallel_input: bool = True
+    ) -> nn.Module:
+        return super()._from_native(module, parallel, split=Packed(tuple(split_sizes)), parallel_input=parallel_input)
+
+
+# GPT-2's Conv1D is a linear like any other here.
+GPT2FusedLinearConv1D_Col = FusedLinear1D_Col
+GPT2FusedLinearConv1D_Row = Linear1D_Row
 
 
 def shard_column(

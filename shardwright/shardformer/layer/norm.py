@@ -16,9 +16,21 @@ class FusedLayerNorm(ParallelModule):
     """A layer norm. torch's own is one kernel already, so a native one is only checked and returned."""
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, **_: Any) -> nn.Module:
+    def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
         if not isinstance(module, nn.LayerNorm):
-            raise ValueError(f"FusedLayerNorm takes nn.LayerNorm, not {type(module).__name__}")
+            raise ValueError(f"{cls.__name__} takes nn.LayerNorm, not {type(module).__name__}")
+        return module
+
+
+class LayerNorm(FusedLayerNorm):
+    """The same: a layer norm stays as it is."""
+
+
+class RMSNorm(ParallelModule):
+    """An RMS norm stays as it is."""
+
+    @classmethod
+    def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
         return module
 
 
@@ -34,7 +46,7 @@ class FusedRMSNorm(ParallelModule):
         return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # type: ignore[arg-type]
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, **_: Any) -> nn.Module:
+    def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
         if not is_rms_norm(module):
             raise ValueError(f"FusedRMSNorm takes modules that compute x / rms(x) * weight, which {type(module).__name__} does not")
         layer = cls.adopt(module, parallel)

@@ -7,6 +7,7 @@ built on the parameters stay valid, ties stay ties.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -41,8 +42,47 @@ class ParallelGroup:
         return self
 
 
-def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or all ranks when it is None."""
+# Arguments that layers of other frameworks take. Those that only choose between ways to the same numbers may have any value, the others
+# the one that asks for nothing.
+_ANY = object()
+_FOREIGN: dict[str, tuple[Any, str]] = {
+    "seq_parallel_mode": (None, "sequences are cut by HybridParallelPlugin"),
+    "seq_parallel_dim": (_ANY, ""),
+    "sp_partial_derived": (False, "sequences are cut by HybridParallelPlugin"),
+    "skip_bias_add": (False, "the bias is added by the layer"),
+    "fp8_communication": (False, "collectives run in the dtype of the activations"),
+    "use_zbv": (_ANY, ""),
+    "overlap": (_ANY, ""),
+    "async_communication": (_ANY, ""),
+    "stream_chunk_num": (_ANY, ""),
+    "weight": (None, "the layer takes the module's weight"),
+    "bias_": (None, "the layer takes the module's bias"),
+}
+
+
+def own_arguments(layer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`kwargs` for `layer.from_native_module` without what asks for nothing here; ValueError for what it cannot take."""
+    taken = dict(kwargs)
+    if not isinstance(layer, type) or not issubclass(layer, ParallelModule):
+        return taken  # of the user's own
+    known = inspect.signature(layer._from_native).parameters
+    for name in [name for name in taken if name not in known]:
+        neutral, why = _FOREIGN.get(name, (None, ""))
+        if name not in _FOREIGN:
+            names = ", ".join(list(known)[2:]) or "no arguments of its own"
+            raise ValueError(f"{layer.__name__}.from_native_module takes no {name}={taken[name]!r}; it takes {names}")
+        value = taken.pop(name)
+        if neutral is not _ANY and value is not neutral:
+            raise ValueError(f"{layer.__name__}: {name}={value!r} cannot be had: {why}; leave it out, or use {neutral}")
+    return taken
+
+
+def group_or_all(group: dist.ProcessGroup | list[dist.ProcessGroup] | tuple[dist.ProcessGroup, ...] | None) -> dist.ProcessGroup:
+    """`group`, the only one of a list, or all ranks when it is None."""
+    if isinstance(group, list | tuple):
+        if len(group) != 1:
+            raise ValueError(f"process_group={group!r}: a layer is sharded over one group; give it, or a list of it alone")
+        group = group[0]
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ValueError("process_group=None means all ranks, but there are none yet; call shardwright.launch_from_torch() first")
@@ -58,8 +98,11 @@ class ParallelModule(nn.Module):
     parallel: ParallelGroup
 
     @classmethod
-    def from_native_module(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> nn.Module:
+    def from_native_module(
+        cls, module: nn.Module, process_group: dist.ProcessGroup | list[dist.ProcessGroup] | None = None, **kwargs: Any
+    ) -> nn.Module:
         """Shard `module` over `process_group` (the default group when None) in place and return it."""
+        kwargs = own_arguments(cls, kwargs)
         parallel = ParallelGroup(group_or_all(process_group))
         return cls._from_native(module, parallel, **kwargs)
 

@@ -1,8 +1,8 @@
 """HuggingFace checkpoints for lazily built models: `from_pretrained` that reads nothing, and weights read by slices.
 
-Most families store a parameter as it is in memory, perhaps under another name; its slices are read straight from the file. Where
-transformers converts (experts stored one by one and fused in memory, split or merged projections), the sources of one parameter are read
-whole, converted by transformers' own converter and cut.
+Most families store a parameter as it is in memory, perhaps under another name; its slices are read straight from the file, and so are
+those of experts that are stored one by one and fused in memory (see `merged`). Where transformers converts in other ways (split
+projections, permuted ones), the sources of one parameter are read whole, converted by transformers' own converter and cut.
 
 Uses `transformers.core_model_loading` and `conversion_mapping`, checked on transformers 5.17 and 5.23.
 """
@@ -32,6 +32,7 @@ from shardwright.spec import ParamSpec
 from shardwright.utils.paths import inside
 
 from ..init import SOURCE
+from .merged import MergedSources
 
 # Arguments of from_pretrained that say how to read files; there is nothing to decide for a local directory.
 _ABOUT_READING = frozenset(
@@ -181,6 +182,10 @@ class PretrainedWeights:
     def read(self, spec: ParamSpec, coordinate: int) -> Tensor:
         stored = self._stored[spec.name]
         if stored.converter is not None:
+            merged = MergedSources.of(stored.converter, stored.keys, lambda key: self._open(key).get_slice(key))
+            if merged is not None:
+                _check_shape(spec, merged.shape, self.directory)
+                return merged.read(spec, coordinate)
             full = self._converted(spec.name, stored)
             _check_shape(spec, tuple(full.shape), self.directory)
             return spec.shard(full, coordinate)

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import torch.nn as nn
 
+from shardwright.shardformer.layer.parallel_module import native_class
 from shardwright.shardformer.policies.base import Policy
 
 # model_type of the config -> module of this package, class
@@ -22,6 +23,11 @@ _OWN = {
     "electra": ("bert", "BertPolicy"),
     "ernie": ("bert", "BertPolicy"),
     "t5": ("t5", "T5Policy"),
+    "mt5": ("t5", "T5Policy"),
+    "bart": ("bart", "BartPolicy"),
+    "mbart": ("bart", "BartPolicy"),
+    "pegasus": ("bart", "BartPolicy"),
+    "marian": ("bart", "BartPolicy"),
     "opt": ("opt", "OPTPolicy"),
     "bloom": ("bloom", "BloomPolicy"),
     "falcon": ("falcon", "FalconPolicy"),
@@ -38,6 +44,25 @@ _OWN = {
 }
 
 
+# What users registered: a class of models, or a model_type, -> policy.
+_registered: dict[type[nn.Module] | str, type[Policy]] = {}
+
+
+def register_policy(model_type_or_class: str | type[nn.Module], policy: type[Policy]) -> None:
+    """Let models of a class (and its subclasses), or of a `model_type`, be sharded by `policy` where no other is passed.
+
+    A class counts before a model type, a nearer base class before a farther one, and both before the policies that come with the package.
+    Registering again replaces the policy.
+    """
+    key = model_type_or_class
+    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+        raise ValueError(f"model_type_or_class={key!r} must be the model_type of a config, such as 'llama', or a class of models")
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        meant = f"; pass the class: {type(policy).__name__}" if isinstance(policy, Policy) else ""
+        raise ValueError(f"policy={policy!r} must be a subclass of shardwright.shardformer.Policy{meant}")
+    _registered[key] = policy
+
+
 def get_autopolicy(model: nn.Module) -> Policy:
     """A fresh policy for `model`.
 
@@ -45,12 +70,17 @@ def get_autopolicy(model: nn.Module) -> Policy:
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
+    for key in (*native_class(model).__mro__, kind):
+        if key in _registered:
+            return _registered[key]()
     if kind in _OWN:
         module, name = _OWN[kind]
         return getattr(import_module(f"shardwright.shardformer.policies.{module}"), name)()
     if kind is None:
         raise ValueError(
-            f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the plugin custom_policy="
+            f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the plugin "
+            "custom_policy=, "
+            "or name one for its class with shardwright.shardformer.register_policy"
         )
     from shardwright.shardformer.policies.generic import GenericPolicy
 

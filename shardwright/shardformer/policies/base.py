@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.layer.linear import is_linear
+from shardwright.shardformer.layer.parallel_module import own_arguments
 from shardwright.shardformer.plan import Plan
 from shardwright.shardformer.styles import Style, VocabEmbedding, VocabHead
 
@@ -30,21 +33,61 @@ class SubModuleReplacementDescription:
     kwargs: dict[str, Any] = field(default_factory=dict)
     ignore_if_not_exist: bool = False
 
+    def __post_init__(self) -> None:
+        self.kwargs = {} if self.kwargs is None else self.kwargs
+
 
 @dataclass
 class ModulePolicyDescription:
     """What changes in every module of one class.
 
     attribute_replacement   name -> value (dotted names reach into attributes)
-    param_replacement       functions that are called with the module and change its parameters
+    param_replacement       functions that are called with the module, and with the process group if they take two arguments, and change
+                            the module's parameters
     sub_module_replacement  children to be sharded
-    method_replacement      name -> function that takes the place of the class' method
+    method_replacement      name -> function that takes the place of the class' method; `functools.partial` objects get the module too
+
+    None in a field means that nothing of that kind changes.
     """
 
     attribute_replacement: dict[str, Any] = field(default_factory=dict)
-    param_replacement: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    param_replacement: list[Callable[..., None]] = field(default_factory=list)
     sub_module_replacement: list[SubModuleReplacementDescription] = field(default_factory=list)
     method_replacement: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, made in (("attribute", dict), ("param", list), ("sub_module", list), ("method", dict)):
+            if getattr(self, f"{name}_replacement") is None:
+                setattr(self, f"{name}_replacement", made())
+
+    def bound(self, group: dist.ProcessGroup) -> ModulePolicyDescription:
+        """The same in the one form that is applied: functions that take a module alone, methods, arguments that the layers know."""
+        return ModulePolicyDescription(
+            self.attribute_replacement,
+            [_with_group(function, group) for function in self.param_replacement],
+            [replace(child, kwargs=own_arguments(child.target_module, child.kwargs)) for child in self.sub_module_replacement],
+            {name: _as_method(function) for name, function in self.method_replacement.items()},
+        )
+
+
+def _with_group(function: Callable[..., None], group: dist.ProcessGroup) -> Callable[..., None]:
+    required = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return (lambda module: function(module, group)) if len(required) > 1 else function
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as something that a class binds to its instances: objects that are called, such as `functools.partial`, are not."""
+    if hasattr(function, "__get__"):
+        return function
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return method
 
 
 class Policy:
@@ -57,8 +100,8 @@ class Policy:
                     `rules`; for models whose layers are not found by themselves
     """
 
-    model: nn.Module
-    shard_config: ShardConfig
+    model: Any = None
+    shard_config: Any = None
     layer_lists: Sequence[str] | None = None
 
     @property
@@ -134,6 +177,64 @@ class Policy:
         prefix = next((f"{name}." if name else "" for name, module in model.named_modules() if module is base), self.base_prefix())
         return [f"{prefix}{name}" for name in self.layer_lists]
 
+    # --- what the sharder reads: the user's answers in one form, whatever they came as ---
+
+    def prepared_model(self) -> nn.Module:
+        """What `preprocess` returns; a method that returns nothing has changed the model in place."""
+        return _or_model(self.preprocess(), self.model)
+
+    def finished_model(self) -> nn.Module:
+        """What `postprocess` returns, likewise."""
+        return _or_model(self.postprocess(), self.model)
+
+    def whole_plan(self) -> Plan:
+        """What `plan` returns; a plain dict is one too."""
+        plan: Any = self.plan()
+        return Plan(plan, type(self).__name__) if isinstance(plan, Mapping) else plan
+
+    def replacements(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        """What `module_policy` returns, as it is applied."""
+        source = type(self).__name__
+        bound = {}
+        for key, description in (self.module_policy() or {}).items():
+            if not isinstance(description, ModulePolicyDescription):
+                raise ValueError(f"{source}.module_policy: {key!r} is described by {description!r}; it must be a ModulePolicyDescription")
+            try:
+                bound[key] = description.bound(self.shard_config.parallel.group)
+            except ValueError as error:
+                raise ValueError(f"{source}.module_policy, {key if isinstance(key, str) else key.__name__}: {error}") from None
+        return bound
+
+    # --- for policies in the form of other frameworks ---
+
+    @property
+    def pipeline_stage_manager(self) -> None:
+        """None: stages are cut by the pipeline, from the model itself."""
+        return None
+
+    def append_or_create_submodule_replacement(
+        self,
+        description: SubModuleReplacementDescription | list[SubModuleReplacementDescription],
+        policy: dict[Any, ModulePolicyDescription],
+        target_key: type[nn.Module] | str,
+    ) -> dict[Any, ModulePolicyDescription]:
+        """Add children to what `policy`, a `module_policy`, says about `target_key`; returns `policy`."""
+        children = description if isinstance(description, list) else [description]
+        policy.setdefault(target_key, ModulePolicyDescription()).sub_module_replacement.extend(children)
+        return policy
+
+    def append_or_create_method_replacement(
+        self, description: dict[str, Callable[..., Any]], policy: dict[Any, ModulePolicyDescription], target_key: type[nn.Module] | str
+    ) -> dict[Any, ModulePolicyDescription]:
+        """Add methods to what `policy`, a `module_policy`, says about `target_key`; returns `policy`."""
+        policy.setdefault(target_key, ModulePolicyDescription()).method_replacement.update(description)
+        return policy
+
+    def tie_weight_check(self) -> bool:
+        """Whether the head over the vocabulary and its embedding are one parameter."""
+        embedding, head = _embeddings(self.model, "get_input_embeddings"), _embeddings(self.model, "get_output_embeddings")
+        return embedding is not None and head is not None and getattr(embedding, "weight", None) is getattr(head, "weight", None)
+
     def base_prefix(self) -> str:
         """Name of the base model inside the model, with a dot; empty when the model is the base model."""
         base = getattr(self.model, "base_model", self.model)
@@ -164,3 +265,18 @@ def _embeddings(model: nn.Module, method: str) -> nn.Module | None:
         return getter() if getter is not None else None
     except (NotImplementedError, AttributeError):
         return None
+
+
+def _or_model(returned: nn.Module | None, model: nn.Module) -> nn.Module:
+    return model if returned is None else returned
+
+
+def require_policy(policy: Any) -> None:
+    """Refuse what is no policy, with what was probably meant."""
+    if policy is None or isinstance(policy, Policy):
+        return
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise ValueError(f"policy={policy.__name__} is the class; pass an instance: {policy.__name__}()")
+    if isinstance(policy, ShardConfig):
+        raise ValueError("policy=ShardConfig(...): the order is ModelSharder(model, policy, shard_config), with policy=None to find one")
+    raise ValueError(f"policy={policy!r} must be a shardformer Policy, or None to find one for the model")

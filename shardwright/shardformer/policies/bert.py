@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules
 
 
@@ -26,3 +27,6 @@ class BertPolicy(Policy):
             parts[f"{path}.output.dense"] = parts.pop(f"{path}.self.o")
             rules |= {**parts, f"{path}.output.LayerNorm": "replicated"}
         return rules
+
+
+__getattr__ = policies_of_heads(__name__, Bert=BertPolicy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.shardformer.attention import by_head
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
@@ -24,3 +25,6 @@ class BloomPolicy(Policy):
             ),
             **mlp_rules("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         }
+
+
+__getattr__ = policies_of_heads(__name__, Bloom=BloomPolicy)

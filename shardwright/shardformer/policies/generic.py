@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch.nn as nn
 
@@ -17,7 +18,7 @@ from shardwright.shardformer.policies.base import Policy
 from shardwright.shardformer.regions import find_regions, undecided_parameters
 from shardwright.shardformer.rules import Rules
 from shardwright.shardformer.self_check import SelfCheck
-from shardwright.shardformer.small_copy import small_copy
+from shardwright.shardformer.small_copy import small_copies
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class GenericPolicy(Policy):
                 f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are "
                 "recognised; pass policy=, to the plugin custom_policy="
             )
-        regions.append(Proposal("vocabulary", [vocabulary]))
+        if vocabulary:
+            regions.append(Proposal("vocabulary", [vocabulary]))
         self.findings = self._find(regions)
         return Plan(self.findings.rules, type(self).__name__)
 
@@ -63,13 +65,18 @@ class GenericPolicy(Policy):
         best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
         if parallel.is_played:
             return Findings(best)
-        copied = small_copy(self.model, parallel.size)
-        if copied is None:
+        example = self.shard_config.example_inputs
+        copies = small_copies(self.model, parallel.size, keep_inputs=example is not None)
+        smallest = next(copies, None)
+        if smallest is None:
             _LOGGER.warning(
                 f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan is used untested"
             )
             return Findings(best)
-        check = SelfCheck(copied, parallel)
+        check = SelfCheck(chain([smallest], copies), parallel, example)
+        unseen = self._leave_out_unseen(check, regions)
+        if unseen:
+            best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
         if (rules := self._passing(check, best)) is not None:
             return Findings(rules, [region.name for region in regions if not region.alternatives], checked=True)
         kept: list[Rules] = []
@@ -90,6 +97,19 @@ class GenericPolicy(Policy):
             f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed the check"
         )
         return Findings(rules, dropped, checked=True)
+
+    def _leave_out_unseen(self, check: SelfCheck, regions: list[Proposal]) -> list[str]:
+        """Keep regions whole that the batch of the check does not reach, as their rules would go untested; returns their names."""
+        unseen = [region for region in regions if region.alternatives and not check.reaches(region.alternatives[0], shape_of_name)]
+        for region in unseen:
+            region.alternatives = []
+        names = [region.name for region in unseen]
+        if names:
+            _LOGGER.warning(
+                f"{type(self.model).__name__}: {', '.join(names)} stay whole on every rank, since the batch that its plan was tried "
+                "on does not reach them; pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"
+            )
+        return names
 
     def _is_possible(self, rules: Rules) -> bool:
         """Whether the numbers fit; what does not is no rule of the user's, so it is passed over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
@@ -18,3 +19,6 @@ class GPT2Policy(Policy):
             **attention_rules("h.*.attn", fused="c_attn", o="c_proj", sizes=("split_size", "embed_dim")),
             **mlp_rules("h.*.mlp", "c_fc", "c_proj"),
         }
+
+
+__getattr__ = policies_of_heads(__name__, GPT2=GPT2Policy)

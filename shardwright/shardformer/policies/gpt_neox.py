@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
@@ -19,3 +20,6 @@ class GPTNeoXPolicy(Policy):
 class GPTJPolicy(Policy):
     def rules(self) -> Rules:
         return {**attention_rules("h.*.attn", o="out_proj", sizes=("embed_dim",)), **mlp_rules("h.*.mlp", "fc_in", "fc_out")}
+
+
+__getattr__ = policies_of_heads(__name__, GPTJ=GPTJPolicy, GPTNeoX=GPTNeoXPolicy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
@@ -16,3 +17,6 @@ class Qwen3Policy(LlamaPolicy):
 
     def rules(self) -> Rules:
         return {**super().rules(), "layers.*.self_attn.q_norm": "partial_gradient", "layers.*.self_attn.k_norm": "partial_gradient"}
+
+
+__getattr__ = policies_of_heads(__name__, Llama=LlamaPolicy, Mistral=LlamaPolicy, Qwen2=LlamaPolicy, Qwen3=Qwen3Policy)

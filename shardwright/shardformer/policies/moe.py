@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn as nn
 
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, expert_rules, latent_attention_rules, mlp_rules
 
 _GATED = ("gate_proj", "up_proj")
@@ -58,3 +59,6 @@ class DeepseekPolicy(SparsePolicy):
     def attention_rules(self) -> Rules:
         config = self.config
         return latent_attention_rules("layers.*.self_attn", config.num_attention_heads, config.qk_rope_head_dim, config.q_lora_rank)
+
+
+__getattr__ = policies_of_heads(__name__, Mixtral=MixtralPolicy, Deepseek=DeepseekPolicy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 
 
@@ -16,3 +17,6 @@ class OPTPolicy(Policy):
             f"{layer}.self_attn_layer_norm": "replicated",
             f"{layer}.final_layer_norm": "replicated",
         }
+
+
+__getattr__ = policies_of_heads(__name__, OPT=OPTPolicy)

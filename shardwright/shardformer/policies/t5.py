@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.shardformer.heads import HeadGeometry
 from shardwright.shardformer.policies.base import Policy
+from shardwright.shardformer.policies.heads import policies_of_heads
 from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
 from shardwright.shardformer.splits import Heads
 from shardwright.shardformer.styles import HiddenEmbedding
@@ -28,3 +29,6 @@ class T5Policy(Policy):
             rules[f"{layers}.0.SelfAttention.relative_attention_bias"] = HiddenEmbedding(Heads("q", geometry))
             rules |= mlp_rules(f"{layers}.{len(names)}.DenseReluDense", ups, "wo")
         return rules
+
+
+__getattr__ = policies_of_heads(__name__, T5=T5Policy)

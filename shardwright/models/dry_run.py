@@ -2,7 +2,7 @@
 
 The model is copied to the meta device (shapes only, no memory) and called with a small example batch. Values that its forward asks
 for on the way (`.item()`, `if mask.all()`, `nonzero`) are answered with zeros: they steer masks and expert routing, which do not
-change which module feeds which.
+change which module feeds which. Collectives of such tensors are answered at once, as if every rank had sent what they need.
 """
 
 from __future__ import annotations
@@ -16,18 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.pytree import TorchDispatchMode
+from ..comm.compat import finished_work
+from ..utils.pytree import TorchDispatchMode, tree_leaves
 from ..utils.tensors import map_tensors
 
-_SAMPLES, _LENGTH, _CHOICES = 2, 8, 2
 _aten = torch.ops.aten
 
 
-class _MadeUpValues(TorchDispatchMode):
-    """Data-dependent operators on meta tensors return something of a shape that models go on with."""
+class MadeUpValues(TorchDispatchMode):
+    """Data-dependent operators on meta tensors return something of a shape that models go on with.
+
+    collectives     how many were answered
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         first = args[0] if args else None
+        if func.namespace == "c10d" and all(tensor.is_meta for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)):
+            self.collectives += 1
+            return (first, finished_work()) if len(func._schema.returns) == 2 else finished_work()
         if isinstance(first, torch.Tensor) and first.is_meta:
             if func is _aten._local_scalar_dense.default:
                 return False if first.dtype == torch.bool else 0.0 if first.dtype.is_floating_point else 0
@@ -54,10 +64,10 @@ def _nonzero(mask: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def without_data() -> Iterator[None]:
+def without_data() -> Iterator[MadeUpValues]:
     """Inside, modules whose tensors are all on the meta device run although there is no data."""
-    with _MadeUpValues(), torch.device("meta"):
-        yield
+    with MadeUpValues() as made_up, torch.device("meta"):
+        yield made_up
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -92,33 +102,6 @@ def forward_defaults(model: nn.Module) -> dict[str, Any]:
     if "use_cache" in parameters or (takes_any and getattr(getattr(model, "config", None), "use_cache", False)):
         return {"use_cache": False}
     return {}
-
-
-def example_batches(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Batches that a transformers model may accept, likely ones first."""
-    config = getattr(model, "config", None)
-    name = getattr(model, "main_input_name", "input_ids")
-    device = next(model.parameters()).device
-    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
-    if name == "pixel_values":
-        size = getattr(config, "image_size", 32)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        yield {name: torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width, dtype=dtype, device=device)}
-        return
-    decoder: dict[str, Any] = {}
-    if getattr(config, "is_encoder_decoder", False):
-        decoder = {"decoder_input_ids": _ids(_SAMPLES, _LENGTH, device=device)}
-    if name == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", _LENGTH)
-        yield {name: torch.zeros(_SAMPLES, getattr(config, "num_mel_bins", 80), frames, dtype=dtype, device=device), **decoder}
-        return
-    for shape in ((_SAMPLES, _LENGTH), (1, _LENGTH), (_SAMPLES, _CHOICES, _LENGTH)):
-        yield {"input_ids": _ids(*shape, device=device), **{key: value[: shape[0]] for key, value in decoder.items()}}
-
-
-def _ids(*shape: int, device: torch.device) -> torch.Tensor:
-    """Token ids that are no padding, start or end token in any usual vocabulary; every row alike."""
-    return torch.arange(5, 5 + shape[-1], device=device).expand(shape).contiguous()
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

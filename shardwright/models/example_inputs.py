@@ -1,0 +1,307 @@
+"""Batches for models of any modality, from what their config and the arguments of their forward say.
+
+`example_batches` gives inputs without labels, plain ones first: enough to learn which module feeds which. `training_batches` gives
+the fullest first, with labels for the model's head where it takes some: enough to compare losses and gradients. Neither knows models by
+name, so a batch is a guess, and the caller goes on to the next one when the model does not run on it.
+
+Sizes: B samples, S tokens, C channels, H x W pixels, F frames.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..utils.tensors import map_tensors
+
+Batch = dict[str, Any]
+SAMPLES, CHOICES = 2, 2
+_PLAIN_LENGTH, _LENGTH = 8, 12
+_FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token in any usual vocabulary
+_IGNORE = -100
+_IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
+_PLACEHOLDERS = ("image_token_id", "image_token_index")
+
+
+def example_batches(model: nn.Module) -> Iterator[Batch]:
+    """Batches without labels that a transformers model may accept, likely ones first; text alone before text with images."""
+    maker = _Maker(model)
+    if maker.main == "pixel_values" and "input_ids" not in maker.arguments:
+        yield maker.placed(maker.images(zeros=True))
+    elif maker.main == "input_features":
+        yield maker.placed({**maker.sound(zeros=True), **maker.decoder_ids()})
+    elif maker.main != "pixel_values":
+        for shape in ((SAMPLES, _PLAIN_LENGTH), (1, _PLAIN_LENGTH), (SAMPLES, CHOICES, _PLAIN_LENGTH)):
+            yield maker.placed(
+                {"input_ids": _counting_ids(*shape), **{key: value[: shape[0]] for key, value in maker.decoder_ids().items()}}
+            )
+    for inputs in maker.full():
+        yield maker.placed(inputs)
+
+
+def training_batches(model: nn.Module) -> Iterator[Batch]:
+    """Batches with labels where the model takes some, the fullest first; all but plain text with a padded sample."""
+    maker = _Maker(model)
+    for inputs in maker.full():
+        for labels in maker.labels(inputs):
+            yield maker.placed({**inputs, **labels, **maker.switches()})
+    for inputs in maker.full():
+        yield maker.placed({**inputs, **maker.switches()})
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss of a model's outputs; for a model without one, a fixed function of all its floating point outputs.
+
+    That function weighs every element of an output tensor differently, so that exchanged samples, positions or channels
+    change it, and its gradients reach everything that the outputs depend on.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return _weighted_mean(outputs)
+    if not isinstance(outputs, Mapping):
+        outputs = dict(enumerate(outputs))
+    losses = [outputs[name] for name in ("loss", "mc_loss") if outputs.get(name) is not None]  # GPT-2's double heads report two
+    if losses:
+        return torch.stack(losses).sum()
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, [value for key, value in outputs.items() if key != "past_key_values"])
+    tensors = {id(tensor): tensor for tensor in found if tensor.is_floating_point()}
+    if not tensors:
+        raise ValueError(f"outputs of {type(outputs).__name__} hold neither a loss nor a floating point tensor, only {list(outputs)}")
+    return torch.stack([_weighted_mean(tensor) for tensor in tensors.values()]).sum()
+
+
+def has_loss(outputs: Any) -> bool:
+    """Whether the model computed a loss itself."""
+    return isinstance(outputs, Mapping) and outputs.get("loss") is not None
+
+
+def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).mul_(0.7).cos_()
+    return (tensor * weights.view(tensor.shape).to(tensor.dtype)).mean() + tensor.square().mean()
+
+
+def _counting_ids(*shape: int) -> torch.Tensor:
+    """[*shape], every row alike."""
+    return torch.arange(_FIRST_WORD, _FIRST_WORD + shape[-1]).expand(shape).contiguous()
+
+
+class _Maker:
+    """Makes the parts of a batch for one model.
+
+    arguments   names that its forward takes
+    text, vision, audio     the configs of these parts, the model's own where it has no such part
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config: Any = getattr(model, "config", None)
+        self.main: str = getattr(model, "main_input_name", "input_ids")
+        self.arguments = set(inspect.signature(model.forward).parameters)
+        self.head = getattr(type(model), "native_class", type(model)).__name__
+        param = next(model.parameters())
+        self.device = param.device
+        self.dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+        self.text = _text_config(self.config)
+        self.vision = _part(self.config, "vision_config")
+        self.audio = _part(self.config, "audio_config")
+        self._generator = torch.Generator().manual_seed(2)
+
+    def placed(self, batch: Batch) -> Batch:
+        """On the model's device; images and sounds in its dtype."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+        return map_tensors(move, batch)
+
+    def switches(self) -> Batch:
+        """A contrastive loss where there is one."""
+        return {"return_loss": True} if "return_loss" in self.arguments else {}
+
+    def full(self) -> Iterator[Batch]:
+        """Everything that the model takes, then less and less of it."""
+        takes_text = "input_ids" in self.arguments
+        pictures = [] if not set(_IMAGES) & self.arguments else [self.images(), self.videos()]
+        sounds = [] if not set(_SOUNDS) & self.arguments else [self.sound(), self.waveform()]
+        for seen in filter(None, pictures):
+            if takes_text:
+                yield {**seen, **self.words(self._image_places(seen))}
+                yield {**seen, **self.words()}
+            yield {**seen, **self.points()}
+        for heard in filter(None, sounds):
+            if takes_text:
+                yield {**heard, **self.words()}
+            yield heard
+            yield {**heard, **self.decoder_ids()}
+        if takes_text:
+            for made in (self.words(), self.words(ragged=False), self.choices(), {"input_ids": self.words(ragged=False)["input_ids"][:1]}):
+                yield made
+                if "decoder_input_ids" in self.arguments:
+                    yield {**made, **{key: value[: len(made["input_ids"])] for key, value in self.decoder_ids().items()}}
+
+    # --- parts ---
+
+    def words(self, places: int = 0, ragged: bool = True) -> Batch:
+        """ids and mask [B, S], the last sample padded at its end; `places` ids in front stand for images."""
+        ids = self._random_ids(SAMPLES, _LENGTH)
+        end = getattr(self.text, "eos_token_id", None)
+        mask = torch.ones_like(ids)
+        if ragged:
+            ids[-1, -3:] = getattr(self.text, "pad_token_id", None) or 0
+            mask[-1, -3:] = 0
+        if isinstance(end, int):
+            ids[0, -1] = ids[-1, -4 if ragged else -1] = end
+        if places:
+            token = next(value for name in _PLACEHOLDERS if (value := getattr(self.config, name, None)) is not None)
+            ids = torch.cat([torch.full((SAMPLES, places), token), ids], 1)
+            mask = torch.cat([torch.ones(SAMPLES, places, dtype=mask.dtype), mask], 1)
+        extra: Batch = {"bbox": torch.zeros(*ids.shape, 4, dtype=torch.long)} if "bbox" in self.arguments else {}
+        return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self.arguments else {}), **extra}
+
+    def choices(self) -> Batch:
+        """Texts [B, C, S]."""
+        return {"input_ids": self._random_ids(SAMPLES, CHOICES, _LENGTH)}
+
+    def decoder_ids(self) -> Batch:
+        takes = getattr(self.config, "is_encoder_decoder", False) or "decoder_input_ids" in self.arguments
+        return {"decoder_input_ids": _counting_ids(SAMPLES, _PLAIN_LENGTH)} if takes else {}
+
+    def images(self, zeros: bool = False) -> Batch:
+        """[B, C, H, W]"""
+        shape = (SAMPLES, _channels(self.vision), *_image_size(self.vision))
+        return {"pixel_values": torch.zeros(shape) if zeros else self._noise(*shape)}
+
+    def videos(self) -> Batch:
+        """[B, F, C, H, W]"""
+        frames = getattr(self.vision, "num_frames", None)
+        if not isinstance(frames, int):
+            return {}
+        name = "pixel_values" if "pixel_values" in self.arguments else "pixel_values_videos"
+        return {name: self._noise(SAMPLES, frames, _channels(self.vision), *_image_size(self.vision))}
+
+    def sound(self, zeros: bool = False) -> Batch:
+        """Spectra: [B, mels, F] for encoders that halve a fixed number of frames, else [B, F, mels]."""
+        bins = next((size for name in ("num_mel_bins", "input_feat_per_channel", "feature_size") if (size := _size(self.audio, name))), 80)
+        positions = _size(self.audio, "max_source_positions")
+        make = torch.zeros if zeros else self._noise
+        if "input_features" in self.arguments:
+            halves = positions is not None and _size(self.audio, "input_feat_per_channel") is None
+            return {"input_features": make(SAMPLES, bins, 2 * positions) if halves and positions else make(SAMPLES, 32, bins)}
+        frames = _size(self.audio, "max_length")
+        return {"input_values": make(SAMPLES, frames, bins)} if frames is not None and _size(self.audio, "num_mel_bins") else {}
+
+    def waveform(self) -> Batch:
+        """[B, samples]"""
+        return {"input_values": self._noise(SAMPLES, 2000)} if "input_values" in self.arguments else {}
+
+    def points(self) -> Batch:
+        """One point to segment at per sample, where the model is asked with points."""
+        return {"input_points": torch.full((SAMPLES, 1, 1, 2), 8.0)} if "input_points" in self.arguments else {}
+
+    def labels(self, inputs: Batch) -> Iterator[Batch]:
+        """Labels for the head, by what the forward takes, the likely ones first."""
+        classes = max(getattr(self.config, "num_labels", 2), 1)
+        text = inputs.get("input_ids")
+        if "start_positions" in self.arguments and text is not None:
+            yield {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 5])}
+        if "bool_masked_pos" in self.arguments:
+            yield from self._masked_patches(inputs)
+        if "labels" not in self.arguments:
+            return
+        per_sample = torch.arange(1, SAMPLES + 1) % classes
+        targets = self._random_ids(SAMPLES, _PLAIN_LENGTH)
+        targets[0, :2] = targets[1, 5:] = _IGNORE
+        per_token: Batch = {}
+        if text is not None and text.dim() == 2:
+            per_token = {"labels": self._next_words(inputs)}
+        if text is not None and "next_sentence_label" in self.arguments and per_token:
+            yield {**per_token, "next_sentence_label": torch.tensor([0, 1])}
+        if "TokenClassification" in self.head and text is not None:
+            yield {"labels": (torch.arange(text.numel()).view(text.shape) % classes).masked_fill(per_token["labels"] == _IGNORE, _IGNORE)}
+        if "NextSentence" in self.head or "MultipleChoice" in self.head:
+            yield {"labels": per_sample % CHOICES}
+        if "Classification" in self.head:
+            yield {"labels": per_sample}
+            if classes == 1:
+                yield {"labels": per_sample.float()}
+        if getattr(self.config, "is_encoder_decoder", False) or ("input_features" in inputs and "Classification" not in self.head):
+            yield {"labels": targets}
+        if per_token:
+            yield per_token
+        elif text is None:
+            yield {"labels": targets.clamp(min=0)}
+        yield {"labels": per_sample}
+
+    # --- details ---
+
+    def _masked_patches(self, inputs: Batch) -> Iterator[Batch]:
+        """Every third patch is to be guessed: [B, patches]."""
+        patch = _pair(getattr(self.vision, "patch_size", 16) or 16)
+        height, width = _image_size(self.vision)
+        patches = (height // patch[0]) * (width // patch[1])
+        hidden = (torch.arange(patches) % 3 == 0).expand(SAMPLES, patches).contiguous()
+        if "labels" in self.arguments:
+            yield {"bool_masked_pos": hidden, "labels": torch.arange(int(hidden.sum())) % 7}
+        yield {"bool_masked_pos": hidden}
+
+    def _next_words(self, inputs: Batch) -> torch.Tensor:
+        """The ids themselves; images, padding and the start of the first sample do not count."""
+        ids = inputs["input_ids"]
+        labels = ids.clone()
+        labels[0, :3] = _IGNORE
+        if "attention_mask" in inputs:
+            labels = labels.masked_fill(inputs["attention_mask"] == 0, _IGNORE)
+        return labels.masked_fill(labels >= _LAST_WORD + 1, _IGNORE)
+
+    def _image_places(self, seen: Batch) -> int:
+        """How many ids of a text stand for one image; 0 where none do."""
+        if all(getattr(self.config, name, None) is None for name in _PLACEHOLDERS):
+            return 0
+        queries = (
+            _size(self.config, "num_query_tokens") or _size(self.config, "image_seq_length") or _size(self.config, "mm_tokens_per_image")
+        )
+        height, width = _image_size(self.vision)
+        patch = _pair(getattr(self.vision, "patch_size", 16) or 16)
+        patches = (height // patch[0]) * (width // patch[1])
+        # The numbers of a model that was made small may still be those of large images.
+        is_stale = queries is not None and "num_query_tokens" not in vars(self.config) and patches < queries
+        return patches if queries is None or is_stale else queries
+
+    def _random_ids(self, *shape: int) -> torch.Tensor:
+        last = min(_size(self.text, "vocab_size") or _LAST_WORD, _LAST_WORD)
+        return torch.randint(min(_FIRST_WORD, last - 1), last, shape, generator=self._generator)
+
+    def _noise(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _part(config: Any, name: str) -> Any:
+    part = getattr(config, name, None)
+    return config if part is None else part
+
+
+def _size(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _channels(config: Any) -> int:
+    return next((size for name in ("num_channels", "in_channels", "in_chans") if (size := _size(config, name))), 3)
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    return _pair(getattr(config, "image_size", None) or getattr(config, "input_size", None) or 64)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, Mapping):
+        return size["height"], size["width"]
+    values = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    return values[-2], values[-1]

@@ -1,0 +1,127 @@
+"""Policies, layers of shardformer, and what is registered by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwright
+from shardwright.booster import Booster
+from shardwright.pipeline.schedules.phases import B, F, times
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import ModelSharder, Policy, ShardConfig, ShardFormer
+from shardwright.shardformer.layer import Linear1D_Col
+from tests.mistakes.table import mistake, refused
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class PairPolicy(Policy):
+    layer_lists = ["layers"]
+
+
+@mistake(
+    symptom="a policy's class where an instance is meant: `optimize(model, MyPolicy)`",
+    gets="refused on every rank, with the call that is meant",
+    fix="`MyPolicy()`",
+)
+def class_of_a_policy(rank: int, world: int) -> None:
+    with refused(r"policy=PairPolicy is the class; pass an instance: PairPolicy\(\)"):
+        ShardFormer(ShardConfig()).optimize(Pair(), PairPolicy)  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="`ModelSharder(model, shard_config, policy)`",
+    gets="refused with the order of the arguments",
+    fix="`ModelSharder(model, policy, shard_config)`, or `ShardFormer(shard_config).optimize(model, policy)`",
+)
+def exchanged_arguments(rank: int, world: int) -> None:
+    with refused(r"the order is ModelSharder\(model, policy, shard_config\)"):
+        ModelSharder(Pair(), ShardConfig(), PairPolicy())  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="an argument of another framework's layer that asks for something, such as `skip_bias_add=True` or `seq_parallel_mode='ring'`",
+    gets="refused with the reason; those that ask for nothing (`None`, `False`) are accepted",
+    fix="leave it out",
+)
+def foreign_argument(rank: int, world: int) -> None:
+    with refused("skip_bias_add=True cannot be had", "leave it out"):
+        Linear1D_Col.from_native_module(nn.Linear(4, 4), skip_bias_add=True)
+    Linear1D_Col.from_native_module(nn.Linear(4, 4), skip_bias_add=False, seq_parallel_mode=None)
+    with refused("takes no bias_add=True; it takes split, gather_output"):
+        Linear1D_Col.from_native_module(nn.Linear(4, 4), bias_add=True)
+
+
+@mistake(
+    symptom="a plugin's name with a slip in `Booster(plugin='torch_dpp')`",
+    gets="refused with the names that are known and the nearest one",
+    fix="the right name, or `shardwright.register_plugin` for one of your own",
+)
+def name_of_a_plugin(rank: int, world: int) -> None:
+    with refused("did you mean 'torch_ddp'"):
+        Booster(plugin="torch_dpp")
+
+
+def forgetful(placement: Any, rank: int, num_microbatches: int) -> list[Any]:
+    return [times(num_microbatches, F()), times(num_microbatches - 1, B())]
+
+
+@mistake(
+    symptom="a registered schedule that leaves out a backward",
+    gets="refused on every rank when the model is boosted, with the table of the schedule",
+    fix="every stage runs every microbatch once: F, then B, or I and later W",
+    worlds=(2, 4),
+)
+def schedule_with_a_hole(rank: int, world: int) -> None:
+    shardwright.register_schedule("forgetful", forgetful)
+    x = torch.randn(4, 4)
+    plugin = HybridParallelPlugin(
+        pp_size=world, num_microbatches=4, pp_style="forgetful", precision="fp32", custom_policy=PairPolicy(), example_inputs=x
+    )
+    model = Pair()
+    with refused("pp_style='forgetful', which was registered: ", "B"):
+        Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+
+
+@mistake(
+    symptom="a model type that nobody knows under tensor parallelism, whose batch cannot be guessed",
+    gets="refused on every rank with the model's own error and the option that helps",
+    fix="`example_inputs=` a batch like the real ones, to the plugin or to `ShardConfig`",
+    worlds=(2, 4),
+)
+def batch_that_cannot_be_guessed(rank: int, world: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Steered(LlamaForCausalLM):
+        def forward(self, input_ids: Any, strength: Any, labels: Any = None) -> Any:  # type: ignore[override]
+            return super().forward(inputs_embeds=self.model.embed_tokens(input_ids) * strength, labels=labels, use_cache=False)
+
+    class SteeredConfig(LlamaConfig):
+        model_type = "steered"
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 100,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    model = Steered(SteeredConfig(**sizes))
+    with refused("Steered has no policy of its own", "pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"):
+        ShardFormer(ShardConfig()).optimize(model)
+    ids = torch.arange(8).view(1, 8)
+    example = {"input_ids": ids, "strength": torch.tensor(2.0), "labels": ids}
+    sharded, _ = ShardFormer(ShardConfig(example_inputs=example, make_vocab_size_divisible_by=1)).optimize(model)
+    sharded(**example).loss.backward()

@@ -1,0 +1,185 @@
+"""Models without a policy of their own: what their plan is tried on, and what becomes of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from shardwright.models.dry_run import call_model
+from shardwright.models.example_inputs import loss_of, training_batches
+from shardwright.ops.shared_grads import sync_shared_gradients
+from shardwright.shardformer import ModelSharder, ShardConfig
+from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.self_check import SelfCheck
+from shardwright.shardformer.small_copy import small_copies
+from shardwright.spec import get_spec
+from shardwright.testing import compare_models, keep_float64, run_ranks
+from tests.models import tiny_modalities as tiny
+
+SHARDED_AT_LEAST = {"BeitForImageClassification": 0.4, "Swinv2ForImageClassification": 0.4, "Blip2ForConditionalGeneration": 0.4}
+SHARDED_AT_LEAST |= {"DebertaV2ForQuestionAnswering": 0.3, "DebertaV2ForMultipleChoice": 0.3, "VideoMAEForVideoClassification": 0.35}
+
+
+def sharded(model: nn.Module, **config: Any) -> ModelSharder:
+    sharder = ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8, **config))
+    sharder.shard()
+    return sharder
+
+
+def share(model: nn.Module) -> float:
+    """Of the parameters that are sharded."""
+    sizes = [
+        (torch.Size(spec.full_shape).numel(), spec.is_sharded) for param in model.parameters() if (spec := get_spec(param)) is not None
+    ]
+    return sum(size for size, is_sharded in sizes if is_sharded) / sum(size for size, _ in sizes)
+
+
+def against_one_process(rank: int, world_size: int, names: list[str]) -> list[str]:
+    """Loss and every gradient of a batch that the check has not seen; returns what differs."""
+    problems = []
+    for name in names:
+        with keep_float64():
+            reference, batch = tiny.build(name), tiny.batch(name)
+            model = sharded(tiny.build(name)).model
+            expected = loss_of(call_model(reference, batch))
+            expected.backward()
+            actual = loss_of(call_model(model, batch))
+            actual.backward()
+        sync_shared_gradients(model.parameters(), dist.group.WORLD)
+        report = compare_models(reference, model, coordinate=rank, losses=(expected.detach(), actual.detach()), check=False)
+        try:
+            report.check()
+        except AssertionError as error:
+            problems.append(f"{name}: {error}")
+        if share(model) < SHARDED_AT_LEAST.get(name, 0.55):
+            problems.append(f"{name}: {share(model):.0%} sharded")
+    return problems
+
+
+def check(problems: list[list[str]]) -> None:
+    found = [f"rank {rank}: {problem}" for rank, one in enumerate(problems) for problem in one]
+    assert not found, "\n".join(found)
+
+
+def test_every_modality_and_head_has_the_gradients_of_one_process() -> None:
+    check(run_ranks(against_one_process, 2, list(tiny.MODELS), timeout=110))
+
+
+def test_four_ranks_too() -> None:
+    names = ["ViTForImageClassification", "WhisperForConditionalGeneration", "CLIPModel", "Gemma2Model"]
+    check(run_ranks(against_one_process, 4, names, timeout=110))
+
+
+REAL_SIZES = {
+    "ViTForImageClassification": "ViTConfig",
+    "BeitForImageClassification": "BeitConfig",
+    "WhisperForConditionalGeneration": "WhisperConfig",
+    "CLIPModel": "CLIPConfig",
+    "SamModel": "SamConfig",
+    "LlavaForConditionalGeneration": "LlavaConfig",
+    "BertForPreTraining": "BertConfig",
+    "Gemma2ForSequenceClassification": "Gemma2Config",
+    "DebertaV2ForSequenceClassification": "DebertaV2Config",
+    "BartForConditionalGeneration": "BartConfig",
+}
+
+
+@pytest.mark.parametrize(("model", "config"), REAL_SIZES.items(), ids=list(REAL_SIZES))
+def test_a_small_copy_of_a_model_of_real_size_runs_on_a_guessed_batch(model: str, config: str) -> None:
+    with torch.device("meta"):
+        real = getattr(transformers, model)(getattr(transformers, config)())
+    small = next(small_copies(real, 2))
+    assert sum(param.numel() for param in small.parameters()) < 3_000_000
+
+    def runs(batch: Any) -> bool:
+        try:
+            loss_of(call_model(copy.deepcopy(small), batch)).backward()
+        except Exception:
+            return False
+        return True
+
+    assert any(map(runs, training_batches(small)))
+
+
+class Steered(transformers.LlamaForCausalLM):
+    """Takes an argument that nobody could guess."""
+
+    def forward(self, input_ids: torch.Tensor, strength: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state * strength.unsqueeze(-1).unsqueeze(-1)
+        logits = self.lm_head(hidden)
+        return {"loss": self.loss_function(logits, labels, vocab_size=self.config.vocab_size), "logits": logits}
+
+
+class SteeredConfig(transformers.LlamaConfig):
+    model_type = "steered"
+
+
+def steered() -> nn.Module:
+    torch.manual_seed(0)
+    arguments = {key: value for key, value in tiny.MODELS["LlavaForConditionalGeneration"][1]["text_config"].items() if key != "model_type"}
+    return Steered(SteeredConfig(**arguments)).double().eval()
+
+
+def own_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 99, (5, 9), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "strength": torch.arange(1.0, 6.0), "labels": ids}
+
+
+def with_levers(rank: int, world_size: int) -> dict[str, Any]:
+    with pytest.raises(ValueError, match=r"Steered has no policy.*no batch that could be guessed.*pass example_inputs="):
+        sharded(steered())
+    with pytest.raises(ValueError, match=r"example_inputs: a small copy of Steered does not run on it.*next\(iter\(dataloader\)\)"):
+        sharded(steered(), example_inputs={"input_ids": torch.ones(2, 3, dtype=torch.long)})
+    reference = steered()
+    sharder = sharded(steered(), example_inputs=own_batch())
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in own_batch().items()}
+    with keep_float64():
+        for model in (reference, sharder.model):
+            model(**batch)["loss"].backward()
+    sync_shared_gradients(sharder.model.parameters(), dist.group.WORLD)
+    compare_models(reference, sharder.model, coordinate=rank)
+    text = {"input_ids": torch.arange(5, 13).expand(2, 8), "labels": torch.arange(5, 13).expand(2, 8)}
+    unseen = sharded(tiny.build("LlavaForConditionalGeneration"), example_inputs=text)
+    return {"steered": share(sharder.model), "unseen": unseen.policy.findings.dropped, "checked": sharder.policy.findings.checked}  # type: ignore[attr-defined]
+
+
+def test_a_batch_of_the_users_is_taken_where_none_can_be_guessed_and_what_it_does_not_reach_stays_whole() -> None:
+    for found in run_ranks(with_levers, 2):
+        assert found["steered"] > 0.9
+        assert found["checked"]
+        assert found["unseen"]
+        assert all(name.startswith("model.vision_tower.") for name in found["unseen"])
+
+
+class Fails(nn.Module):
+    """Raises in the forward of one rank alone, between two collectives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a shape that only this rank has")
+
+
+def one_rank_fails(rank: int, world_size: int) -> list[Any]:
+    model = tiny.build("Gemma2ForSequenceClassification")
+    check = SelfCheck([model], ParallelGroup(dist.group.WORLD))
+    sharder = ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8))
+    rules = sharder.policy
+
+    def apply(copied: Any, broken: int | None) -> None:
+        rules.set_model(copied)
+        rules.set_shard_config(sharder.shard_config)
+        rules._apply(copied, rules.findings.rules)  # type: ignore[attr-defined]
+        if rank == broken:
+            copied.model.layers[1].mlp = Fails()
+
+    sharder.prepare()
+    return [check.failures(lambda copied, broken=broken: apply(copied, broken)) for broken in (None, 0, 1, None)]
+
+
+def test_a_plan_that_fails_on_one_rank_alone_is_rejected_on_all_and_the_next_one_is_tried() -> None:
+    assert run_ranks(one_rank_fails, 2, timeout=30) == [[[], None, None, []]] * 2
