@@ -39,6 +39,15 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _Copy.apply(x, group)
 
 
+def copy_all_to_group(xs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """`copy_to_group` of several tensors that the same consumers take.
+
+    forward   y_i = x_i
+    backward  dx_i = sum over ranks of dy_i, one all-reduce for all of one dtype
+    """
+    return tuple(xs) if group.size() == 1 else cast(tuple[Tensor, ...], _CopyAll.apply(group, *xs))
+
+
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the ranks' partial results to a replicated one.
 
@@ -169,6 +178,26 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return (reduce_from_group(dy, ctx.group) if torch.is_grad_enabled() else all_reduce(dy, ctx.group)), None
+
+
+class _CopyAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [dy for dy in dys if dy is not None]
+        summed: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(dy.dtype for dy in there):
+            alike = [dy for dy in there if dy.dtype == dtype]
+            flat = torch.cat([dy.reshape(-1) for dy in alike])
+            total = reduce_from_group(flat, ctx.group) if torch.is_grad_enabled() else all_reduce(flat, ctx.group)
+            parts = total.split([dy.numel() for dy in alike])
+            summed |= {id(dy): part.view(dy.shape) for dy, part in zip(alike, parts, strict=True)}
+        return (None, *(None if dy is None else summed[id(dy)] for dy in dys))
 
 
 class _Reduce(torch.autograd.Function):

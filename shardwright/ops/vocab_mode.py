@@ -217,7 +217,7 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return _deal_rows(func, name, mark, *args, **kwargs)
     if name in _JOIN_ROWS:
         return _join_rows(func, name, mark, *args, **kwargs)
-    if by_script and name in READS and logits is (args[0] if args else None) and _runs_over(mark, logits.ndim, args, kwargs, name):
+    if by_script and name in READS and args and args[0] is logits and _runs_over(mark, logits.ndim, args, kwargs, name):
         return _read(name, mark, *args, **kwargs)
     if name in _WITH_FEATURES | _READ_BY_HOST or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs, name)):
         raise _unsupported(name.strip("_"), mark)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 
-from shardwright.ops.collective import copy_to_group, reduce_from_group
+from shardwright.ops.collective import copy_all_to_group, copy_to_group, reduce_from_group
 from shardwright.shardformer.layer.embedding import (
     LogitsParallel,
     VocabParallel,
@@ -268,11 +268,11 @@ class _PartialSumForward(ParallelModule):
 
     def _summed(self, *args: Any, **kwargs: Any) -> Any:
         group = self.parallel.group
-
-        def opened(value: Any) -> Any:
-            return copy_to_group(value, group) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        output = super().forward(*(opened(value) for value in args), **{name: opened(value) for name, value in kwargs.items()})
+        values = [*args, *kwargs.values()]
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+        for place, value in zip(places, copy_all_to_group([values[place] for place in places], group), strict=True):
+            values[place] = value
+        output = super().forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
         return reduce_from_group(output, group)
 
 

@@ -24,6 +24,7 @@ TITLES = {
     "pipelines": "Pipelines",
     "policies": "Policies, and what is registered by name",
     "selective": "Recomputation",
+    "shardformer": "ShardFormer alone",
 }
 _START, _END = "<!-- table of mistakes -->", "<!-- end of the table -->"
 
