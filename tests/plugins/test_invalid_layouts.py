@@ -347,7 +347,7 @@ def test_every_argument_has_a_case() -> None:
     arguments = set(inspect.signature(HybridParallelPlugin).parameters)
     covered = {argument for case in [*SETTINGS.values(), *MODELS.values()] for argument in case.plugin}
     flags = {"enable_all_optimization", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "enable_metadata_cache"}
-    flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap"}
+    flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap", "enable_fused_normalization"}
     for flag in flags:
         with pytest.raises(ValueError, match=f"{flag}='maybe' must be True or False"):
             HybridParallelPlugin(**{flag: "maybe"})

@@ -20,6 +20,9 @@ shardwright.launch_from_slurm()
 shardwright.launch_from_openmpi()
 shardwright.get_default_parser()
 shardwright.Microbatches(batches)
+shardwright.register_policy(model_type_or_class, policy_class)
+shardwright.register_schedule(name, function)
+shardwright.register_plugin(name, plugin)
 
 shardwright.Booster(device=None, mixed_precision=None, plugin=None)
 shardwright.booster.Booster(device=None, mixed_precision=None, plugin=None)
@@ -84,6 +87,7 @@ shardwright.plugins.HybridParallelPlugin.from_config(config)
 
 shardwright.shardformer.ShardConfig(tensor_parallel_process_group, sequence_parallel_process_group, pipeline_stage_manager,
     enable_tensor_parallelism=True, gradient_checkpoint_config, fp8_communication, parallel_output)
+shardwright.shardformer.register_policy(model_type_or_class, policy_class)
 shardwright.shardformer.ShardFormer(shard_config)
 shardwright.shardformer.ShardFormer.optimize(self, model, policy=None)
 shardwright.shardformer.ShardFormer.shard_model(self, model, policy=None)

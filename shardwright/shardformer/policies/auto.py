@@ -48,8 +48,8 @@ _OWN = {
 _registered: dict[type[nn.Module] | str, type[Policy]] = {}
 
 
-def register_policy(model_type_or_class: str | type[nn.Module], policy: type[Policy]) -> None:
-    """Let models of a class (and its subclasses), or of a `model_type`, be sharded by `policy` where no other is passed.
+def register_policy(model_type_or_class: str | type[nn.Module], policy_class: type[Policy]) -> None:
+    """Let models of a class (and its subclasses), or of a `model_type`, be sharded by `policy_class` where no other is passed.
 
     A class counts before a model type, a nearer base class before a farther one, and both before the policies that come with the package.
     Registering again replaces the policy.
@@ -57,10 +57,10 @@ def register_policy(model_type_or_class: str | type[nn.Module], policy: type[Pol
     key = model_type_or_class
     if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
         raise ValueError(f"model_type_or_class={key!r} must be the model_type of a config, such as 'llama', or a class of models")
-    if not (isinstance(policy, type) and issubclass(policy, Policy)):
-        meant = f"; pass the class: {type(policy).__name__}" if isinstance(policy, Policy) else ""
-        raise ValueError(f"policy={policy!r} must be a subclass of shardwright.shardformer.Policy{meant}")
-    _registered[key] = policy
+    if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
+        meant = f"; pass the class: {type(policy_class).__name__}" if isinstance(policy_class, Policy) else ""
+        raise ValueError(f"policy_class={policy_class!r} must be a subclass of shardwright.shardformer.Policy{meant}")
+    _registered[key] = policy_class
 
 
 def get_autopolicy(model: nn.Module) -> Policy:
