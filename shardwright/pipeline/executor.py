@@ -7,7 +7,7 @@ result = executor.execute(data_iter, criterion, optimizer, return_loss=True, ret
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -45,7 +45,7 @@ from .router_loss import RouterLoss
 from .runtime import Gathering, PipelineRuntime, Reduction, Unfinished
 from .schedules import Schedule
 from .search import Found, search, transfers
-from .sequence_slices import SlicedInputs, SliceOutputs, SliceRule, num_routers
+from .sequence_slices import SlicedInputs, SliceOutputs, SliceRule
 from .simulate import Costs
 from .slice_check import slice_rule
 from .sliced_schedule import get_sliced
@@ -173,6 +173,7 @@ def plan_cut(
     deferred: float = 0.0,
     message_copies: int = 1,
     working: torch.dtype | None = None,
+    probes: Callable[[], Iterable[nn.Module]] = tuple,
 ) -> CutPlan:
     """Plan the stages of `model`, whole and not sharded yet. Communicates nothing; the same input errors are raised on every rank.
 
@@ -181,6 +182,7 @@ def plan_cut(
     deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto" and bounds
     message_copies  ranks that share a layer's arithmetic but send all of its output each, for pp_style="auto"
     working         dtype that layers compute in; None: that of the model
+    probes          small models with numbers that are like this one, to try on what only numbers tell
     """
     config = settings.gradient_checkpoint_config
     if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -229,7 +231,7 @@ def plan_cut(
     tied = tuple(find_tied_groups(survey, stages, placement))
     check = LossCheck.of(model, survey.units)
     towers = find_towers(model, survey.outside, survey.example)
-    slices = slice_rule(model, survey, settings.num_sequence_slices) if settings.num_sequence_slices > 1 else None
+    slices = slice_rule(model, survey, settings.num_sequence_slices, probes) if settings.num_sequence_slices > 1 else None
     return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers, slices)
 
 
@@ -537,7 +539,8 @@ class PipelineExecutor:
         if not inputs.is_last(index):
             return Unfinished(payload, before.add(payload))
         batch, staged = inputs.whole.microbatches[number], self.cut.staged
-        joined = step.slices.pop(number).joined(payload, batch_size(batch), num_routers(staged.routers, batch))
+        assert self.cut.slices is not None
+        joined = step.slices.pop(number).all_of(payload, batch_size(batch), self.cut.slices.joined)
         with self.numbers():
             output = staged.run_tail(joined, inputs.whole, number, partial(self._watched, step, number))
         return self._part_of_loss(step, output, number)

@@ -23,16 +23,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from .microbatch import GRIDS, PATCHES, Batch, batch_size, items_of, like
+from .microbatch import GRIDS, PATCHES, Batch, batch_size, items_of
 from .past_keys import Past
-from .router_logits import RouterLogits
 from .step_inputs import StepInputs
 
 Payload = tuple[torch.Tensor, ...]
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
 _IMAGES = (*GRIDS, *PATCHES, "pixel_values", "pixel_values_videos", "input_features")
-_CACHED = ("past_key_values", "cache_position")
+# Slices say by themselves what came before them; nothing before the end of the layers looks at the others.
+_LEFT_OUT = (
+    *("cache_position", "past_key_values"),
+    *("labels", "shift_labels", "start_positions", "end_positions", "mc_labels", "mc_token_ids", "logits_to_keep"),
+)
 _FINE = 64  # lengths of long slices are multiples of it, which suits kernels
 _LONG = 8 * _FINE
 
@@ -44,37 +47,48 @@ class SliceRule:
     count            slices of a microbatch; as many as it has tokens if it has fewer
     names            parameters of the model's forward, in their order
     linear, per_key  cost of a token: of all but attention, and of each place that attention looks at
+    joined           of the tensors that the tail gets, whether it reads them; they are [samples, tokens, ...]
     """
 
     count: int
     names: tuple[str, ...]
     linear: float
     per_key: float
+    joined: tuple[bool, ...] = (True,)
 
     @classmethod
     def of(cls, model: nn.Module, count: int, linear: float, per_key: float) -> SliceRule:
         return cls(count, tuple(inspect.signature(model.forward).parameters), linear, per_key)
 
-    def name(self, key: Any) -> Any:
-        """Of an entry that is given by its place, or alone."""
-        place = 0 if key is None else key
-        return self.names[place] if isinstance(place, int) and place < len(self.names) else key
+    def _entries(self, microbatch: Batch) -> dict[Any, Any]:
+        """By name, also those that are given by their place, or alone."""
+        found = {}
+        for key, value in items_of(microbatch):
+            place = 0 if key is None else key
+            found[self.names[place] if isinstance(place, int) and place < len(self.names) else key] = value
+        return found
 
     def length(self, microbatch: Batch) -> int:
         """Tokens of a sample; ValueError for a microbatch that cannot be cut."""
-        entries = {self.name(key): value for key, value in items_of(microbatch)}
-        found = next((entries[name] for name in ("input_ids", "inputs_embeds") if isinstance(entries.get(name), torch.Tensor)), None)
-        if found is None or found.dim() < 2:
+        entries = self._entries(microbatch)
+        given = [name for name in ("input_ids", "inputs_embeds") if isinstance(entries.get(name), torch.Tensor)]
+        if not given or entries[given[0]].dim() != 2 + (given[0] == "inputs_embeds"):
             raise ValueError(
-                f"num_sequence_slices={self.count} cuts input_ids [samples, tokens] or inputs_embeds, and the batch has "
-                f"{'neither' if found is None else f'them in shape {list(found.shape)}'} (its entries: {list(entries)}); use "
-                "num_sequence_slices=1"
+                f"num_sequence_slices={self.count} cuts input_ids [samples, tokens] or inputs_embeds [samples, tokens, features], and the "
+                f"batch has {f'{given[0]} of shape {list(entries[given[0]].shape)}' if given else 'neither'} (its entries: "
+                f"{list(entries)}); use num_sequence_slices=1"
             )
-        cached = [name for name in _CACHED if entries.get(name) is not None]
-        if cached:
+        if entries.get("past_key_values") is not None:
             raise ValueError(
-                f"num_sequence_slices={self.count} and a batch with {cached[0]}: slices are told by it what came before them, so a batch "
-                f"cannot; leave {cached[0]} out, or use num_sequence_slices=1"
+                f"num_sequence_slices={self.count} and a batch with past_key_values: slices are told by these what came before them, so a "
+                "batch cannot; leave them out, or use num_sequence_slices=1"
+            )
+        mask = entries.get(_MASK)
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+            what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            raise ValueError(
+                f"num_sequence_slices={self.count} and an attention_mask that is {what}: it may let tokens look ahead, at slices that come "
+                "later; give a mask [samples, tokens] of what is no padding, or use num_sequence_slices=1"
             )
         images = [name for name in _IMAGES if entries.get(name) is not None]
         if images:
@@ -88,7 +102,7 @@ class SliceRule:
                 "take them for packed documents and keep these apart, which they do not once a sequence is cut. Use num_sequence_slices=1 "
                 "for packed batches; for others give attention_mask too (ones where nothing is padding)"
             )
-        return found.shape[1]
+        return int(entries[given[0]].shape[1])
 
     def ends(self, length: int, count: int) -> list[int]:
         """Where slices of equal cost end: sum over x < end of (linear + per_key x) is j / c of that over all."""
@@ -104,23 +118,20 @@ class SliceRule:
         return [*found, length]
 
     def cut(self, microbatch: Batch, ends: Sequence[int]) -> list[Batch]:
-        """The slices of a microbatch: copies, since some models write to their inputs."""
+        """The slices of a microbatch, by name: copies, since some models write to their inputs."""
         samples, length = batch_size(microbatch), ends[-1]
+        entries = {name: value for name, value in self._entries(microbatch).items() if name not in _LEFT_OUT}
         return [
-            like(microbatch, {key: self._part(key, value, samples, length, low, high) for key, value in items_of(microbatch)})
+            {name: self._part(name, value, samples, length, low, high) for name, value in entries.items()}
             for low, high in pairwise([0, *ends])
         ]
 
-    def _part(self, key: Any, value: Any, samples: int, length: int, low: int, high: int) -> Any:
-        name = self.name(key)
+    def _part(self, name: Any, value: Any, samples: int, length: int, low: int, high: int) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            if name == _MASK and value is not None:
-                raise self._unknown(name, f"a {type(value).__name__}")
             return value
         shape = tuple(value.shape)
-        if name == _MASK and shape[-1] == length and value.dim() in (2, 4):  # a slice looks at all that came before it
-            rows = value if value.dim() == 2 or shape[-2] == 1 else value.narrow(-2, low, high - low)
-            return rows.narrow(-1, 0, high).clone()
+        if name == _MASK and shape[-1] == length:  # a slice looks at all that came before it
+            return value[:, :high].clone()
         if name == _POSITIONS and shape[-1] == length:
             return value.narrow(-1, low, high - low).clone()
         if value.dim() >= 2 and shape[1] == length and shape[0] in (1, samples) and name != _MASK:
@@ -132,8 +143,7 @@ class SliceRule:
     def _unknown(self, name: Any, what: str) -> ValueError:
         return ValueError(
             f"num_sequence_slices={self.count}: entry {name!r} of the batch is {what}, and which part of it belongs to a slice is not "
-            "known; [samples, tokens, ...] is cut, attention_mask [samples, tokens] or [samples, 1, tokens, tokens] too. Use "
-            "num_sequence_slices=1"
+            "known; entries [samples, tokens, ...] are cut, and those of one dim are given to every slice. Use num_sequence_slices=1"
         )
 
 
@@ -178,8 +188,7 @@ class SlicedInputs(StepInputs):
 
     def by_length(self, index: int) -> Batch:
         """A slice without what reaches over those before it, too."""
-        entries = dict(items_of(self.microbatches[index]))
-        return like(self.microbatches[index], {key: None if self._rule.name(key) == _MASK else value for key, value in entries.items()})
+        return {name: value for name, value in self.microbatches[index].items() if name != _MASK}
 
 
 class SliceOutputs:
@@ -195,19 +204,19 @@ class SliceOutputs:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         return lambda: [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in wanted]
 
-    def joined(self, last: Payload, samples: int, routers: int) -> Payload:
-        """Of all slices, with that of the last one, which stays in its graph. The first `routers` tensors are logits of routers."""
+    def all_of(self, last: Payload, samples: int, is_read: Sequence[bool]) -> Payload:
+        """Of all slices, with that of the last one, which stays in its graph. What nobody reads (attention weights) is that of the last
+        alone. In front of the tensors that `is_read` is about there may be logits of routers."""
         parts, self._parts = [*self._parts, last], []
-        return tuple(_joined(tensors, samples if number < routers else None) for number, tensors in enumerate(zip(*parts, strict=True)))
+        routers = len(last) - len(is_read)
+        found = [_joined_rows(tensors, samples) for tensors in list(zip(*parts, strict=True))[:routers]]
+        for tensors, read in zip(list(zip(*parts, strict=True))[routers:], is_read, strict=True):
+            found.append(torch.cat(list(tensors), 1) if read else tensors[-1])
+        return tuple(found)
 
 
-def _joined(tensors: Sequence[torch.Tensor], samples: int | None) -> torch.Tensor:
-    """Along dim 1 of [samples, tokens, ...]; with `samples`, rows may be [samples tokens, ...] as well, and are in the result."""
-    first = tensors[0]
-    if samples is None or first.dim() != 2:
+def _joined_rows(tensors: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+    """Of [samples tokens, experts] or [samples, tokens, experts], whichever the router returns."""
+    if tensors[0].dim() != 2:
         return torch.cat(list(tensors), 1)
     return torch.cat([tensor.unflatten(0, (samples, -1)) for tensor in tensors], 1).flatten(0, 1)
-
-
-def num_routers(routers: RouterLogits | None, batch: Batch) -> int:
-    return len(routers.taps) if routers is not None and routers.are_wanted(batch) else 0

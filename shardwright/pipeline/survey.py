@@ -115,6 +115,7 @@ class Survey:
     unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
     joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other; j may be the tail
     example     the batch of the dry run
+    tail_reads  tensors that the tail reads: the unit that returns them, their number in what it returns
     entry       what the first unit receives, where the model can be cut there. `parts` count with the first unit what makes it
     """
 
@@ -381,6 +382,7 @@ class _Surveyor:
             unread=unread,
             joined=tuple(sorted(pair for pair in joined if pair[0] < pair[1])),
             entry=entry,
+            tail_reads=frozenset(self.met),  # the last walk began at the model's output
         )
 
     def _layer_parameters(self, unit: Unit, names: dict[int, list[str]]) -> Iterable[str]:
@@ -391,10 +393,8 @@ class _Surveyor:
 
     def _walk(self, outputs: list[torch.Tensor], names: dict[int, list[str]]) -> tuple[set[int], set[str], set[str]]:
         """Units, parameters and modules that autograd reaches from `outputs`."""
-        reads, parameters, modules = set(), set(), set()
-        for tensor in outputs:
-            if id(tensor) in self.leaves:
-                reads.add(self.leaves[id(tensor)])
+        parameters, modules = set(), set()
+        self.met = {self._place(tensor) for tensor in outputs if id(tensor) in self.leaves}
         pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         seen = set(pending)
         while pending:
@@ -403,14 +403,17 @@ class _Surveyor:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 if id(variable) in self.leaves:
-                    reads.add(self.leaves[id(variable)])
+                    self.met.add(self._place(variable))
                 elif id(variable) in names:
                     parameters.add(names[id(variable)][0])
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     pending.append(following)
-        return reads, parameters, modules
+        return {unit for unit, _ in self.met}, parameters, modules
+
+    def _place(self, leaf: torch.Tensor) -> tuple[int, int]:
+        return self.leaves[id(leaf)], self.numbers[id(leaf)]
 
 
 def _plain(output: Any) -> Any:

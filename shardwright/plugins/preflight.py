@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,9 +35,11 @@ from ..pipeline.schedules import Schedule, splits_backward
 from ..pipeline.simulate import Costs, simulate
 from ..pipeline.sliced_schedule import get_sliced
 from ..precision.policy import PrecisionPolicy
+from ..shardformer.adapters import native_model
 from ..shardformer.init import LazyWeights
 from ..shardformer.plan import Decision
 from ..shardformer.sharder import ModelSharder
+from ..shardformer.small_copy import small_copies
 from ..spec import ParamSpec
 from ..utils.argument_types import is_whole
 from ..utils.device import get_current_device
@@ -98,6 +100,7 @@ def preflight(
         deferred=1.0,
         message_copies=mesh.size("tp"),
         working=precision.dtype if precision.is_half else None,
+        probes=lambda: _small_copies(model),
     )
     decisions = sharder.prepare() if sharder is not None else []
     specs = {id(decision.site.module.get_parameter(name)): spec for decision in decisions for name, spec in decision.specs.items()}
@@ -109,6 +112,12 @@ def preflight(
         guessed = "the tensor-parallel plan follows from transformers' plan and from names; it was not tried on a small copy here"
         layout = replace(layout, notes=(*layout.notes, guessed))
     return Preflight(plan, layout)
+
+
+def _small_copies(model: nn.Module) -> Iterator[nn.Module]:
+    """Small models like this one, with numbers; none of a model that is not built from a config."""
+    native = native_model(model)
+    return small_copies(native, 1) if hasattr(native, "config") else iter(())
 
 
 def _as_call(batch: Any) -> Any:

@@ -27,6 +27,7 @@ from shardwright.pipeline.stage import StagedModel
 from shardwright.pipeline.survey import survey_model
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
+from shardwright.shardformer.small_copy import small_copies
 from shardwright.testing import adamw, keep_float64, run_ranks, zoo
 from shardwright.zero.param_guard import own_gradient
 
@@ -50,6 +51,7 @@ def test_two_stages_train_as_one_process() -> None:
         layout("llama-tied-causal-lm", 2, 4, pp_style="zb", checkpointing=True),
         layout("gpt2-causal-lm", 2, 3, pp_style="zbv", num_model_chunks=2, overrides={"n_layer": 4}),
         layout("qwen3-moe-causal-lm", 2, 2, gradient_checkpoint_config=selective),
+        layout("bloom-causal-lm", 2, 3, num_layers_per_stage=[0, 4], overrides={"n_layer": 4, "n_head": 4}),
         layout("llama-sequence-classification", 2, 3, num_layers_per_stage=[4, 0], offload_activations=1.0),
     ]
     run_ranks(_train, 2, layouts, timeout=120)
@@ -181,6 +183,13 @@ def test_slices_take_equal_time() -> None:
     assert rule.ends(4, 4) == [1, 2, 3, 4]
 
 
+def test_unknown_attention_is_refused_where_it_cannot_be_tried() -> None:
+    config = transformers.AutoConfig.for_model("big_bird", **{**SMALL, "attn_implementation": None, "attention_type": "original_full"})
+    built = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="looks at earlier tokens only is not known"):
+        slice_rule(built, survey_model(built), 2)
+
+
 REFUSED = {
     "t5-conditional-generation": "its encoder looks at the whole sequence at once",
     "vit-image-classification": "looks ahead (is_causal=False)",
@@ -202,13 +211,14 @@ def test_models_that_look_elsewhere_are_refused(model: str) -> None:
         ("recurrent_gemma", {}, "keeps keys and values 0 times"),
         ("jamba", {}, "did not run on a part of a sequence"),
         ("roberta", {"is_decoder": True}, "counts positions from the tokens"),
+        ("big_bird", {"attention_type": "original_full"}, "do not give what the whole gives"),
     ],
 )
 def test_other_memories_than_keys_are_refused(family: str, others: dict[str, Any], why: str) -> None:
     config = transformers.AutoConfig.for_model(family, **{**SMALL, "attn_implementation": None, **others})
     built = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="num_sequence_slices=2") as caught:
-        slice_rule(built, survey_model(built), 2)
+        slice_rule(built, survey_model(built), 2, lambda: small_copies(built, 1))
     assert why in str(caught.value)
 
 
@@ -218,17 +228,25 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
     for batch, why in (
         ({"pixel_values": torch.ones(2, 3, 4, 4), "input_ids": ids}, "a batch with pixel_values"),
         ({"labels": ids}, "and the batch has neither"),
-        ({"input_ids": ids, "past_key_values": ()}, "leave past_key_values out"),
+        ({"input_ids": ids[:, None]}, "input_ids of shape [2, 1, 8]"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 1, 8, 8)}, "it may let tokens look ahead"),
+        ({"input_ids": ids, "attention_mask": {"full_attention": None}}, "an attention_mask that is a dict"),
+        ({"input_ids": ids, "past_key_values": ()}, "slices are told by these what came before"),
         ({"input_ids": ids, "position_ids": ids}, "position_ids but no attention_mask"),
     ):
         with pytest.raises(ValueError, match="num_sequence_slices=2") as caught:
             rule.length(batch)
         assert why in str(caught.value)
-    for entry in ({"attention_mask": {"full_attention": None}}, {"attention_mask": torch.ones(2, 9)}, {"bias": torch.ones(5, 7)}):
+    for entry in ({"attention_mask": torch.ones(2, 9)}, {"bias": torch.ones(5, 7)}):
         with pytest.raises(ValueError, match="num_sequence_slices=2: entry"):
             rule.cut({"input_ids": ids, **entry}, [4, 8])
-    first, second = rule.cut((ids, torch.ones(2, 8)), [3, 8])
-    assert [part.shape[1] for part in (*first, *second)] == [3, 3, 5, 8]
+    given = {"input_ids": ids, "past_key_values": None, "labels": torch.ones(2, 3), "cache_position": torch.arange(8)}
+    for batch in ((ids, torch.ones(2, 8)), {**given, "attention_mask": torch.ones(2, 8)}):
+        parts = rule.cut(batch, [3, 8])
+        assert [{name: part.shape[1] for name, part in entries.items()} for entries in parts] == [
+            {"input_ids": 3, "attention_mask": 3},
+            {"input_ids": 5, "attention_mask": 8},
+        ]
 
 
 @contextmanager
