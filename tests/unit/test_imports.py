@@ -46,6 +46,7 @@ TRANSFORMERS_ALLOWED = (
     "shardformer/policies/",
     "shardformer/modeling/",
     "checkpoint/hf",
+    "pipeline/past_keys",
     "testing/",
     "cli/",
 )
