@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import turns
-from .compat import all_gather_single, reduce_scatter_single
+from .compat import all_gather_single, reduce_scatter_single, without_function_modes
 from .handle import Handle
 
 
@@ -60,7 +60,8 @@ def _all_gather_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int, r
     work = all_gather_single(joined, mine, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
-        return joined if dim == 0 else joined.view(ranks, *mine.shape).movedim(0, dim).flatten(dim, dim + 1)
+        with without_function_modes():  # who follows a loss sees what came, not how it was put together
+            return joined if dim == 0 else joined.view(ranks, *mine.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     return Handle("all_gather", [work], finish, keep=mine)
 

@@ -142,6 +142,11 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Inside, neither subclasses nor modes are asked about functions. Checked on torch 2.13: `torch._C.DisableTorchFunction`."""
+    return torch._C.DisableTorchFunction()
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors look at the memory of `tensor`, itself included. Checked on torch 2.13: `torch._C._storage_Use_Count`."""
     storage = tensor.untyped_storage()

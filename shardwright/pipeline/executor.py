@@ -81,7 +81,6 @@ class PipelineSettings:
     num_model_chunks: int = 1
     num_microbatches: int | None = None
     microbatch_size: int | None = None
-    num_sequence_slices: int = 1
     num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
     overlap_p2p: bool = True
@@ -91,6 +90,7 @@ class PipelineSettings:
     offload_activations: float | Sequence[float] | None = None
     auto_memory: float = 1.5
     cut_memory: float | None = None
+    num_sequence_slices: int = 1
 
     def offloaded(self, num_stages: int) -> Sequence[float] | None:
         """`offload_activations` by stage; None where nothing leaves."""

@@ -38,7 +38,6 @@ from ..utils import pytree
 from .layer_chain import Unit
 from .loss_facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .loss_rules import Call
-from .loss_sizes import KnownRanges
 from .loss_terms import ARITHMETIC, TermWatcher
 from .loss_weight import (
     HOW_TO_WEIGH,
@@ -58,6 +57,7 @@ from .router_loss import RouterLoss
 
 _LONGEST = 1_000_000  # elements of a tensor that is made a list
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
+
 
 # Functions that are told how many rows there are, in every microbatch rightly.
 _SIZED = ARITHMETIC | names(
@@ -128,7 +128,6 @@ class LossCheck:
             self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
-        self._ranges = KnownRanges(_REMEMBERED)
         self.split_heads: Mapping[str, VocabShard] = {}
         self._warned = False
 
@@ -162,18 +161,10 @@ class LossCheck:
         for key, microbatch in zip(keys, microbatches, strict=True):
             if key in found:
                 continue
-            how = (identity, shared, weighed, training, self._model.training, ready, counting)
-            known = (how, key)
+            known = (identity, key, shared, weighed, training, self._model.training, ready, counting)
             if known not in self._verdicts or not self._verdicts[known].lasting:
-                asked = _Asked(criterion, microbatch, shared, weighed, training, ready, counting)
-                between = self._ranges.find(how, key, microbatch)
-                if between is not None:
-                    found[key] = replace(between, exact=partial(self._judge, asked))
-                    continue
-                self._verdicts[known] = self._judge(asked)
+                self._verdicts[known] = self._judge(_Asked(criterion, microbatch, shared, weighed, training, ready, counting))
                 self._held[known] = criterion
-                if not (self.split_heads and criterion is not None):
-                    self._ranges.add(how, key, microbatch, self._verdicts[known], criterion)
                 if len(self._verdicts) > _REMEMBERED:
                     del self._held[self._verdicts.popitem(last=False)[0]]
             self._verdicts.move_to_end(known)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ class Verdict:
     gathers  logits of which every rank holds some columns must be gathered for the criterion, which reads all of them
     counts   what head and criterion ask of the whole batch, in order: how to count it in a microbatch of this form; None: as in the first
     lasting  it holds for other microbatches of this form as well
-    exact    it was found for smaller and larger sizes; this finds it for these
     """
 
     error: str | None = None
@@ -66,7 +65,6 @@ class Verdict:
     gathers: bool = False
     counts: tuple[Count, ...] | None = None
     lasting: bool = True
-    exact: Callable[[], Verdict] | None = field(default=None, compare=False)
 
 
 NOT_FOLLOWED = Verdict(followed=False, gathers=True)
@@ -233,12 +231,6 @@ class GlobalLoss:
         with watcher:
             loss = loss_of_output(self.criterion, output, self.microbatches[index])
         check_linear(watcher, loss)
-        if verdict.exact is not None and (watcher.unfollowed or watcher.lengths):
-            verdict = verdict.exact()
-            if verdict.error is not None:
-                raise LossError(verdict.error)
-            if verdict.lengths:
-                raise LossError(f"the loss takes another way for these sizes than for smaller and larger ones: with len(). {HOW_TO_WEIGH}")
         if not verdict.followed and (watcher.unfollowed or watcher.lengths):
             raise LossError(
                 "the loss cannot be made that of the whole batch from microbatches: the criterion reads counts of the batch with len(), "

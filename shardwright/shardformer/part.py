@@ -39,7 +39,7 @@ class PartOfModel(ParallelModule):
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
             "push_to_hub of a sharded model: call save_pretrained(path) on all ranks, then on one of them "
-            "huggingface_hub.HfApi().upload_folder(repo_id=..., folder_path=path)"
+            "upload_folder of huggingface_hub.HfApi"
         )
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:

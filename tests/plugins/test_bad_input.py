@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "fp8 on DDP": (lambda: TorchDDPPlugin(fp8_communication=True), ["fp8_communication=True"]),
     "fp8 on FSDP": (lambda: TorchFSDPPlugin(fp8_communication=True), ["fp8_communication=True"]),
     "an empty bucket": (lambda: TorchDDPPlugin(bucket_cap_mb=0), ["bucket_cap_mb=0", "25"]),
-    "something that is no plugin": (lambda: Booster(plugin="ddp"), ["plugin='ddp'", "TorchDDPPlugin"]),
+    "something that is no plugin": (lambda: Booster(plugin="ddp"), ["plugin='ddp'", "did you mean 'torch_ddp'?"]),
     "a device next to a plugin": (lambda: Booster(device="cpu", plugin=TorchDDPPlugin()), ["device='cpu'", "places the model"]),
     "a pipeline on a plugin without one": (_pipeline_without_one, ["TorchDDPPlugin", "HybridParallelPlugin"]),
     "a pipeline without a plugin": (

@@ -51,11 +51,11 @@ def recorded() -> Iterator[list[Event]]:
         launch(self, bucket, piece)
 
     @contextmanager
-    def note_making(self: PipelineRuntime, stage: int, of: Any) -> Iterator[None]:
+    def note_making(self: PipelineRuntime, stage: int, microbatch: int, of: Any) -> Iterator[None]:
         chunk = self.placement.chunk_of(stage)
         held = sum(own_gradient(param) is not None for param in self._parameters())
         events.append(Event("begins", chunk, held=held))
-        with making(self, stage, of):
+        with making(self, stage, microbatch, of):
             yield
             events.append(Event("ends", chunk))
 

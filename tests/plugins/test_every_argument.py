@@ -60,7 +60,7 @@ def _booster(tmp_path: Path) -> dict[str, list[Any]]:
         "mixed_precision": [Changes(lambda name: trained(mixed_precision=name), None, "bf16")],
         "plugin": [
             Changes(lambda plugin: trained(plugin=plugin), None, TorchDDPPlugin()),
-            Refused(lambda plugin: Booster(plugin=plugin), "ddp", "plugin='ddp' is not a shardwright Plugin"),
+            Refused(lambda plugin: Booster(plugin=plugin), "ddp", "plugin='ddp' is not one of"),
         ],
         "on_nan": [Changes(nan, "warn", "skip")],
     }

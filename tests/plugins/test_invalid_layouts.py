@@ -167,6 +167,8 @@ SETTINGS: dict[str, Case] = {
     "activations away without a pipeline": Case(
         {"offload_activations": 0.5}, ["offload_activations=0.5", "pp_size=1", "gradient_checkpoint_config"]
     ),
+    "slices without a pipeline": Case({"num_sequence_slices": 2}, ["num_sequence_slices=2", "pp_size=1", "pp_size of at least 2"]),
+    "slices for a search": Case({**PIPE, "pp_style": "auto", "num_sequence_slices": 2}, ["num_sequence_slices=2", "name a schedule"]),
     "more than all activations away": Case({**PIPE, "offload_activations": 1.5}, ["offload_activations=1.5", "0 (none) to 1 (all)"]),
     "activations of too few stages": Case({**PIPE, "offload_activations": [1.0]}, ["offload_activations=[1.0]", "2 stages", "one number"]),
     "a share as flag": Case({**PIPE, "offload_activations": True}, ["offload_activations=True", "a number"]),

@@ -7,14 +7,13 @@ import gc
 import pickle
 import threading
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.pipeline import loss_check, loss_sizes
+from shardwright.pipeline import loss_check
 from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
 from tests.plugins import criteria as losses
 
@@ -42,12 +41,12 @@ class Loop:
         with torch.set_grad_enabled(training):
             return self.executor.execute(iter([losses.batch(samples, length)]), criterion, optimizer)["loss"]
 
-    def compare(self, criterion: Any, samples: int = 7, length: int = 7) -> None:
-        reference, batch = copy.deepcopy(self.model), losses.batch(samples, length)
+    def compare(self, criterion: Any, samples: int = 7) -> None:
+        reference, batch = copy.deepcopy(self.model), losses.batch(samples)
         reference.zero_grad()
         expected = criterion(reference(**batch), batch)
         expected.backward()
-        torch.testing.assert_close(self.step(criterion, samples, length), expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(self.step(criterion, samples), expected.detach(), rtol=1e-12, atol=1e-12)
         for one, other in zip(self.model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 
@@ -60,66 +59,9 @@ def test_a_shape_is_judged_once() -> None:
     loop.step(losses.means.cross_entropy)
     assert loop.judged == 4, "another criterion"
     loop.step(losses.means.cross_entropy, length=8)
-    assert loop.judged == 5, "another length, of 3 samples: that of 2 lies between"
+    assert loop.judged == 6, "another length"
     loop.step(losses.means.cross_entropy, training=False)
-    assert loop.judged == 7, "evaluation"
-
-
-def test_a_verdict_holds_between_sizes_that_were_judged() -> None:
-    loop, criterion = Loop(), losses.means.cross_entropy
-    for length in (6, 12):
-        loop.step(criterion, length=length)
-    judged = loop.judged
-    for samples, length in ((7, 9), (9, 7), (8, 11), (6, 8)):
-        loop.compare(criterion, samples, length)
-    assert loop.judged == judged
-    loop.compare(criterion, 7, 13)
-    loop.compare(criterion, 12, 8)
-    assert loop.judged > judged, "longer, and more samples"
-    judged = loop.judged
-    loop.compare(criterion, 3, 8)
-    assert loop.judged == judged + 1, "samples on a dim of size one"
-
-
-def looks(outputs: Any, inputs: Any) -> torch.Tensor:
-    """Reads more numbers for some sizes, and does nothing with them."""
-    loss = losses.means.cross_entropy(outputs, inputs)
-    if 7 <= inputs["labels"].shape[1] <= 9:
-        assert len(inputs["labels"]) > 0
-        str(loss.detach().item())
-    return loss
-
-
-def counts(outputs: Any, inputs: Any) -> torch.Tensor:
-    total = F.cross_entropy(*losses.shifted(outputs, inputs), reduction="sum")
-    return total / len(inputs["labels"]) if 7 <= inputs["labels"].shape[1] <= 9 else total / 5
-
-
-def counts_unseen(outputs: Any, inputs: Any) -> torch.Tensor:
-    total = F.cross_entropy(*losses.shifted(outputs, inputs), reduction="sum")
-    return total * (1.0 / len(inputs["labels"]) if 7 <= inputs["labels"].shape[1] <= 9 else 0.2)
-
-
-def mixes(outputs: Any, inputs: Any) -> torch.Tensor:
-    if 7 <= inputs["labels"].shape[1] <= 9:
-        return losses.refused.softmax_over_logits(outputs, inputs)
-    return losses.means.cross_entropy(outputs, inputs)
-
-
-@pytest.mark.parametrize("criterion", [looks, counts, counts_unseen, mixes])
-def test_what_is_done_for_sizes_between_alone_is_seen(criterion: Any) -> None:
-    loop = Loop()
-    for length in (6, 12):
-        loop.compare(criterion, length=length)
-    if criterion is looks:
-        loop.compare(criterion, length=8)
-        return
-    with pytest.raises(ValueError, match="the loss"):
-        loop.step(criterion, length=8)
-    if criterion is not mixes:
-        loop.check._ranges = loss_sizes.KnownRanges(0)  # where nothing is taken from other sizes
-        with pytest.raises(ValueError) if criterion is counts_unseen else nullcontext():
-            loop.step(criterion, length=8)
+    assert loop.judged == 8, "evaluation"
 
 
 def test_verdicts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
