@@ -398,6 +398,8 @@ class _MetaWatcher(TermWatcher):
     def _note_numbers(self, name: str, values: Sequence[Any]) -> None:
         for value in values:
             if isinstance(value, tuple | list):
+                if name in ("tensor", "as_tensor"):
+                    self.numbers.append((name, float(len(value)), None))
                 self._note_numbers(name, value)
             elif isinstance(value, slice):
                 self._note_numbers(name, (value.start, value.stop, value.step))
@@ -497,10 +499,10 @@ def _is_lost(watcher: TermWatcher, loss: torch.Tensor) -> bool:
 def _difference(
     first: list[tuple[str, float, int | None]], second: list[tuple[str, float, int | None]]
 ) -> tuple[str | None, frozenset[int]]:
-    """(the function that took a number in the second run that it did not take in the first, places of numbers that len() returned)"""
+    """(the function that took a number in one run that it did not take in the other, places of numbers that len() returned)"""
     if len(first) != len(second):
-        known = {pair[:2] for pair in first}
-        return next((pair[0] for pair in second if pair[:2] not in known), None), frozenset()
+        known, others = {pair[:2] for pair in first}, {pair[:2] for pair in second}
+        return next((pair[0] for pair in (*second, *first) if pair[:2] not in known & others), None), frozenset()
     lengths = set()
     for (name, value, place), (_, other, there) in zip(first, second, strict=True):
         if value != other and not (math.isnan(value) and math.isnan(other)):

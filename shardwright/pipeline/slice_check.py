@@ -30,6 +30,7 @@ from .survey import Survey
 _FAR = 1_000_000  # tokens, beside which windows are nothing
 _CLOSE = 1e-4  # relative; models compute parts in single precision
 _ENDS = (5, 8, 13)  # of the slices that are tried
+_FOLLOW_LENGTH = {"dynamic", "longrope"}  # rotary positions that do
 
 
 def slice_rule(model: nn.Module, survey: Survey, count: int, probes: Callable[[], Iterable[nn.Module]] = tuple) -> SliceRule:
@@ -78,6 +79,12 @@ class _Check:
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
                 raise self._refusal(f"{name} counts positions from the tokens that are no padding, of which a slice knows its own only")
+        for name, module in self._model.named_modules():
+            if kinds := _kinds_of_positions(module) & _FOLLOW_LENGTH:
+                raise self._refusal(
+                    f"the rotary positions of {name} follow the length of what it is given (rope_type={sorted(kinds)[0]!r}), and slices "
+                    "are shorter"
+                )
         for unit in self._survey.units:
             for name, module in self._model.get_submodule(unit.layer).named_modules(prefix=unit.layer):
                 if getattr(module, "is_causal", True) is False:
@@ -184,6 +191,12 @@ class _Check:
             f"num_sequence_slices={self._rule.count}: sequences of {self._name} cannot be cut, since {why}; use num_sequence_slices=1 "
             "(fewer samples in a microbatch, activation checkpointing and offload_activations make room for long sequences of any model)"
         )
+
+
+def _kinds_of_positions(module: nn.Module) -> set[str]:
+    """`rope_type` of a module, one or one for each type of layer."""
+    found = getattr(module, "rope_type", None)
+    return {kind for kind in (found.values() if isinstance(found, Mapping) else [found]) if isinstance(kind, str)}
 
 
 class _Refusal(ValueError):

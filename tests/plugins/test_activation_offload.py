@@ -164,7 +164,7 @@ def _held(rank: int, world: int) -> list[tuple[int, float, int]]:
         run = simulate(boosted.executor._schedule(6, True)).run
         curve = memory_curves(run, [2 * layer] * 8, None, Offloaded([share] * 8, leaving))[rank]
         blocks = len(boosted.executor.runtime._offload._free)
-        besides = 6 * TOKENS * 8 + (STATE if again else 0)  # token ids of the batch; torch keeps inputs of what it recomputed last
+        besides = 6 * TOKENS * 8  # token ids of the batch
         found.append((live.most - besides, curve.peak, blocks))
     return found
 

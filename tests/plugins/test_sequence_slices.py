@@ -211,6 +211,7 @@ def test_models_that_look_elsewhere_are_refused(model: str) -> None:
         ("recurrent_gemma", {}, "keeps keys and values 0 times"),
         ("jamba", {}, "did not run on a part of a sequence"),
         ("roberta", {"is_decoder": True}, "counts positions from the tokens"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "(rope_type='dynamic')"),
         ("big_bird", {"attention_type": "original_full"}, "do not give what the whole gives"),
     ],
 )

@@ -208,3 +208,15 @@ def not_a_scalar(outputs, inputs):
 
 def softmax_over_logits(outputs, inputs):
     return outputs["logits"].log_softmax(0).mean()
+
+
+@refused
+def rows_counted_in_a_list(outputs, inputs):
+    losses, _ = token_losses(outputs, inputs)
+    return losses.sum() / torch.tensor([row.shape[0] for row in inputs["labels"]], dtype=torch.float64).sum()
+
+
+@refused
+def another_way_for_small_batches(outputs, inputs):
+    losses, _ = token_losses(outputs, inputs)
+    return losses.sum() if int(inputs["labels"].shape[0]) > 2 else 2 * losses.sum()
