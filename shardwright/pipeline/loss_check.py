@@ -368,6 +368,9 @@ class _MetaWatcher(TermWatcher):
                 func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
         if self.trusting and name in ARITHMETIC:
             self.numbers += [(name, float(value), None) for value in (*args, *kwargs.values()) if type(value) in (int, float)]
+        elif not self.trusting and name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
+            self.numbers.append((name, float(len(args[0])), None))
+            self._note_numbers(name, args[0])
         elif not self.trusting and name not in _SIZED:
             fact = self.fact(args[0]) if name == "getitem" else CONST
             if fact.kind is Kind.ROWS and fact.dim == 0 and type(args[1]) is int:
@@ -398,8 +401,6 @@ class _MetaWatcher(TermWatcher):
     def _note_numbers(self, name: str, values: Sequence[Any]) -> None:
         for value in values:
             if isinstance(value, tuple | list):
-                if name in ("tensor", "as_tensor"):
-                    self.numbers.append((name, float(len(value)), None))
                 self._note_numbers(name, value)
             elif isinstance(value, slice):
                 self._note_numbers(name, (value.start, value.stop, value.step))
