@@ -12,14 +12,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright.comm.compat import without_torch_function
 from shardwright.ops.shared_grads import sum_in_backward
@@ -28,6 +28,17 @@ from shardwright.precision.grad_norm import power_sum, total_norm
 from shardwright.spec import ParamSpec, get_spec
 
 _NOTE = "_shardwright_gradient_of"
+# Of a square matrix these have the same shape.
+_REORDER = frozenset(["t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "adjoint", "rot90"])
+
+
+class _Step:
+    """Whether an optimizer steps: what it makes of gradients is its state, and no gradient."""
+
+    runs = False
+
+
+_step = _Step()
 
 
 def follow_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -67,6 +78,7 @@ class _Whole:
         return cls(group, spec.name, spec.is_sharded, spec.dim or 0, runs)
 
     def mark(self, param: Tensor) -> None:
+        _step.runs = False  # also after a step that failed
         grad = param.grad
         if type(grad) is Tensor:
             grad.__class__ = ShardedGradient
@@ -99,6 +111,8 @@ class ShardedGradient(Tensor):
                 dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=note.group)
             elif name == "detach" or getattr(func, "__self__", None) is Tensor.data:
                 return _as_gradient(result, args[0])
+            elif type(result) is Tensor and not _step.runs and name not in _REORDER and name != "__get__":
+                return _noted(result, args)
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,6 +172,15 @@ def _as_gradient(result: Tensor, grad: Any) -> Tensor:
     return result
 
 
+def _noted(result: Tensor, args: Sequence[Any]) -> Tensor:
+    """What a script computes from a gradient, in its shape (`grad / 2`, `grad.clone()`), may become one, and is followed like it."""
+    if result.is_floating_point() and not any(result is arg for arg in args):  # not what was written to in place
+        for arg in args:
+            if isinstance(arg, ShardedGradient) and arg.shape == result.shape and hasattr(arg, _NOTE):
+                return _as_gradient(result, arg)
+    return result
+
+
 def _order(order: Any = 2) -> float:
     return 2.0 if order in (None, "fro") else float(order)
 
@@ -194,26 +217,55 @@ def _stacked(norms: Sequence[Any], dim: int = 0) -> Tensor:
     return PartialNorm.make(torch.stack(parts, dim), first)
 
 
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# What each optimizer held when it was looked at: the number of parameters of every group, and those that are noted.
+_known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[Tensor]]] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
 
 
 def _watch_optimizers() -> None:
     if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_optimizer))
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+        _watching.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Before every step of any optimizer; looks at each once."""
-    if optimizer in _known:
-        return
-    _known.add(optimizer)
-    notes = (getattr(param, _NOTE, None) for group in optimizer.param_groups for param in group["params"])
-    sharded = next((note for note in notes if note is not None and note.is_sharded), None)
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    known = _known.get(optimizer)
+    if known is None or known[0] != sizes:
+        noted = [param for group in optimizer.param_groups for param in group["params"] if hasattr(param, _NOTE)]
+        _check_optimizer(optimizer, noted)
+        known = _known[optimizer] = (sizes, noted)
+    for param in known[1]:
+        grad = param.grad
+        if type(grad) is Tensor and grad._version:
+            _refuse_replaced(param)
+    _step.runs = True
+
+
+def _after_step(*_: Any) -> None:
+    _step.runs = False
+
+
+def _check_optimizer(optimizer: Optimizer, noted: Iterable[Tensor]) -> None:
+    sharded = next((note for note in (getattr(param, _NOTE) for param in noted) if note.is_sharded), None)
     if sharded is not None and not is_elementwise(optimizer):
         name = type(optimizer).__name__
+        elsewhere = (
+            "" if isinstance(optimizer, torch.optim.LBFGS) else f"; {name} trains under LowLevelZeroPlugin, which gives it whole parameters"
+        )
         raise ValueError(
             f"{name} looks at whole parameters, but this rank holds a part of {sharded.name}: its updates would not be those of the "
-            f"whole model. Use an element-wise optimizer such as AdamW or SGD; {name} trains under LowLevelZeroPlugin, which gives it "
-            f"whole parameters; if it does work element by element, say so with {name}.elementwise = True"
+            f"whole model. Use an element-wise optimizer such as AdamW or SGD{elsewhere}; if it does work element by element, say so "
+            f"with {name}.elementwise = True"
         )
+
+
+def _refuse_replaced(param: Tensor) -> NoReturn:
+    """A gradient that backward did not leave and that was written to: if it was clipped or unscaled, then by this rank's part alone."""
+    note: _Whole = getattr(param, _NOTE)
+    raise ValueError(
+        f"the gradient of {note.name} was replaced by a plain tensor and then changed in place, as clip_grad_norm_ and GradScaler do: they "
+        "saw this rank's part alone, and ranks would go apart. Let backward() make gradients (loss.backward(inputs=[...]) instead of "
+        "torch.autograd.grad), write into them (param.grad.copy_(...)), or compute new ones from them (param.grad / 2); with "
+        "DistributedDataParallel use gradient_as_bucket_view=False"
+    )

@@ -100,9 +100,43 @@ def norms_and_refusals(rank: int, world_size: int) -> None:
     assert scaler.get_scale() == 2.0
     assert torch.equal(before, model.model.norm.weight)
 
-    with pytest.raises(ValueError, match="Adafactor looks at whole parameters, but this rank holds a part of "):
-        torch.optim.Adafactor(model.parameters()).step()
-    torch.optim.Adafactor([nn.Parameter(torch.ones(2))]).step()
+    refused = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
+    refused.step()
+    refused.add_param_group({"params": list(model.parameters())})
+    for again in (refused, refused, torch.optim.Adafactor(model.parameters())):
+        with pytest.raises(ValueError, match=r"Adafactor looks at whole parameters, but this rank holds a part of .* LowLevelZeroPlugin"):
+            again.step()
+    with pytest.raises(ValueError, match=r"AdamW or SGD; if it does work"):  # no plugin trains with it
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+
+
+def replaced_gradients(rank: int, world_size: int) -> None:
+    """Gradients that a script computes are followed; those that cannot be are not clipped by a part of the norm."""
+    arguments = overrides("llama-causal-lm")
+    reference, model = zoo.build("llama-causal-lm", **arguments), zoo.build("llama-causal-lm", **arguments)
+    model = shard(model)
+    batch = zoo.inputs(reference)
+    norms: dict[nn.Module, list[torch.Tensor]] = {}
+    for each in (reference, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        norms[each] = []
+        for change in (lambda grad: grad / 2, lambda grad: 3 * grad.detach().clone(), lambda grad: torch.zeros_like(grad).add(grad)):
+            each(**batch).loss.backward()
+            for param in each.parameters():
+                param.grad = change(param.grad)
+            norms[each].append(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(type(state["momentum_buffer"]) is torch.Tensor for state in optimizer.state.values())
+    torch.testing.assert_close(norms[model], norms[reference], rtol=1e-10, atol=1e-10)
+
+    params = list(model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(model(**batch).loss, params), strict=True):
+        param.grad = grad
+    optimizer.step()  # no norm was taken
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+    with pytest.raises(ValueError, match=r"the gradient of model\.\S+ was replaced by a plain tensor and then changed in place"):
+        optimizer.step()
 
 
 def files_and_seeds(rank: int, world_size: int, directory: str) -> None:
@@ -126,6 +160,8 @@ def everything(rank: int, world_size: int, directory: str) -> None:
     for case in MODELS:
         plain_loop(rank, world_size, case)
     norms_and_refusals(rank, world_size)
+    with keep_float64():
+        replaced_gradients(rank, world_size)
     files_and_seeds(rank, world_size, directory)
 
 
