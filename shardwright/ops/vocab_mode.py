@@ -59,12 +59,25 @@ _JOIN_ROWS = _names("cat concat concatenate stack")
 # Functions that make something of its own size; only dtype and device are the logits'.
 _CREATORS = _names("""new_zeros new_ones new_empty new_full new_tensor""")
 # The host sees this rank's columns alone.
-_READ_BY_HOST = _names("""tolist numpy __array__ __reduce_ex__""")
+_READ_BY_HOST = _names(
+    """tolist numpy __array__ __reduce_ex__ __dlpack__ item __bool__ __float__ __int__ __index__ equal allclose __contains__"""
+)
+# What has no tensor for a result and may be asked all the same: of this rank's columns (shape, numel) or of any tensor.
+_FACTS = _names(
+    """shape dtype device layout ndim size numel nelement dim ndimension stride storage_offset element_size itemsize nbytes data_ptr
+    untyped_storage _version type get_device requires_grad is_leaf grad_fn grad names output_nr retains_grad is_contiguous is_complex
+    is_floating_point is_signed is_inference is_pinned is_shared is_conj is_neg has_names is_coalesced is_same_size _is_view is_nested
+    is_sparse is_sparse_csr is_quantized is_cuda is_cpu is_meta is_xpu is_mps is_mkldnn is_vulkan is_ipu is_maia is_xla is_hpu is_mtia
+    backward register_hook retain_grad register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks
+    __len__ __repr__ __str__ __format__ __hash__ __dir__ __dlpack_device__ record_stream result_type can_cast"""
+)
 # Functions that are wrong on a shard when their `dim` argument is the vocabulary.
 _OVER_A_DIM = _names(
     """softmax log_softmax gumbel_softmax logsumexp argmax argmin topk sort argsort max min amax amin sum mean norm std var cumsum gather
     scatter index_select take_along_dim median mode kthvalue prod any all"""
 )
+# How many arguments of theirs come before `dim`, where it is not the logits alone: k, the order, the settings of the noise.
+_BEFORE_DIM = {"topk": 2, "kthvalue": 2, "norm": 2, "gumbel_softmax": 4}
 # Functions that read the last dim as the features.
 _WITH_FEATURES = _names(
     """nll_loss kl_div binary_cross_entropy_with_logits mse_loss multi_margin_loss layer_norm rms_norm normalize linear matmul mm bmm
@@ -173,6 +186,11 @@ def as_scripts_see(value: Any) -> Any:
     mark = getattr(value, _MARK, None)
     if mark is None or isinstance(value, ShardedLogits):
         return value
+    if mark.promote:  # the model asked for fp32, and a script may write to it
+        value, mark = value.float(), mark._replace(promote=False)
+    if type(value) is Tensor:  # itself, so that hooks see the gradient of what the model made of it
+        value.__class__ = ShardedLogits
+        return value
     return _hand_on(value.as_subclass(ShardedLogits), mark)
 
 
@@ -196,7 +214,7 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if func is F.cross_entropy or func is sharded_cross_entropy:
         return sharded_cross_entropy(*args, **kwargs)
     name = getattr(func, "__name__", "")
-    if name == "float" and logits.dtype in (torch.float16, torch.bfloat16):
+    if name == "float" and not by_script and logits.dtype in (torch.float16, torch.bfloat16):
         return _hand_on(logits.view_as(logits), mark._replace(promote=True))
     if name in ("view", "reshape"):
         return _view(func, mark, *args, **kwargs)
@@ -207,12 +225,18 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if name == "__setitem__":
         _getitem(mark, *args[:2])
         return func(*args, **kwargs)
-    if name in ("flatten", "squeeze", "unsqueeze"):
+    if name == "unsqueeze":
+        return _reorder(func, mark, *args, **kwargs)
+    if name in ("flatten", "squeeze"):
+        if mark.dim != logits.ndim - 1:
+            raise _unsupported(f"{name} while the vocabulary is not the last dim", mark)
         return _hand_on_by_size(func(*args, **kwargs), mark)
-    if name in ("contiguous", "detach", "clone") or getattr(func, "__self__", None) is Tensor.data:
+    if name in ("contiguous", "detach", "clone") or any(getattr(func, "__self__", None) is held for held in (Tensor.data, Tensor.grad)):
         return _hand_on(func(*args, **kwargs), mark)
     if func == get_base:  # FSDP2 asks whether an output is a view
         return func(*args, **kwargs)
+    if name == "__iter__":
+        return iter(_deal_rows(Tensor.unbind, "unbind", mark, *args))
     if name in _DEAL_ROWS:
         return _deal_rows(func, name, mark, *args, **kwargs)
     if name in _JOIN_ROWS:
@@ -225,14 +249,20 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         args = [arg.float() if arg is logits else arg for arg in args]
     if name in _ELEMENTWISE and mark.dim == logits.ndim - 1:  # BART adds a bias [1, V] behind its head
         args = [arg if arg is logits or not isinstance(arg, Tensor) or hasattr(arg, _MARK) else mark.shard.columns(arg) for arg in args]
+    if name in ("to", "type_as") and args[0] is not logits:  # which only say how
+        return func(*args, **kwargs)
     result = func(*args, **kwargs)
     mark = mark._replace(promote=False)
     if name in _ELEMENTWISE:
-        return _hand_on(result, mark)
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, Tensor) and name not in _CREATORS:
+        return _hand_on_broadcast(result, mark, logits.ndim, args)
+    asked = getattr(getattr(func, "__self__", func), "__name__", name)  # of a property, its name
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    if by_script and not tensors and name not in ("__set__", "__delete__") and asked not in _FACTS:
+        raise _unsupported(asked.strip("_"), mark)
+    for leaf in tensors:
+        if name not in _CREATORS:
             if name not in _OVER_A_DIM or mark.dim != logits.ndim - 1 or not leaf.ndim or leaf.shape[-1] != mark.shard.local:
-                raise _unsupported(getattr(getattr(func, "__self__", func), "__name__", name), mark)
+                raise _unsupported(asked, mark)
             _hand_on(leaf, mark._replace(dim=leaf.ndim - 1))
     return result
 
@@ -253,6 +283,17 @@ def _hand_on(result: Any, mark: _Mark) -> Any:
     if isinstance(result, Tensor):
         setattr(result, _MARK, mark)
     return result
+
+
+def _hand_on_broadcast(result: Any, mark: _Mark, ndim: int, args: Sequence[Any]) -> Any:
+    """Operands of more dims put theirs in front, so the vocabulary keeps its place counted from the back."""
+    if not isinstance(result, Tensor):
+        return result
+    behind = ndim - mark.dim
+    others = (arg for arg in args if isinstance(arg, Tensor) and hasattr(arg, _MARK))
+    if any(arg.ndim - getattr(arg, _MARK).dim != behind for arg in others) or result.shape[-behind] != mark.shard.local:
+        raise _unsupported("a function of logits whose vocabularies are in different dims, or of tensors that do not go with them,", mark)
+    return _hand_on(result, mark._replace(dim=result.ndim - behind))
 
 
 def _hand_on_by_size(result: Tensor, mark: _Mark) -> Tensor:
@@ -277,8 +318,8 @@ def _view(func: Callable[..., Tensor], mark: _Mark, logits: Tensor, *shape: Any)
 
 def _reorder(func: Callable[..., Tensor], mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # A tensor whose every dim has its own length tells where the vocabulary goes.
-    moved = func(torch.empty(tuple(range(1, logits.ndim + 1)), device="meta"), *args, **kwargs)
-    return _hand_on(func(logits, *args, **kwargs), mark._replace(dim=moved.shape.index(1 + mark.dim)))
+    moved = func(torch.empty(tuple(range(2, logits.ndim + 2)), device="meta"), *args, **kwargs)
+    return _hand_on(func(logits, *args, **kwargs), mark._replace(dim=moved.shape.index(2 + mark.dim)))
 
 
 def _getitem(mark: _Mark, logits: Tensor, index: Any) -> Tensor:
@@ -354,6 +395,8 @@ def _read(name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> 
     if name in ("sum", "mean"):
         several = given["dim"] if isinstance(given["dim"], tuple | list) else (given["dim"],)
         dims = tuple(range(logits.ndim)) if given["dim"] is None or not several else tuple(one % logits.ndim for one in several)
+        if name == "mean" and not (given.get("dtype") or promoted.dtype).is_floating_point:
+            raise RuntimeError(f"mean(): the input dtype must be a floating point dtype, not {promoted.dtype}; use .float().mean()")
         result = vocab_reads.total(promoted, mark.shard, dims, keepdim, given.get("dtype"), dim)
         rows = math.prod(logits.shape[one] for one in dims if one != dim)
         return result if name == "sum" else result / (rows * mark.shard.size)
@@ -382,8 +425,8 @@ def _is_only(dim: Any) -> bool:
 
 
 def _runs_over(mark: _Mark, ndim: int, args: Sequence[Any], kwargs: dict[str, Any], name: str = "") -> bool:
-    given = args[2:] if name == "topk" else args[1:]  # k comes before dim
-    dim = kwargs.get("dim", kwargs.get("axis", next((arg for arg in given if isinstance(arg, (int, tuple, list))), None)))
+    given = [arg for arg in args[_BEFORE_DIM.get(name, 1) :] if isinstance(arg, int | tuple | list) and not isinstance(arg, bool)]
+    dim = kwargs.get("dim", kwargs.get("axis", given[0] if given else None))
     if dim is None:
         return name != "topk" or mark.dim == ndim - 1
     return any(one % ndim == mark.dim for one in (dim if isinstance(dim, (tuple, list)) else (dim,)))

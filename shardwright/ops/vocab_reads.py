@@ -85,6 +85,8 @@ def topk(x: Tensor, shard: VocabShard, dim: int, k: int, largest: bool = True) -
 def total(x: Tensor, shard: VocabShard, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, vocab_dim: int) -> Tensor:
     """`whole.sum(dims)`, the vocabulary's dim among them."""
     real = _real(x, shard, vocab_dim)
+    if dtype is None and not real.is_floating_point():
+        dtype = torch.int64  # as torch counts
     real = real.to(dtype) if dtype is not None else real
     return _summed(_wide(real).sum(dims, keepdim=keepdim), shard).to(real.dtype)
 

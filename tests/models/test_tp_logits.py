@@ -35,6 +35,17 @@ def script(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model.model.norm.weight.grad + 0, reference.model.norm.weight.grad, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"sort is not possible on logits .*whole_logits\(logits\)"):
         logits.sort(-1)
+    # Gradients of logits, of the loss of the model itself.
+    seen: list[torch.Tensor] = []
+    for each in (reference, model):
+        outputs = each(**batch, labels=labels)
+        outputs.logits.register_hook(seen.append)
+        outputs.logits.retain_grad()
+        outputs.loss.backward()
+        assert torch.equal(whole_logits(outputs.logits.grad), whole_logits(outputs.logits.grad + 0))
+        seen.append(whole_logits(outputs.logits.grad))
+    torch.testing.assert_close(seen[3], seen[1])
+    assert torch.equal(seen[0], seen[1])
     prompt = batch["input_ids"][:, :4]
     tokens = [each.generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
     assert torch.equal(*tokens)

@@ -319,6 +319,7 @@ def _reads(rank: int, world: int) -> None:
                 want = whole.grad[..., shard.start : shard.start + shard.length]
                 torch.testing.assert_close(leaf.grad[..., : shard.length], want, **close, msg=lambda text, name=name: f"{name}: {text}")
                 assert not leaf.grad[..., shard.length :].any(), name
+    _facts_of_the_whole()
     logits = as_scripts_see(mark_vocab_sharded(torch.randn(2, 3, shard.local), shard))
     assert type(whole_logits(logits)) is torch.Tensor
     for name, fn in {
@@ -330,9 +331,68 @@ def _reads(rank: int, world: int) -> None:
         "max without dim": lambda x: torch.max(x, x),
         "kl_div": lambda x: F.kl_div(x, x),
         "amax over several": lambda x: x.amax((1, 2)),
+        "equal": lambda x: torch.equal(x, x),
+        "allclose": lambda x: torch.allclose(x, x),
+        "dlpack": lambda x: torch.from_dlpack(x),
+        "contains": lambda x: 3.0 in x,
+        "flatten": lambda x: x[0].unsqueeze(-1).flatten(),
+        "squeeze": lambda x: x.transpose(1, 2).squeeze(0),
+        "kthvalue": lambda x: x.kthvalue(1, 2),
+        "norm": lambda x: x.norm(1, -1),
+        "gumbel_softmax": lambda x: F.gumbel_softmax(x, 1),
     }.items():
         with pytest.raises(ValueError, match=name):
             fn(logits)
+
+
+def _facts_of_the_whole() -> None:
+    """Types, places and values where they could be guessed wrong: as many tokens as columns of a rank, operands of more dims, bf16."""
+    shard = VocabShard.even(9, dist.group.WORLD)
+    tokens = shard.local
+    full = torch.randn(1, tokens, 9).bfloat16()
+
+    def written(change: Any) -> Any:
+        def use(x: torch.Tensor) -> Any:
+            scaled = x.float()
+            change(scaled)
+            return [scaled.dtype, scaled.logsumexp(-1), x.float().sum(-1)]
+
+        return use
+
+    uses: dict[str, Any] = {
+        "sum of bool": lambda x: (x > 0).sum(-1),
+        "sum of int": lambda x: (x > 0).to(torch.int32).sum(),
+        "sum in int32": lambda x: (x > 0).sum(-1, dtype=torch.int32),
+        "mean of bool": lambda x: (x > 0).float().mean(-1),
+        "div_": written(lambda x: x.div_(0.25)),
+        "masked_fill_": written(lambda x: x.masked_fill_(x > 0, -5.0)),
+        "setitem": written(lambda x: x.__setitem__((slice(None), 0), 0)),
+        "more dims": lambda x: (x.float().transpose(1, 2) * torch.ones(2, 1, 1, 1)).argmax(2),
+        "more dims behind": lambda x: (x.float() * torch.ones(2, 1, 1, 1)).argmax(-1),
+        "moved, then unsqueeze": lambda x: x.transpose(1, 2).unsqueeze(0).argmax(2),
+        "kthvalue of rows": lambda x: whole_logits(x.float().kthvalue(2, 1).values),
+        "norm of rows": lambda x: whole_logits(x.float().norm(2, 1)),
+        "iter": lambda x: [row.argmax(-1) for row in x],
+        "type as": lambda x: torch.ones(tokens, 1).type_as(x) * 2,
+        "facts": lambda x: [x.dtype, x.ndim, len(x), x.is_floating_point(), x.size(0), x.requires_grad, x.grad],
+    }
+    for name, use in uses.items():
+        expected = use(full.clone())
+        actual = use(as_scripts_see(mark_vocab_sharded(_columns(full, shard).detach(), shard)))
+        for want, got in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
+            if isinstance(want, torch.Tensor):
+                assert want.dtype == got.dtype, name
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            else:
+                assert want == got, name
+    logits = as_scripts_see(mark_vocab_sharded(_columns(full, shard).detach(), shard))
+    with pytest.raises(RuntimeError, match="mean"):
+        (logits > 0).mean()
+    with pytest.raises(ValueError, match="vocabularies are in different dims"):
+        logits + logits.transpose(1, 2)
+    for name in ("squeeze", "flatten"):
+        with pytest.raises(ValueError, match=f"{name} while the vocabulary is not the last dim"):
+            getattr(logits.transpose(1, 2), name)(0, *[1] * (name == "flatten"))
 
 
 def test_scripts_read_the_whole_vocabulary() -> None:
