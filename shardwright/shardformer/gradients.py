@@ -47,12 +47,19 @@ def follow_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         return
     sum_in_backward(model.parameters(), group)
     for name, param in model.named_parameters():
+        if hasattr(param, _NOTE):
+            continue
         whole = _Whole.of(get_spec(param) or ParamSpec(name, tuple(param.shape)), group)
         setattr(param, _NOTE, whole)
         trained = param.requires_grad
         param.requires_grad_(True).register_post_accumulate_grad_hook(whole.mark)  # torch takes hooks only while it does
         param.requires_grad_(trained)
     _watch_optimizers()
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup:
+    """Over which the gradients of a model are followed."""
+    return next(note.group for param in model.parameters() if (note := getattr(param, _NOTE, None)) is not None)
 
 
 @dataclass(frozen=True)

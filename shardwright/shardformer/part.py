@@ -1,17 +1,53 @@
-"""What a transformers model that `ShardFormer` has sharded answers when it is asked as if this rank held all of it."""
+"""What a model that `ShardFormer` has sharded answers when it is asked as if this rank held all of it."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import copy
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
-from .layer.parallel_module import ParallelModule, full_tensor
+from ..spec import get_spec, set_spec
+from .gradients import follow_gradients, group_of
+from .layer.parallel_module import ParallelModule, combined_class, full_tensor
 
 
-class PartOfModel(ParallelModule):
-    """Files hold the whole model; what would change its parts on one rank only is refused."""
+class Part(nn.Module):
+    """The root of any such model: what torch forgets about parameters stays with them."""
+
+    @classmethod
+    def become(cls, model: nn.Module) -> None:
+        model.__class__ = combined_class(cls, type(model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copies of parameters are sharded as they are, and followed; torch copies their numbers alone."""
+        native = getattr(super(), "__deepcopy__", None)
+        if native is not None:
+            copied = native(memo)
+        else:
+            copied = memo[id(self)] = type(self).__new__(type(self))
+            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for old, new in zip(self.parameters(), copied.parameters(), strict=True):
+            spec = get_spec(old)
+            if spec is not None:
+                set_spec(new, spec)
+        follow_gradients(copied, group_of(self))
+        return copied  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) of a sharded model would put tensors in the place of the parameters, whose gradients are "
+                "summed and clipped over the ranks; leave assign out, and the numbers are copied"
+            )
+        return super().load_state_dict(state_dict, strict)
+
+
+class PartOfModel(Part, ParallelModule):
+    """Of transformers. Files hold the whole model; what would change its parts on one rank only is refused."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """The whole model, as `from_pretrained` reads it. Collective over the group; the first rank of the job writes."""

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from shardwright.cluster.coordinator import DistCoordinator
 from shardwright.shardformer.config import ShardConfig
 from shardwright.shardformer.gradients import follow_gradients
+from shardwright.shardformer.layer.parallel_module import native_class
 from shardwright.shardformer.model import ShardedModel
-from shardwright.shardformer.part import PartOfModel
+from shardwright.shardformer.part import Part, PartOfModel
 from shardwright.shardformer.policies.base import Policy
 from shardwright.shardformer.same_weights import require_same_weights
 from shardwright.shardformer.sharder import ModelSharder
@@ -42,6 +43,10 @@ class ShardFormer:
 
         Returns the model and the parameters that pipeline stages share.
         """
+        if any(isinstance(module, Part) for module in model.modules()):
+            raise ValueError(
+                f"ShardFormer.optimize: this {native_class(model).__name__} is already sharded; go on with it as it is, or give a new one"
+            )
         sharder = ModelSharder(model, policy, self.shard_config)
         sharder.prepare()
         group = self.shard_config.parallel.group
@@ -53,6 +58,8 @@ class ShardFormer:
             follow_gradients(sharder.model, group)
             if hasattr(sharder.model, "save_pretrained"):
                 PartOfModel.adopt(sharder.model, self.shard_config.parallel)
+            else:
+                Part.become(sharder.model)
         if isinstance(sharder.model, ShardedModel):
             sharder.model.for_scripts = True
         return sharder.model, shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -139,6 +140,30 @@ def replaced_gradients(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
+def copies(rank: int, world_size: int, directory: str) -> None:
+    """A copy trains as the model does, by the norm of the whole, and is saved whole."""
+    arguments = overrides("qwen3-causal-lm", num_key_value_heads=1)
+    reference, model = zoo.build("qwen3-causal-lm", **arguments), zoo.build("qwen3-causal-lm", **arguments)
+    model = shard(model)
+    batches = [zoo.inputs(reference, seed=seed) for seed in range(STEPS * MICROBATCHES)]
+    before = [param.detach().clone() for param in model.parameters()]
+    twins = copy.deepcopy(reference), copy.deepcopy({"ema": model})["ema"]
+    expected, actual = (train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), batches, False) for twin in twins)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    compare_models(*twins, coordinate=rank, losses=(expected[0], actual[0]), check=False).check()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    twins[1].save_pretrained(directory)
+    for key, tensor in type(reference).from_pretrained(directory, dtype=torch.float64).state_dict().items():
+        torch.testing.assert_close(tensor, twins[0].state_dict()[key], rtol=1e-10, atol=1e-10)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\) of a sharded model"):
+        model.load_state_dict(state, assign=True)
+    twins[1].load_state_dict(state)
+    assert all(torch.equal(*pair) for pair in zip(before, twins[1].parameters(), strict=True))
+    with pytest.raises(ValueError, match="this Qwen3ForCausalLM is already sharded"):
+        shard(model)
+
+
 def files_and_seeds(rank: int, world_size: int, directory: str) -> None:
     for name in ("llama-causal-lm", "gpt2-causal-lm"):  # with and without a head of its own
         reference = zoo.build(name, **overrides(name))
@@ -162,6 +187,7 @@ def everything(rank: int, world_size: int, directory: str) -> None:
     norms_and_refusals(rank, world_size)
     with keep_float64():
         replaced_gradients(rank, world_size)
+        copies(rank, world_size, f"{directory}/copy")
     files_and_seeds(rank, world_size, directory)
 
 
