@@ -23,6 +23,7 @@ The mode is entered when a tensor is marked, not before: the layers below the he
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -177,6 +178,9 @@ class ShardedLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # What it maps gets tensors without marks; that it looks at the dims of its arguments is all there is to see of it.
+        if func is Tensor.dim and sys._getframe(1).f_globals.get("__name__") == "torch._functorch.vmap":
+            raise _unsupported("vmap", getattr(args[0], _MARK))
         with without_torch_function():
             return pytree.tree_map(as_scripts_see, _on_marked(func, args, kwargs or {}, by_script=True))
 

@@ -122,6 +122,10 @@ class ShardedGradient(Tensor):
                 return _noted(result, args)
             return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = self.clone()
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 

@@ -121,7 +121,7 @@ def replaced_gradients(rank: int, world_size: int) -> None:
     for each in (reference, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=False)
         norms[each] = []
-        for change in (lambda grad: grad / 2, lambda grad: 3 * grad.detach().clone(), lambda grad: torch.zeros_like(grad).add(grad)):
+        for change in (lambda grad: grad / 2, lambda grad: 3 * copy.deepcopy(grad.detach()), lambda grad: torch.zeros_like(grad).add(grad)):
             each(**batch).loss.backward()
             for param in each.parameters():
                 param.grad = change(param.grad)
