@@ -385,7 +385,7 @@ def _read(name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> 
     given = {**dict(zip(_ARGUMENTS[name], args, strict=False)), **kwargs}
     given["dim"] = given.pop("axis", given.get("dim"))
     keepdim = bool(given.get("keepdim", False))
-    if not isinstance(given["dim"], int | tuple | list) and not (given["dim"] is None and name in ("sum", "mean", "topk")):
+    if not isinstance(given["dim"], int | tuple | list) and not (given["dim"] is None and name in ("sum", "mean", "any", "all", "topk")):
         raise _unsupported(f"{name} without dim", mark)
     if name == "gather":
         return vocab_reads.gather(promoted, mark.shard, dim, given["index"])
@@ -396,11 +396,15 @@ def _read(name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> 
     if name == "topk":
         largest = bool(given.get("largest", True))
         return torch.return_types.topk(vocab_reads.topk(promoted, mark.shard, dim, given["k"], largest))  # type: ignore[attr-defined]
-    if name in ("sum", "mean"):
+    if name in ("sum", "mean", "any", "all"):
         several = given["dim"] if isinstance(given["dim"], tuple | list) else (given["dim"],)
         dims = tuple(range(logits.ndim)) if given["dim"] is None or not several else tuple(one % logits.ndim for one in several)
         if name == "mean" and not (given.get("dtype") or promoted.dtype).is_floating_point:
             raise RuntimeError(f"mean(): the input dtype must be a floating point dtype, not {promoted.dtype}; use .float().mean()")
+        if name in ("any", "all"):  # how many are true, or are not
+            counted = promoted != 0 if name == "any" else promoted == 0
+            number = vocab_reads.total(counted, mark.shard, dims, keepdim, None, dim)
+            return number > 0 if name == "any" else number == 0
         result = vocab_reads.total(promoted, mark.shard, dims, keepdim, given.get("dtype"), dim)
         rows = math.prod(logits.shape[one] for one in dims if one != dim)
         return result if name == "sum" else result / (rows * mark.shard.size)
@@ -419,7 +423,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "topk": ("k", "dim", "largest", "sorted"),
     "sum": ("dim", "keepdim"),
     "mean": ("dim", "keepdim"),
-    **dict.fromkeys(("argmax", "argmin", "max", "min", "amax", "amin"), ("dim", "keepdim")),
+    **dict.fromkeys(("argmax", "argmin", "max", "min", "amax", "amin", "any", "all"), ("dim", "keepdim")),
 }
 READS = frozenset(_ARGUMENTS) | _names("log_softmax softmax special_log_softmax special_softmax")
 

@@ -365,6 +365,8 @@ def _facts_of_the_whole() -> None:
         "sum of int": lambda x: (x > 0).to(torch.int32).sum(),
         "sum in int32": lambda x: (x > 0).sum(-1, dtype=torch.int32),
         "mean of bool": lambda x: (x > 0).float().mean(-1),
+        "any": lambda x: [(x > 0).any(-1), x.isnan().any(), (x > 9).any(dim=2, keepdim=True)],
+        "all": lambda x: [(x > -1).all(-1), torch.isfinite(x).all(), torch.all(x > 9, (1, 2))],
         "div_": written(lambda x: x.div_(0.25)),
         "masked_fill_": written(lambda x: x.masked_fill_(x > 0, -5.0)),
         "setitem": written(lambda x: x.__setitem__((slice(None), 0), 0)),
