@@ -208,11 +208,10 @@ class SliceOutputs:
         """Of all slices, with that of the last one, which stays in its graph. What nobody reads (attention weights) is that of the last
         alone. In front of the tensors that `is_read` is about there may be logits of routers."""
         parts, self._parts = [*self._parts, last], []
-        routers = len(last) - len(is_read)
-        found = [_joined_rows(tensors, samples) for tensors in list(zip(*parts, strict=True))[:routers]]
-        for tensors, read in zip(list(zip(*parts, strict=True))[routers:], is_read, strict=True):
-            found.append(torch.cat(list(tensors), 1) if read else tensors[-1])
-        return tuple(found)
+        of_slices, routers = list(zip(*parts, strict=True)), len(last) - len(is_read)
+        rows = [_joined_rows(tensors, samples) for tensors in of_slices[:routers]]
+        outputs = [torch.cat(list(tensors), 1) if read else tensors[-1] for tensors, read in zip(of_slices[routers:], is_read, strict=True)]
+        return (*rows, *outputs)
 
 
 def _joined_rows(tensors: Sequence[torch.Tensor], samples: int) -> torch.Tensor:

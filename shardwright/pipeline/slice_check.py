@@ -22,6 +22,7 @@ from ..models.dry_run import forward_defaults, meta_copy, weight_sharing_copy, w
 from ..utils import pytree
 from ..utils.tensors import map_tensors
 from .layer_chain import find_units
+from .microbatch import batch_size
 from .partition import attention_costs, layer_costs, text_config
 from .past_keys import Past
 from .sequence_slices import SliceRule
@@ -79,7 +80,6 @@ class _Check:
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
                 raise self._refusal(f"{name} counts positions from the tokens that are no padding, of which a slice knows its own only")
-        for name, module in self._model.named_modules():
             if kinds := _kinds_of_positions(module) & _FOLLOW_LENGTH:
                 raise self._refusal(
                     f"the rotary positions of {name} follow the length of what it is given (rope_type={sorted(kinds)[0]!r}), and slices "
@@ -128,9 +128,8 @@ class _Check:
         past = Past(length)
         for part, (start, end) in zip(self._rule.cut(example, ends), pairwise([0, *ends]), strict=True):
             before = past.before(start)
-            samples = next(part[name].shape[0] for name in ("input_ids", "inputs_embeds") if part.get(name) is not None)
             handles = [
-                copied.get_submodule(unit.gate).register_forward_hook(_looking(fits[number], (samples, end - start)))
+                copied.get_submodule(unit.gate).register_forward_hook(_looking(fits[number], (batch_size(part), end - start)))
                 for number, unit in enumerate(self._survey.units)
             ]
             asked = [0]
