@@ -19,7 +19,16 @@ def read_version() -> str:
 
 EXTRAS = {
     "test": [
-        *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.12", "mypy>=1.15", "hypothesis>=6", "psutil", "setuptools>=77"),
+        *(
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.12",
+            "mypy>=1.15",
+            "hypothesis>=6",
+            "psutil",
+            "setuptools>=77",
+        ),
         *("peft>=0.17", "deepspeed>=0.19", "datasets>=4"),  # what optional parts need, so that their tests run
     ],
     "data": ["datasets"],

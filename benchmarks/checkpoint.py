@@ -1,11 +1,13 @@
-"""Checkpoints against plain writes, safetensors and torch.distributed.checkpoint: the same bytes, one alternating run, medians.
+"""Checkpoints against plain writes, safetensors and torch.distributed.checkpoint: the same bytes, one alternating run,
+medians.
 
     python benchmarks/checkpoint.py                     # one process, 384 MB: fp32 weights and two moments
     python benchmarks/checkpoint.py --megabytes 1536 --rounds 5 --directory /scratch
 
-Every way of saving ends with its data on the disk (fsync). "raw" writes one buffer front to back; ours also computes checksums, a
-manifest and the marker, and publishes by renames. Memory is the growth of the process's peak while saving. The stall of an
-asynchronous save is what a step waits for; the step beside it is forward, backward and AdamW of the same model on 64 x 8 rows.
+Every way of saving ends with its data on the disk (fsync). "raw" writes one buffer front to back; ours also computes
+checksums, a manifest and the marker, and publishes by renames. Memory is the growth of the process's peak while saving.
+The stall of an asynchronous save is what a step waits for; the step beside it is forward, backward and AdamW of the
+same model on 64 x 8 rows.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ class Job:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         named = dict(self.model.named_parameters())
-        states = {f"{key}.{name}": value for name, param in named.items() for key, value in self.optimizer.state[param].items()}
+        states = {
+            f"{key}.{name}": value
+            for name, param in named.items()
+            for key, value in self.optimizer.state[param].items()
+        }
         return {**{name: param.detach() for name, param in named.items()}, **states}
 
     def place(self, name: str) -> Path:
@@ -150,11 +156,17 @@ def measure(megabytes: int, rounds: int, directory: str | None) -> dict[str, Any
         return {
             "megabytes": round(job.bytes / MB, 1),
             "rounds": rounds,
-            "MB/s": {name: round(job.bytes / MB / value) for name, value in medians.items() if name.startswith(("save", "load"))},
+            "MB/s": {
+                name: round(job.bytes / MB / value)
+                for name, value in medians.items()
+                if name.startswith(("save", "load"))
+            },
             "save, of raw": round(medians["save raw"] / medians["save ours"], 2),
             "seconds": {name: round(medians[name], 3) for name in ("step", "async stall")},
             "peak memory growth, MB": {name: round(value, 1) for name, value in memory.items()},
-            "largest tensor, MB": round(max(tensor.numel() * tensor.itemsize for tensor in job.tensors().values()) / MB, 1),
+            "largest tensor, MB": round(
+                max(tensor.numel() * tensor.itemsize for tensor in job.tensors().values()) / MB, 1
+            ),
         }
 
 

@@ -21,7 +21,7 @@ from shardwright.cluster import ParallelMesh
 from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import Header
 from shardwright.comm.shape_rules import MessageKey, ShapeRule, find_rule
-from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.planning.placement import Placement
 from shardwright.testing import run_ranks
 
 SAMPLES, HIDDEN = 2, 16

@@ -2,9 +2,10 @@
 
     python benchmarks/overhead.py [--steps 40] [--hidden 256] [--layers 4] [--batch 16] [--length 128] [--threads 1]
 
-Three loops over the same batches take turns, step by step, in one process: transformers and torch alone (`hand`), the boosted model called
-and `booster.backward` (`plain`), and `booster.execute_pipeline` (`pipeline`). Printed are medians of wall and CPU time per step, and
-the median of the ratios to the `hand` step of the same turn. The losses of all three are compared bit by bit.
+Three loops over the same batches take turns, step by step, in one process: transformers and torch alone (`hand`), the
+boosted model called and `booster.backward` (`plain`), and `booster.execute_pipeline` (`pipeline`). Printed are medians
+of wall and CPU time per step, and the median of the ratios to the `hand` step of the same turn. The losses of all three
+are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def boosted(model: nn.Module, pipeline: bool) -> Step:
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if pipeline:
-            loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer)["loss"]
+            loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer)[
+                "loss"
+            ]
         else:
             loss = model(**batch).loss
             booster.backward(loss, optimizer)
@@ -95,7 +98,14 @@ def measured(step: Step, batch: dict[str, torch.Tensor]) -> tuple[float, float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 40), ("hidden", 256), ("layers", 4), ("batch", 16), ("length", 128), ("threads", 1)):
+    for name, default in (
+        ("steps", 40),
+        ("hidden", 256),
+        ("layers", 4),
+        ("batch", 16),
+        ("length", 128),
+        ("threads", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

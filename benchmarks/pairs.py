@@ -3,8 +3,9 @@
     python benchmarks/pairs.py                            what changing turns costs; then 2 ranks, 8 microbatches
     python benchmarks/pairs.py --ranks 4 --microbatches 12 --share 0.4
 
-A forward is two pieces of sleep, an input gradient two more and a weight gradient one as long as both. Behind each piece but the last is a
-collective that takes `share` of a piece without the rank's doing. So no core is needed, and what is measured is what the schedule does.
+A forward is two pieces of sleep, an input gradient two more and a weight gradient one as long as both. Behind each
+piece but the last is a collective that takes `share` of a piece without the rank's doing. So no core is needed, and
+what is measured is what the schedule does.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from shardwright.comm import turns
 from shardwright.comm.p2p import PipeComm
 from shardwright.ops.weight_grad import active_store
 from shardwright.pipeline import schedules
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.simulate import Costs, simulate
 from shardwright.pipeline.runtime import PipelineRuntime
-from shardwright.pipeline.simulate import Costs, simulate
 from shardwright.pipeline.timeline import Recorder
 from shardwright.pipeline.two_at_once import TwoAtOnce
 from shardwright.testing import run_ranks
@@ -98,7 +99,9 @@ class SleepingStage:
 
 
 def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """By contender: seconds of a step, those simulated with nothing hidden, and with what its own timeline says is hidden."""
+    """By contender: seconds of a step, those simulated with nothing hidden, and with what its own timeline says is
+    hidden.
+    """
     assert dist.group.WORLD is not None
     results = {}
     for style, chunks, pairs in CONTENDERS:
@@ -119,7 +122,9 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
             steps.append(timeline.makespan)
             hidden.append(timeline.mean_costs().hidden)
         plain = simulate(compute, costs).makespan
-        known = simulate(compute, Costs(costs.forward, costs.input_grad, costs.weight_grad, hidden=median(hidden))).makespan
+        known = simulate(
+            compute, Costs(costs.forward, costs.input_grad, costs.weight_grad, hidden=median(hidden))
+        ).makespan
         results[f"{style}{' in pairs' if pairs and style == 'dualpipev' else ''}"] = (median(steps), plain, known)
     return results
 
@@ -151,17 +156,28 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--share", type=float, default=0.4, help="time of a collective over that of the piece of work before it")
+    parser.add_argument(
+        "--share", type=float, default=0.4, help="time of a collective over that of the piece of work before it"
+    )
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a forward of one of a rank's two chunks")
     options = parser.parse_args()
     change, empty = turn_cost()
     print(f"a change of turns: {change:.1f} us; a pair in which nothing is launched: {empty:.1f} us\n")
-    print(f"{options.ranks} ranks, {options.microbatches} microbatches, collectives of {options.share} of the work before them")
-    print("| schedule | step, ms | over zbv | simulated, nothing hidden | with what pairs hide | step / that |\n|---|---|---|---|---|---|")
+    print(
+        f"{options.ranks} ranks, {options.microbatches} microbatches, collectives of {options.share} of the work "
+        "before them"
+    )
+    print(
+        "| schedule | step, ms | over zbv | simulated, nothing hidden | with what pairs hide | step / that "
+        "|\n|---|---|---|---|---|---|"
+    )
     results = run_ranks(measure, options.ranks, options, timeout=600, debug="OFF")[0]
     base = results["zbv"][0]
     for name, (step, plain, known) in results.items():
-        print(f"| {name} | {1000 * step:.1f} | {step / base:.3f} | {1000 * plain:.1f} | {1000 * known:.1f} | {step / known:.3f} |")
+        print(
+            f"| {name} | {1000 * step:.1f} | {step / base:.3f} | {1000 * plain:.1f} | {1000 * known:.1f} | "
+            f"{step / known:.3f} |"
+        )
 
 
 if __name__ == "__main__":

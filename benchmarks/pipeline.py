@@ -3,11 +3,12 @@
     python benchmarks/pipeline.py                        2 ranks, everything
     python benchmarks/pipeline.py --ranks 4 --rounds 9
     python benchmarks/pipeline.py overhead               host time per action, no other process
-    python benchmarks/pipeline.py slots --ranks 4        stages that sleep: does a step take as long as the schedule says?
+    python benchmarks/pipeline.py slots --ranks 4        stages that sleep: does a step take as long as the schedule
+                                                         says?
 
-Every round runs one step of every contender, in turn forwards and backwards, so that a busy machine disturbs all alike. Reported are
-medians over rounds of the wall time of a step (the slowest rank's) and of the CPU time (summed over ranks), which is the
-steadier figure where ranks share cores.
+Every round runs one step of every contender, in turn forwards and backwards, so that a busy machine disturbs all alike.
+Reported are medians over rounds of the wall time of a step (the slowest rank's) and of the CPU time (summed over
+ranks), which is the steadier figure where ranks share cores.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from shardwright.comm.payload import Header, take_apart
 from shardwright.ops.linear import linear
 from shardwright.ops.weight_grad import active_store
 from shardwright.pipeline import schedules
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.simulate import simulate
 from shardwright.pipeline.runtime import PipelineRuntime
-from shardwright.pipeline.simulate import simulate
 from shardwright.pipeline.timeline import Recorder
 from shardwright.testing import run_ranks
 
@@ -40,7 +41,9 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2
 
 
 class Block(nn.Module):
-    """A decoder layer of Llama's shape. `postpone` uses the linear whose weight gradient a zero-bubble schedule can postpone."""
+    """A decoder layer of Llama's shape. `postpone` uses the linear whose weight gradient a zero-bubble schedule can
+    postpone.
+    """
 
     def __init__(self, hidden: int, postpone: bool, checkpointing: bool) -> None:
         super().__init__()
@@ -59,7 +62,9 @@ class Block(nn.Module):
         run = self.apply_linear
         b, s, h = x.shape
         normed = self.norms[0](x)
-        q, k, v = (run(module, normed).view(b, s, HEADS, h // HEADS).transpose(1, 2) for module in (self.q, self.k, self.v))
+        q, k, v = (
+            run(module, normed).view(b, s, HEADS, h // HEADS).transpose(1, 2) for module in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
         x = x + run(self.o, attended)
         normed = self.norms[1](x)
@@ -74,7 +79,9 @@ def _postponable(module: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias)
 
 
-def make_stage(stage: int, num_stages: int, options: argparse.Namespace, postpone: bool, checkpointing: bool) -> nn.Sequential:
+def make_stage(
+    stage: int, num_stages: int, options: argparse.Namespace, postpone: bool, checkpointing: bool
+) -> nn.Sequential:
     """The layers of one stage, the same weights whoever makes them."""
     per_stage = options.layers // num_stages
     blocks = []
@@ -102,23 +109,30 @@ class Stage:
 class Contender:
     """One schedule of one implementation: `step` runs it, `modules` are the stages it trains, by stage index."""
 
-    def __init__(self, name: str, step: Callable[[], Any], modules: dict[int, nn.Module], runtime: PipelineRuntime | None = None) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], Any], modules: dict[int, nn.Module], runtime: PipelineRuntime | None = None
+    ) -> None:
         self.name, self.step, self.modules, self.runtime = name, step, modules, runtime
 
 
 def pipe_group() -> dist.ProcessGroup:
-    """All ranks; not the world group, whose barriers TORCH_DISTRIBUTED_DEBUG=DETAIL would take for out of step with its messages."""
+    """All ranks; not the world group, whose barriers TORCH_DISTRIBUTED_DEBUG=DETAIL would take for out of step with
+    its messages.
+    """
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def ours(style: str, chunks: int, checkpointing: bool, options: argparse.Namespace, batch: Sequence[Tensor]) -> Contender:
+def ours(
+    style: str, chunks: int, checkpointing: bool, options: argparse.Namespace, batch: Sequence[Tensor]
+) -> Contender:
     comm = PipeComm(pipe_group())
     placement = schedules.get_placement(style, comm.size, chunks)
     inputs, targets = batch[0].chunk(options.microbatches), batch[1].chunk(options.microbatches)
     modules = {
-        s: make_stage(s, placement.num_stages, options, style.startswith("zb"), checkpointing) for s in placement.stages_of(comm.rank)
+        s: make_stage(s, placement.num_stages, options, style.startswith("zb"), checkpointing)
+        for s in placement.stages_of(comm.rank)
     }
     stages = [Stage(module, placement.is_last(s), inputs, targets) for s, module in modules.items()]
     runtime = PipelineRuntime(comm, placement, stages)
@@ -128,17 +142,25 @@ def ours(style: str, chunks: int, checkpointing: bool, options: argparse.Namespa
     return Contender(f"shardwright {name}", lambda: runtime.run(schedule, keys), dict(modules), runtime)
 
 
-def torchs(name: str, chunks: int, checkpointing: bool, options: argparse.Namespace, batch: Sequence[Tensor]) -> Contender:
+def torchs(
+    name: str, chunks: int, checkpointing: bool, options: argparse.Namespace, batch: Sequence[Tensor]
+) -> Contender:
     from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()
     num_stages = size * chunks
-    indices = [rank, 2 * size - 1 - rank] if name == "ScheduleZBVZeroBubble" else [rank + chunk * size for chunk in range(chunks)]
+    indices = (
+        [rank, 2 * size - 1 - rank]
+        if name == "ScheduleZBVZeroBubble"
+        else [rank + chunk * size for chunk in range(chunks)]
+    )
     modules: dict[int, nn.Module] = {s: make_stage(s, num_stages, options, False, checkpointing) for s in indices}
     device = torch.device("cpu")
     group = pipe_group()
     stages = [pipelining.PipelineStage(module, s, num_stages, device, group=group) for s, module in modules.items()]
-    made = getattr(pipelining, name)(stages[0] if name == "Schedule1F1B" else stages, options.microbatches, loss_fn=loss_of)
+    made = getattr(pipelining, name)(
+        stages[0] if name == "Schedule1F1B" else stages, options.microbatches, loss_fn=loss_of
+    )
 
     def step() -> None:
         arguments = (batch[0],) if 0 in indices else ()
@@ -198,7 +220,9 @@ def compare(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
             contender.step()
             timeline = contender.runtime.recorder.gather(contender.runtime.comm, contender.runtime.placement)
             ideal = timeline.ideal()
-            bubbles.setdefault(contender.name, []).append((timeline.bubble, ideal.bubble, timeline.makespan, ideal.makespan))
+            bubbles.setdefault(contender.name, []).append(
+                (timeline.bubble, ideal.bubble, timeline.makespan, ideal.makespan)
+            )
     return {"times": times, "worst": worst, "bubbles": bubbles}
 
 
@@ -215,7 +239,9 @@ def layer_gradients(contender: Contender, options: argparse.Namespace) -> list[t
 
 
 class Sleep(torch.autograd.Function):
-    """Takes `unit` seconds in forward, `unit` for the gradient of the input and `unit` for that of the weight, which can be postponed."""
+    """Takes `unit` seconds in forward, `unit` for the gradient of the input and `unit` for that of the weight, which
+    can be postponed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, unit: float) -> Tensor:
@@ -250,7 +276,9 @@ class SleepingStage:
 
 
 def slots(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """By schedule: a step in units of a forward, as measured and as simulated; and measured over simulated with measured costs."""
+    """By schedule: a step in units of a forward, as measured and as simulated; and measured over simulated with
+    measured costs.
+    """
     group = pipe_group()
     unit = 0.03
     results = {}
@@ -270,7 +298,11 @@ def slots(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
             runtime.run(schedule, keys)
             timeline = runtime.recorder.gather(comm, placement)
             steps.append((timeline.makespan / unit, timeline.makespan / timeline.ideal().makespan))
-        results[style] = (median(step for step, _ in steps), simulate(compute).makespan, median(ratio for _, ratio in steps))
+        results[style] = (
+            median(step for step, _ in steps),
+            simulate(compute).makespan,
+            median(ratio for _, ratio in steps),
+        )
     return results
 
 
@@ -332,14 +364,26 @@ def main() -> None:
             print(f"| {style} | {microseconds:.1f} us |")
     if options.what in ("all", "slots"):
         print(f"\n{options.ranks} ranks, {options.microbatches} microbatches, stages that sleep")
-        print("| schedule | slots of a step | by formula | step / simulated with measured costs |\n| --- | --- | --- | --- |")
-        for style, (step, expected, ratio) in run_ranks(slots, options.ranks, options, timeout=600, debug="OFF")[0].items():
+        print(
+            "| schedule | slots of a step | by formula | step / simulated with measured costs |\n| --- | --- | --- | "
+            "--- |"
+        )
+        for style, (step, expected, ratio) in run_ranks(slots, options.ranks, options, timeout=600, debug="OFF")[
+            0
+        ].items():
             print(f"| {style} | {step:.1f} | {expected:.0f} | {ratio:.3f} |")
     if options.what in ("overhead", "slots"):
         return
     results = run_ranks(compare, options.ranks, options, timeout=1200, debug="OFF")
-    print(f"\n{options.ranks} ranks, {options.layers} layers of width {options.hidden}, {options.microbatches} microbatches of ", end="")
-    print(f"{options.rows} x {options.length}, {options.rounds} rounds; gradients agree to {max(r['worst'] for r in results):.1e}")
+    print(
+        f"\n{options.ranks} ranks, {options.layers} layers of width {options.hidden}, {options.microbatches} "
+        "microbatches of ",
+        end="",
+    )
+    print(
+        f"{options.rows} x {options.length}, {options.rounds} rounds; gradients agree to "
+        f"{max(r['worst'] for r in results):.1e}"
+    )
     print("| | wall ms | CPU ms | bubble measured | ideal | step / ideal |\n| --- | --- | --- | --- | --- | --- |")
     for name in results[0]["times"]:
         rounds = list(zip(*(result["times"][name] for result in results), strict=True))

@@ -1,4 +1,5 @@
-"""How long it takes to plan a step, and how much memory: schedule, simulation and the lowered list of one rank; and how models are cut.
+"""How long it takes to plan a step, and how much memory: schedule, simulation and the lowered list of one rank; and how
+models are cut.
 
     python benchmarks/plans.py                       512 stages, 4096 microbatches, every style
     python benchmarks/plans.py --stages 64 --microbatches 512
@@ -18,10 +19,11 @@ import torch
 import transformers
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.balance import by_rank
-from shardwright.pipeline.executor import PipelineSettings, plan_cut
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.simulate import simulate
+from shardwright.pipeline.cut.balance import by_rank
+from shardwright.pipeline.cut.plan import plan_cut
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.simulate import simulate
+from shardwright.pipeline.settings import PipelineSettings
 
 STYLES = (("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2), ("dualpipev", 2))
 
@@ -41,17 +43,34 @@ def plan(style: str, chunks: int, stages: int, microbatches: int) -> tuple[float
 
 
 def cuts() -> None:
-    """Dearest rank over the mean, layers by stage, and the choice of the search, which may postpone all weight gradients."""
+    """Dearest rank over the mean, layers by stage, and the choice of the search, which may postpone all weight
+    gradients.
+    """
     llama = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
     )
     gemma = transformers.Gemma2Config(
-        vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4
+        vocab_size=256000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
     )
     with torch.device("meta"):
         models = {"Llama-8B": transformers.LlamaForCausalLM(llama), "Gemma-2 2B": transformers.Gemma2ForCausalLM(gemma)}
     print("| model | ranks | style | dearest rank over the mean | layers by stage |\n| --- | --- | --- | --- | --- |")
-    cases = [("Llama-8B", 8, "1f1b", 1), ("Llama-8B", 8, "zbv", 2), ("Llama-8B", 4, "interleaved", 4), ("Llama-8B", 4, "interleaved", 8)]
+    cases = [
+        ("Llama-8B", 8, "1f1b", 1),
+        ("Llama-8B", 8, "zbv", 2),
+        ("Llama-8B", 4, "interleaved", 4),
+        ("Llama-8B", 4, "interleaved", 8),
+    ]
     cases += [("Gemma-2 2B", 4, "1f1b", 1), ("Gemma-2 2B", 8, "1f1b", 1), ("Gemma-2 2B", 4, "zbv", 2)]
     for name, ranks, style, chunks in cases:
         plan = plan_cut(models[name], PipelineSettings(style, chunks, 32), ranks)
@@ -78,7 +97,10 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             build, run, lowering, peak, bubble = pool.apply(plan, (style, chunks, options.stages, options.microbatches))
         name = f"{style} x {chunks}" if chunks > 1 else style
-        print(f"| {name} | {build:.2f} s | {run:.2f} s | {lowering:.2f} s | {peak:.2f} GiB | {100 * bubble:.2f} % |", flush=True)
+        print(
+            f"| {name} | {build:.2f} s | {run:.2f} s | {lowering:.2f} s | {peak:.2f} GiB | {100 * bubble:.2f} % |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

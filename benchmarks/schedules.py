@@ -3,11 +3,13 @@
     python benchmarks/schedules.py                                   a Llama on 2 ranks, 4 microbatches
     python benchmarks/schedules.py --model qwen3-moe-causal-lm --ranks 4 --microbatches 8
     python benchmarks/schedules.py --checkpointing --only 1f1b zb
-    python benchmarks/schedules.py --microbatches 2 --rows 1 --length 1024 --only 1f1b 1f1b/4     in 4 slices of the sequence
+    python benchmarks/schedules.py --microbatches 2 --rows 1 --length 1024 --only 1f1b 1f1b/4     in 4 slices of the
+    sequence
 
-Every round trains one step with every schedule, in turn forwards and backwards, so that a busy machine disturbs all alike. Reported are
-medians over rounds of the wall time of a step (the slowest rank's, from the first action to the last) and of the CPU time (summed over
-ranks), their ratios to 1F1B, and the ratio of makespans that the simulator gives for F = I = W. Losses are compared.
+Every round trains one step with every schedule, in turn forwards and backwards, so that a busy machine disturbs all
+alike. Reported are medians over rounds of the wall time of a step (the slowest rank's, from the first action to the
+last) and of the CPU time (summed over ranks), their ratios to 1F1B, and the ratio of makespans that the simulator gives
+for F = I = W. Losses are compared.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright import Booster
-from shardwright.pipeline.simulate import simulate
-from shardwright.pipeline.sliced_schedule import get_sliced
+from shardwright.pipeline.planning.simulate import simulate
+from shardwright.pipeline.planning.sliced_schedule import get_sliced
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, run_ranks, zoo
 
@@ -46,7 +48,11 @@ def as_schedule(style: str) -> str:
 def train(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
     """Of every schedule: (wall, CPU) seconds of every round on this rank, and the losses that it saw."""
     torch.set_num_threads(1)
-    sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "num_hidden_layers": options.layers}
+    sizes = {
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+    }
     batch = zoo.inputs(options.model, batch_size=options.microbatches * options.rows, seq_len=options.length, **sizes)
     jobs = {}
     for style in options.only:
@@ -105,10 +111,14 @@ def main() -> None:
     results = run_ranks(train, options.ranks, options, timeout=1800, debug="OFF")
     stages = options.ranks // options.tp
     print(
-        f"{options.model}, {options.layers} layers of {options.hidden}, {options.ranks} ranks, {options.microbatches} microbatches of ",
+        f"{options.model}, {options.layers} layers of {options.hidden}, {options.ranks} ranks, {options.microbatches} "
+        "microbatches of ",
         end="",
     )
-    print(f"{options.rows} x {options.length}, {options.rounds} rounds{', checkpointing' if options.checkpointing else ''}")
+    print(
+        f"{options.rows} x {options.length}, {options.rounds} "
+        f"rounds{', checkpointing' if options.checkpointing else ''}"
+    )
     print("| schedule | wall ms | CPU ms | wall / first | CPU / first | simulated | most bytes waiting | last loss |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     first: tuple[list[float], list[float], float] | None = None
@@ -122,7 +132,8 @@ def main() -> None:
         ideal = simulate(schedule).makespan / CHUNKS[name] / slices
         first = first or (walls, cpus, ideal)
         wall_ratio, cpu_ratio = (
-            median(a / b for a, b in zip(mine, base, strict=True)) for mine, base in ((walls, first[0]), (cpus, first[1]))
+            median(a / b for a, b in zip(mine, base, strict=True))
+            for mine, base in ((walls, first[0]), (cpus, first[1]))
         )
         losses = next(result["losses"][style] for result in results if result["losses"][style])
         waiting = max(result["peaks"][style] for result in results)

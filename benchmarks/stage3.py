@@ -1,4 +1,5 @@
-"""ZeRO stage 3 against FSDP2 on a HuggingFace model through the Booster: milliseconds per step, wall and CPU, one alternating run, medians.
+"""ZeRO stage 3 against FSDP2 on a HuggingFace model through the Booster: milliseconds per step, wall and CPU, one
+alternating run, medians.
 
     python benchmarks/stage3.py                       # 2 ranks, a small Llama, fp32
     python benchmarks/stage3.py --precision bf16 --ranks 4 --accumulate 2

@@ -4,9 +4,10 @@
     python benchmarks/staging.py --layers 126 --ranks 21
     python benchmarks/staging.py --ragged                 every microbatch with a padding mask of its own
 
-Runs a middle stage on arrived activations, once as the executor does and once as a loop over the bare layers with the arguments that the
-model would give them, turn by turn on one thread. One turn is a step of `--microbatches` F, without gradients. Medians of CPU microseconds
-per F. Versions that know no steps (without `run_microbatch`) can be measured too, with PYTHONPATH pointing to them.
+Runs a middle stage on arrived activations, once as the executor does and once as a loop over the bare layers with the
+arguments that the model would give them, turn by turn on one thread. One turn is a step of `--microbatches` F, without
+gradients. Medians of CPU microseconds per F. Versions that know no steps (without `run_microbatch`) can be measured
+too, with PYTHONPATH pointing to them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 
-from shardwright.pipeline.executor import PipelineSettings, plan_cut
+from shardwright.pipeline.cut.plan import plan_cut
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import zoo
 
 
@@ -35,7 +37,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = zoo.build(options.model, num_hidden_layers=options.layers, hidden_size=16, intermediate_size=32, dtype=torch.float32)
+    model = zoo.build(
+        options.model, num_hidden_layers=options.layers, hidden_size=16, intermediate_size=32, dtype=torch.float32
+    )
     stage = options.ranks // 2
     plan = plan_cut(model, PipelineSettings(num_microbatches=4), options.ranks)
     staged = plan.apply(model, stage).staged
@@ -56,14 +60,17 @@ def main() -> None:
             for batch in batches:
                 staged.run(stage, arrived, batch)
             return
-        from shardwright.pipeline.step_inputs import StepInputs
+        from shardwright.pipeline.batch.step_inputs import StepInputs
 
         inputs = StepInputs(batches, lambda batch: batch)
         for index in range(len(batches)):
             staged.run_microbatch(stage, arrived, inputs, index)
 
     seen: list[tuple[Any, dict[str, Any]]] = []
-    handles = [layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+        for layer in layers
+    ]
     with torch.no_grad():
         staged.run(stage, arrived, batches[0])
     for handle in handles:
@@ -76,7 +83,10 @@ def main() -> None:
                 hidden = layer(hidden, **kwargs)
 
     with torch.no_grad():
-        print(f"{options.layers} layers on {options.ranks} ranks, {len(layers)} in stage {stage}, {options.microbatches} microbatches")
+        print(
+            f"{options.layers} layers on {options.ranks} ranks, {len(layers)} in stage {stage}, "
+            f"{options.microbatches} microbatches"
+        )
         times: dict[Callable[[], None], list[float]] = {through_stage: [], bare: []}
         for _ in range(options.rounds + 2):
             for job, found in times.items():
@@ -84,7 +94,10 @@ def main() -> None:
                 job()
                 found.append((time.process_time() - start) / options.microbatches * 1e6)
         staged_time, bare_time = (median(found[2:]) for found in times.values())
-        print(f"stage {staged_time:.0f} us, bare layers {bare_time:.0f} us, staging {staged_time - bare_time:.0f} us per F")
+        print(
+            f"stage {staged_time:.0f} us, bare layers {bare_time:.0f} us, staging {staged_time - bare_time:.0f} us "
+            "per F"
+        )
         if options.profile:
             import cProfile
             import pstats

@@ -9,15 +9,15 @@ One Llama with the same weights four times:
     shardwright    ShardFormer(ShardConfig(tensor_parallel_process_group=...)).optimize(model)
     transformers   from_pretrained(distributed_config=DistributedConfig(tp_size=...))
     dtensor        torch's parallelize_module with the usual colwise/rowwise plan
-    by hand        transformers' layers built at this rank's size, with one identity/all-reduce pair written into attention and MLP;
-                   what is left to the framework is its overhead per layer
+    by hand        transformers' layers built at this rank's size, with one identity/all-reduce pair written into
+                   attention and MLP; what is left to the framework is its overhead per layer
 
-All take turns within one run, so that what else the machine does hits all of them; the medians of their rounds are compared. A step is
-forward and backward, and an AdamW step with --optimizer. Collectives are counted on a model of `--layers` and one of `--layers + 2`: the
-difference is what a layer costs. Losses are compared first.
+All take turns within one run, so that what else the machine does hits all of them; the medians of their rounds are
+compared. A step is forward and backward, and an AdamW step with --optimizer. Collectives are counted on a model of
+`--layers` and one of `--layers + 2`: the difference is what a layer costs. Losses are compared first.
 
-With --host-overhead only shardwright and the model cut by hand run, on a fake process group, at `--layers` and `--layers + 8`: the
-difference is the CPU time of a layer.
+With --host-overhead only shardwright and the model cut by hand run, on a fake process group, at `--layers` and
+`--layers + 8`: the difference is the CPU time of a layer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def with_shardwright(directory: Path, options: argparse.Namespace, device: torch
     from shardwright.shardformer.config import ShardConfig
     from shardwright.shardformer.shardformer import ShardFormer
 
-    return ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD)).shard_model(_plain(directory).to(device))
+    return ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD)).shard_model(
+        _plain(directory).to(device)
+    )
 
 
 def with_transformers(directory: Path, options: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -171,7 +173,9 @@ def _saved(options: argparse.Namespace, layers: int, shared: Path) -> Path:
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that one rank does; the returned table is rank 0's."""
     rank = dist.get_rank()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    )
     place = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(place, src=0)
     shared = Path(str(place[0]))
@@ -196,10 +200,17 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         else:
             models[name] = model
             per_layer = {op: (counts[0][op] - counts[1][op]) / 2 for op in counts[0]}
-            table[name] = {"loss": loss.item(), "collectives per layer": {op: number for op, number in per_layer.items() if number}}
+            table[name] = {
+                "loss": loss.item(),
+                "collectives per layer": {op: number for op, number in per_layer.items() if number},
+            }
         dist.barrier()
 
-    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()} if options.optimizer else {}
+    optimizers = (
+        {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
+        if options.optimizer
+        else {}
+    )
     wall: dict[str, list[float]] = {name: [] for name in models}
     cpu: dict[str, list[float]] = {name: [] for name in models}
     names = list(models)
@@ -237,7 +248,9 @@ def _host_overhead(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as shared:
         directories = {layers: _saved(options, layers, Path(shared)) for layers in depths}
         models = {
-            (name, layers): BUILDERS[name](directories[layers], options, torch.device("cpu")).train() for name in names for layers in depths
+            (name, layers): BUILDERS[name](directories[layers], options, torch.device("cpu")).train()
+            for name in names
+            for layers in depths
         }
     times: dict[tuple[str, int], list[float]] = {key: [] for key in models}
     for number in range(options.warmup + options.rounds):
@@ -280,9 +293,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--optimizer", action="store_true", help="include an AdamW step")
-    parser.add_argument("--only", nargs="*", choices=list(BUILDERS), help="some of the contestants; ratios are to the first")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(BUILDERS), help="some of the contestants; ratios are to the first"
+    )
     parser.add_argument("--json", type=Path, help="write the table here as well")
-    parser.add_argument("--host-overhead", action="store_true", help="CPU time per layer against a model cut by hand, no communication")
+    parser.add_argument(
+        "--host-overhead", action="store_true", help="CPU time per layer against a model cut by hand, no communication"
+    )
     options = parser.parse_args()
     if options.host_overhead:
         _host_overhead(options)
@@ -307,7 +324,9 @@ def main() -> None:
 def _print(report: dict[str, Any], options: argparse.Namespace) -> None:
     shape = f"hidden {options.hidden}, {options.layers} layers, batch {options.batch} x {options.seq}"
     print(f"Llama, {shape}, tp {options.tp}; medians of {options.rounds} rounds, ratios to the first row")
-    print(f"{'':14}{'wall ms':>10}{'x':>7}{'cpu ms':>10}{'x':>7}{'loss':>10}  collectives per layer, forward and backward")
+    print(
+        f"{'':14}{'wall ms':>10}{'x':>7}{'cpu ms':>10}{'x':>7}{'loss':>10}  collectives per layer, forward and backward"
+    )
     for name, row in report["results"].items():
         calls = ", ".join(f"{number:g} {op.rstrip('_')}" for op, number in row["collectives per layer"].items())
         times = f"{row['wall ms']:10.1f}{row['wall ratio']:7.2f}{row['cpu ms']:10.1f}{row['cpu ratio']:7.2f}"

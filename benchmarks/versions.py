@@ -2,9 +2,9 @@
 
     python benchmarks/versions.py ../before [--rounds 5] [--steps 12] [--only tp2]
 
-A real model (Llama, through the Booster, with clipping and AdamW) is trained in layouts of one to four CPU ranks. The checkouts take turns,
-each turn in processes of its own; printed are the medians over turns of the CPU milliseconds per step, summed over ranks, and the median
-and range of the ratios of one turn.
+A real model (Llama, through the Booster, with clipping and AdamW) is trained in layouts of one to four CPU ranks. The
+checkouts take turns, each turn in processes of its own; printed are the medians over turns of the CPU milliseconds per
+step, summed over ranks, and the median and range of the ratios of one turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def train(rank: int, world: int, name: str, layout: dict[str, Any], steps: int) 
     from shardwright.plugins import HybridParallelPlugin
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
     plain = LlamaForCausalLM(config)
     booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "max_norm": 1.0, **layout}))
     model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
@@ -103,7 +105,9 @@ def main() -> None:
         one_turn(args)
         return
     if args.before is None or not (args.before / "shardwright").is_dir():
-        parser.error(f"before={args.before}: give the path of another checkout, for example one that `git worktree add` made")
+        parser.error(
+            f"before={args.before}: give the path of another checkout, for example one that `git worktree add` made"
+        )
     pairs = []
     for number in range(args.rounds):
         order = (args.before.resolve(), HERE) if number % 2 == 0 else (HERE, args.before.resolve())

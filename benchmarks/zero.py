@@ -110,7 +110,9 @@ CONTENDERS: dict[str, Callable[[int, int, torch.Tensor], Step]] = {
 }
 
 
-def measure(rank: int, world_size: int, hidden: int, layers: int, rows: int, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+def measure(
+    rank: int, world_size: int, hidden: int, layers: int, rows: int, repeats: int
+) -> dict[str, tuple[list[float], list[float]]]:
     x = torch.randn(rows // world_size, hidden, generator=torch.Generator().manual_seed(rank))
     steps = {name: build(hidden, layers, x) for name, build in CONTENDERS.items()}
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in steps}
@@ -139,7 +141,9 @@ def compare(ranks: int, hidden: int, layers: int, rows: int, repeats: int) -> di
 
 
 def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[str, float]:
-    """norm + clip + step of `millions` M parameters (fp32, and bf16 with masters) against one fused AdamW step on as many."""
+    """norm + clip + step of `millions` M parameters (fp32, and bf16 with masters) against one fused AdamW step on as
+    many.
+    """
 
     def plain() -> Step:
         param = nn.Parameter(torch.randn(millions * 1_000_000))

@@ -8,27 +8,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwright._moved import explain_moved_modules, missing_name
-from shardwright._version import __version__
+from ._moved import explain_moved_modules, missing_name
+from ._version import __version__
 
 if TYPE_CHECKING:
-    from shardwright.booster import Booster
-    from shardwright.cluster.launch import (
-        get_default_parser,
-        launch,
-        launch_from_openmpi,
-        launch_from_slurm,
-        launch_from_torch,
-    )
-    from shardwright.cluster.recovery import recover
-    from shardwright.pipeline.ready import Microbatches
-    from shardwright.pipeline.schedules import register_schedule
-    from shardwright.plugins.registry import register_plugin
-    from shardwright.shardformer.policies.auto import register_policy
+    from .booster import Booster
+    from .cluster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+    from .cluster.recovery import recover
+    from .pipeline.batch.ready import Microbatches
+    from .pipeline.schedules import register_schedule
+    from .plugins.registry import register_plugin
+    from .shardformer.policies.auto import register_policy
 
 _HOMES = {
     "Booster": "shardwright.booster",
-    "Microbatches": "shardwright.pipeline.ready",
+    "Microbatches": "shardwright.pipeline.batch.ready",
     "get_default_parser": "shardwright.cluster.launch",
     "launch": "shardwright.cluster.launch",
     "launch_from_openmpi": "shardwright.cluster.launch",

@@ -54,7 +54,9 @@ class Accelerator:
         set_seed(seed)
 
     def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Peak bytes of tensors on the device. On the CPU, where torch does not count, the peak resident size of the process."""
+        """Peak bytes of tensors on the device. On the CPU, where torch does not count, the peak resident size of the
+        process.
+        """
         if self.is_available():
             return torch.cuda.max_memory_allocated(device)
         import resource

@@ -66,7 +66,9 @@ def get_dist_logger(name: str = "shardwright") -> DistributedLogger:
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("shardwright",)) -> None:
-    """Silence everything below an error of the loggers that exist by now: all of them or those in `include`, never those in `exclude`."""
+    """Silence everything below an error of the loggers that exist by now: all of them or those in `include`, never
+    those in `exclude`.
+    """
     for name in list(logging.root.manager.loggerDict) if include is None else include:
         if name not in exclude:
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -6,9 +6,9 @@ plan produced it.
 Vocabulary:
     axis    an axis of the mesh ("tp")
     dim     a dimension of the tensor
-    piece   a run of indices along `dim`; a rank's shard is the concatenation of its pieces. Plain column sharding has one
-            piece per rank, a fused q/k/v weight has three, a padded vocabulary ends in a piece of padding, and key/value
-            heads that several ranks share appear in the pieces of each of them.
+    piece   a run of indices along `dim`; a rank's shard is the concatenation of its pieces. Plain column sharding has
+            one piece per rank, a fused q/k/v weight has three, a padded vocabulary ends in a piece of padding, and
+            key/value heads that several ranks share appear in the pieces of each of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ PADDING = -1
 
 
 class SharedRun(NamedTuple):
-    """Indices of the full dim that more than one rank holds, so that their gradients must be summed over the holders."""
+    """Indices of the full dim that more than one rank holds, so that their gradients must be summed over the
+    holders.
+    """
 
     start: int
     length: int
@@ -55,8 +57,8 @@ class ParamSpec:
     dim         sharded dim, or None when every rank holds the whole tensor
     pieces      for every coordinate along `axis`, the pieces of that rank's shard (empty when `dim` is None)
     axis        mesh axis that `pieces` is indexed by
-    partial     axes over which the gradient of the *whole* parameter is a partial sum: it must be all-reduced (sum) after
-                backward because the parameter is replicated but is applied to sharded activations
+    partial     axes over which the gradient of the *whole* parameter is a partial sum: it must be all-reduced (sum)
+                after backward because the parameter is replicated but is applied to sharded activations
     tied        name of the group of parameters that share one value across pipeline stages, or None
     """
 
@@ -73,7 +75,9 @@ class ParamSpec:
         if self.dim is not None:
             size = self.full_shape[self.dim]
             for piece in (piece for rank in self.pieces for piece in rank):
-                assert piece.is_padding or 0 <= piece.start <= piece.start + piece.length <= size, f"{self.name}: {piece} outside 0..{size}"
+                assert piece.is_padding or 0 <= piece.start <= piece.start + piece.length <= size, (
+                    f"{self.name}: {piece} outside 0..{size}"
+                )
 
     @property
     def is_sharded(self) -> bool:
@@ -104,7 +108,9 @@ class ParamSpec:
         full = locals_[0].new_empty(self.full_shape)
         for coordinate in reversed(range(len(self.pieces))):
             for piece, offset in self._placed(coordinate):
-                full.narrow(self.dim, piece.start, piece.length).copy_(locals_[coordinate].narrow(self.dim, offset, piece.length))
+                full.narrow(self.dim, piece.start, piece.length).copy_(
+                    locals_[coordinate].narrow(self.dim, offset, piece.length)
+                )
         return full
 
     def _placed(self, coordinate: int) -> list[tuple[Piece, int]]:
@@ -119,7 +125,9 @@ class ParamSpec:
     @cached_property
     def shared_runs(self) -> tuple[SharedRun, ...]:
         """Runs of the full dim held by more than one coordinate, ascending."""
-        edges = sorted({edge for rank in self.pieces for p in rank if not p.is_padding for edge in (p.start, p.start + p.length)})
+        edges = sorted(
+            {edge for rank in self.pieces for p in rank if not p.is_padding for edge in (p.start, p.start + p.length)}
+        )
         runs = []
         for start, end in pairwise(edges):
             holders = tuple(
@@ -144,7 +152,8 @@ class ParamSpec:
         return found
 
     def owned(self, coordinate: int) -> list[tuple[int, int]]:
-        """(offset, length) runs of the shard that this coordinate counts in norms: no padding, shared rows only at their owner.
+        """(offset, length) runs of the shard that this coordinate counts in norms: no padding, shared rows only at
+        their owner.
 
         A replicated parameter is owned by coordinate 0 of the axis; the caller handles that case through `is_sharded`.
         """

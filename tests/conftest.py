@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _stderr = os.dup(2)  # not the file that the output of a test goes to
 
 
-# A test over its limit fails by a signal and the next one runs; one that waits where no signal is heard must not wait for ever. Around
-# the timer of pytest-timeout, which knows every way to say a limit.
+# A test over its limit fails by a signal and the next one runs; one that waits where no signal is heard must not wait
+# for ever. Around the timer of pytest-timeout, which knows every way to say a limit.
 
 
 @pytest.hookimpl(wrapper=True)

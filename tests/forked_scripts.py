@@ -1,7 +1,8 @@
 """Scripts of a user's on one or more ranks, in processes forked from a server that has imported torch and transformers.
 
-These imports take seconds of every rank that `python` or torchrun starts, which is longer than most scripts of the tests run. The processes
-get what torchrun gives its ranks; that torchrun itself starts such scripts is what tests/examples and tests/ranks/test_demo.py show.
+These imports take seconds of every rank that `python` or torchrun starts, which is longer than most scripts of the
+tests run. The processes get what torchrun gives its ranks; that torchrun itself starts such scripts is what
+tests/examples and tests/ranks/test_demo.py show.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def run_forked(ranks: int, script: Path, *options: str, cwd: Path) -> tuple[list
         path.write_text("")
     server = fork_server()
     environs = [_as_rank(rank, ranks, store) for rank in range(ranks)]
-    started = [server.Process(target=_run, args=(script, options, cwd, *each)) for each in zip(outputs, environs, strict=True)]
+    started = [
+        server.Process(target=_run, args=(script, options, cwd, *each)) for each in zip(outputs, environs, strict=True)
+    ]
     deadline = time.monotonic() + LIMIT
     try:
         for process in started:
@@ -58,7 +61,13 @@ def run_forked(ranks: int, script: Path, *options: str, cwd: Path) -> tuple[list
 def _as_rank(rank: int, ranks: int, store: dist.TCPStore | None) -> dict[str, str]:
     if store is None:
         return environment()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": store.port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": store.port,
+    }
     agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return {**environment(), **agent, **{name: str(number) for name, number in names.items()}}
 

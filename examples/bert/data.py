@@ -1,4 +1,6 @@
-"""Sentence pairs to classify: GLUE where `datasets` is installed and can be reached, else pairs of the same shape that are made up."""
+"""Sentence pairs to classify: GLUE where `datasets` is installed and can be reached, else pairs of the same shape
+that are made up.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class GlueDataBuilder:
         self.tokenizer, self.pairs, self.vocabulary = tokenizer, pairs, vocabulary
 
     def train_dataloader(self) -> DataLoader:
-        return self.plugin.prepare_dataloader(self._dataset("train"), batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return self.plugin.prepare_dataloader(
+            self._dataset("train"), batch_size=self.batch_size, shuffle=True, drop_last=True
+        )
 
     def validation_dataloader(self) -> DataLoader:
         return self.plugin.prepare_dataloader(self._dataset("validation"), batch_size=self.batch_size)
@@ -87,7 +91,10 @@ class GlueDataBuilder:
 
         def encode(rows: dict[str, Any]) -> dict[str, Any]:
             texts = [rows[field] for field in FIELDS[self.task]]
-            return {**tokenizer(*texts, max_length=self.length, padding="max_length", truncation=True), "labels": rows["label"]}
+            return {
+                **tokenizer(*texts, max_length=self.length, padding="max_length", truncation=True),
+                "labels": rows["label"],
+            }
 
         raw = datasets.load_dataset("glue", self.task, split=split)
         encoded = raw.map(encode, batched=True, remove_columns=raw.column_names)

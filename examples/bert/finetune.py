@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 examples/bert/finetune.py --plugin hybrid_parallel --tiny
     torchrun --nproc-per-node 8 examples/bert/finetune.py --plugin hybrid_parallel --model bert-base-uncased --task mrpc
 
-Without --model a small model is built from its configuration and the sentence pairs are made up, so that nothing is downloaded.
+Without --model a small model is built from its configuration and the sentence pairs are made up, so that nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def make_plugin(args: argparse.Namespace) -> Plugin:
         case "torch_ddp" | "torch_ddp_fp16":
             return TorchDDPPlugin()
         case "torch_fsdp":
-            return TorchFSDPPlugin(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+            return TorchFSDPPlugin(
+                mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            )
         case "low_level_zero":
             return LowLevelZeroPlugin(initial_scale=2**5)
         case "hybrid_parallel":
@@ -106,19 +109,23 @@ def evaluate(
 ) -> tuple[float, float]:
     """Accuracy and F1 of class 1 over the validation data of all ranks, on every rank."""
     model.eval()
-    counts = torch.zeros(4, device=get_accelerator().get_current_device())  # right, all, right about class 1, said or is class 1
+    # right, all, right about class 1, said or is class 1
+    counts = torch.zeros(4, device=get_accelerator().get_current_device())
     plugin = booster.plugin
     batches: Iterator[Any] = iter(dataloader)
     for _ in range(len(dataloader)):
         batch = move_to_device(next(batches))
         if isinstance(plugin, HybridParallelPlugin) and plugin.pp_size > 1:
-            outputs = booster.execute_pipeline(iter([batch]), model, criterion, return_loss=True, return_outputs=True)["outputs"]
+            outputs = booster.execute_pipeline(iter([batch]), model, criterion, return_loss=True, return_outputs=True)[
+                "outputs"
+            ]
             if plugin.stage_manager.is_last_stage(ignore_chunk=True):
                 count(outputs["logits"], batch, counts)
         else:
             count(model(**batch).logits, batch, counts)
     if isinstance(plugin, HybridParallelPlugin):
-        # Tensor parallel ranks saw the same batches, data parallel ranks different ones; stages before the last counted nothing.
+        # Tensor parallel ranks saw the same batches, data parallel ranks different ones; stages before the last counted
+        # nothing.
         dist.all_reduce(counts, group=plugin.dp_group)
         dist.broadcast(counts, src=plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)[-1], group=plugin.pp_group)
     else:
@@ -147,7 +154,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="of one data-parallel rank")
     parser.add_argument("--lr", type=float, default=2.4e-5)
-    parser.add_argument("--model_type", "--model-type", choices=["bert", "albert"], default="bert", help="of a model that is built")
+    parser.add_argument(
+        "--model_type", "--model-type", choices=["bert", "albert"], default="bert", help="of a model that is built"
+    )
     parser.add_argument("--target-accuracy", type=float, help="fail below it")
     parser.add_argument("--target_f1", "--target-f1", type=float, help="fail below it")
     return parser.parse_args()
@@ -192,7 +201,9 @@ def main() -> None:
     def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
         return outputs.loss
 
-    model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion=criterion, lr_scheduler=lr_scheduler)
+    model, optimizer, criterion, _, lr_scheduler = booster.boost(
+        model, optimizer, criterion=criterion, lr_scheduler=lr_scheduler
+    )
     for epoch in range(args.epochs):
         train_epoch(epoch, model, optimizer, criterion, lr_scheduler, train_dataloader, booster, coordinator)
     accuracy, f1 = evaluate(model, criterion, validation_dataloader, booster)

@@ -1,8 +1,9 @@
-"""Tokens per second and FLOP/s of training a Llama in any layout, with weights that are built lazily and data that is made up.
+"""Tokens per second and FLOP/s of training a Llama in any layout, with weights that are built lazily and data that is
+made up.
 
 torchrun --nproc-per-node 4 examples/llama/benchmark.py --config tiny --plugin 3d --tp 2 --pp 2 --zero 1 --steps 4
-torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin 3d --tp 4 --pp 2 --mbs 1 --batch-size 8 --grad-checkpoint
-torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin fsdp
+torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin 3d --tp 4 --pp 2 --mbs 1 --batch-size 8
+--grad-checkpoint torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin fsdp
 """
 
 from __future__ import annotations
@@ -28,12 +29,30 @@ from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 
 CONFIGS = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    },
     "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
 }
 
 
@@ -51,7 +70,9 @@ class RandomDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class PerformanceEvaluator:
-    """Time and arithmetic of the steps that count: matrix products of forward and backward, causal attention in full, no recomputation."""
+    """Time and arithmetic of the steps that count: matrix products of forward and backward, causal attention in
+    full, no recomputation.
+    """
 
     def __init__(self, parameters: int, config: LlamaConfig, ignored_steps: int) -> None:
         self.parameters, self.config, self.ignored_steps = parameters, config, ignored_steps
@@ -73,12 +94,17 @@ class PerformanceEvaluator:
 
     def report(self, ranks: int) -> str:
         speed = self.tokens / self.seconds
-        return f"{speed:,.0f} tokens/s, {self.flop / self.seconds / ranks / 1e12:.4f} TFLOP/s per rank, {self.seconds:.1f} s in all"
+        return (
+            f"{speed:,.0f} tokens/s, {self.flop / self.seconds / ranks / 1e12:.4f} TFLOP/s per rank, "
+            f"{self.seconds:.1f} s in all"
+        )
 
 
 def make_plugin(args: argparse.Namespace) -> Plugin:
     if args.plugin == "3d":
-        checkpointing = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0) if args.grad_checkpoint else None
+        checkpointing = (
+            PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0) if args.grad_checkpoint else None
+        )
         if args.num_ckpt_layers_per_stage:
             checkpointing = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=args.num_ckpt_layers_per_stage)
         return HybridParallelPlugin(
@@ -105,7 +131,8 @@ def make_plugin(args: argparse.Namespace) -> Plugin:
         return LowLevelZeroPlugin(stage=args.zero or 1, precision=args.precision, cpu_offload=args.cpu_offload)
     if args.plugin == "fsdp":
         return TorchFSDPPlugin(
-            mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), cpu_offload=args.cpu_offload
+            mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            cpu_offload=args.cpu_offload,
         )
     return TorchDDPPlugin()
 
@@ -150,7 +177,9 @@ def main() -> None:
     dataset = RandomDataset(args.batch_size * args.steps * dp_size, args.max_length, config.vocab_size)
     dataloader = plugin.prepare_dataloader(dataset, batch_size=args.batch_size, shuffle=True, drop_last=True, seed=42)
 
-    with LazyInitContext(default_device=get_accelerator().get_current_device()) if args.plugin == "3d" else nullcontext():
+    with (
+        LazyInitContext(default_device=get_accelerator().get_current_device()) if args.plugin == "3d" else nullcontext()
+    ):
         model = AutoModelForCausalLM.from_config(config)
     if args.grad_checkpoint and args.plugin != "3d":
         model.gradient_checkpointing_enable()
@@ -166,7 +195,9 @@ def main() -> None:
     for _ in tqdm(range(len(dataloader)), desc="Step", disable=not coordinator.is_last_process()):
         evaluator.on_step_start()
         if isinstance(plugin, HybridParallelPlugin):
-            booster.execute_pipeline(batches, model, criterion=lambda outputs, inputs: outputs[0], optimizer=optimizer, return_loss=True)
+            booster.execute_pipeline(
+                batches, model, criterion=lambda outputs, inputs: outputs[0], optimizer=optimizer, return_loss=True
+            )
         else:
             batch = {name: tensor.to(get_accelerator().get_current_device()) for name, tensor in next(batches).items()}
             booster.backward(model(**batch)[0], optimizer)

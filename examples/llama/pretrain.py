@@ -35,14 +35,25 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
 
     model: Any = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
     )
     optimizer: Any = HybridAdam(model.parameters(), lr=5e-3)
     scheduler: Any = CosineAnnealingWarmupLR(optimizer=optimizer, total_steps=args.steps, warmup_steps=args.steps // 10)
-    plugin = HybridParallelPlugin(tp_size=args.tp, pp_size=args.pp, microbatch_size=args.batch_size // 2, precision="fp32", zero_stage=1)
+    plugin = HybridParallelPlugin(
+        tp_size=args.tp, pp_size=args.pp, microbatch_size=args.batch_size // 2, precision="fp32", zero_stage=1
+    )
     logger.info(f"{plugin.mesh}", ranks=[0])
 
-    start = torch.randint(0, 64, (args.steps * args.batch_size * plugin.dp_size, 1), generator=torch.Generator().manual_seed(0))
+    start = torch.randint(
+        0, 64, (args.steps * args.batch_size * plugin.dp_size, 1), generator=torch.Generator().manual_seed(0)
+    )
     rows = (start + torch.arange(24)) % 64  # sequences that count upwards
     dataloader: Any = plugin.prepare_dataloader(
         rows,
@@ -57,7 +68,9 @@ def main() -> None:
 
     batches = iter(dataloader)
     for step in range(1, args.steps + 1):
-        outputs = booster.execute_pipeline(batches, model, lambda outputs, inputs: outputs.loss, optimizer, return_loss=True)
+        outputs = booster.execute_pipeline(
+            batches, model, lambda outputs, inputs: outputs.loss, optimizer, return_loss=True
+        )
         rate = scheduler.get_last_lr()[0]
         optimizer.step()
         optimizer.zero_grad()

@@ -21,8 +21,8 @@ from ..interface import LossGuard, ModelWrapper, OptimizerWrapper
 from ..interface.model import is_guarded
 from ..logging import get_dist_logger
 from ..plugins.base import Boosted, Plugin, require_own_parameters, require_parameters, unwrapped
-from ..plugins.first_step import FirstStep
-from ..plugins.input_guard import CheckedBatches, InputGuard
+from ..plugins.data.first_step import FirstStep
+from ..plugins.data.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
 from ..plugins.registry import make_plugin
 from ..plugins.without_effect import warn_once
@@ -40,7 +40,8 @@ _METHODS = {
     "initialize": "booster.boost(model, optimizer, criterion, dataloader, lr_scheduler)",
     "step": "optimizer.step(), of the optimizer that boost returned",
     "zero_grad": "optimizer.zero_grad(), of the optimizer that boost returned",
-    "clip_grad_norm_": "optimizer.clip_grad_by_norm(max_norm), of the optimizer that boost returned, or max_norm= of the plugin",
+    "clip_grad_norm_": "optimizer.clip_grad_by_norm(max_norm), of the optimizer that boost returned, or max_norm= of "
+    "the plugin",
     "clip_grad_value_": "optimizer.clip_grad_by_value(value), of the optimizer that boost returned",
     "accumulate": "booster.no_sync(model, optimizer) around all but the last backward",
     "unwrap_model": "model.unwrap()",
@@ -72,12 +73,12 @@ _FILE_SIZE = 1024  # megabytes
 class Booster(metaclass=ExplainedArguments):
     """Lays training out over processes through a plugin; without one it trains on this process alone.
 
-    plugin           how model, optimizer and data are distributed: a plugin, or the name of one that is built without arguments
-                     ("torch_ddp", or one of `shardwright.plugins.register_plugin`)
+    plugin           how model, optimizer and data are distributed: a plugin, or the name of one that is built without
+                     arguments ("torch_ddp", or one of `shardwright.plugins.register_plugin`)
     mixed_precision  "bf16", "fp16" or a `MixedPrecision`, for plugins that do not set the number format themselves
     device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
-    on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and "stop" raises
-                     `shardwright.interface.NonFiniteLoss`, on all ranks
+    on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and
+                     "stop" raises `shardwright.interface.NonFiniteLoss`, on all ranks
     """
 
     def __init__(
@@ -90,27 +91,38 @@ class Booster(metaclass=ExplainedArguments):
         if isinstance(plugin, str):
             plugin = make_plugin(plugin)
         if plugin is not None and not isinstance(plugin, Plugin):
-            raise ValueError(f"plugin={plugin!r} is not a shardwright Plugin; for example shardwright.plugins.TorchDDPPlugin()")
+            raise ValueError(
+                f"plugin={plugin!r} is not a shardwright Plugin; for example shardwright.plugins.TorchDDPPlugin()"
+            )
         if plugin is not None and plugin.control_device() and device is not None:
-            raise ValueError(f"device={str(device)!r} with {type(plugin).__name__}: the plugin places the model itself; leave device out")
+            raise ValueError(
+                f"device={str(device)!r} with {type(plugin).__name__}: the plugin places the model "
+                "itself; leave device out"
+            )
         self.mixed_precision = resolve(mixed_precision)
         if plugin is not None and plugin.control_precision() and self.mixed_precision is not None:
             raise ValueError(
-                f"mixed_precision={mixed_precision!r} with {type(plugin).__name__}: the plugin sets the number format itself; "
-                f"pass precision= to the plugin instead (one of {', '.join(map(repr, plugin.supported_precisions()))})"
+                f"mixed_precision={mixed_precision!r} with {type(plugin).__name__}: the plugin sets the number format "
+                "itself; pass precision= to the plugin instead (one of "
+                f"{', '.join(map(repr, plugin.supported_precisions()))})"
             )
         self.plugin = plugin
         self.device = _device(device)
         self.on_nan = LossGuard(on_nan).policy
         if plugin is not None and on_nan == "skip" and not plugin.support_skipped_steps():
-            raise ValueError(f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use 'warn' or 'stop'")
+            raise ValueError(
+                f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use "
+                "'warn' or 'stop'"
+            )
         self._checkpoints = Checkpoints(plugin)
         self._boosted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __getattr__(self, name: str) -> Any:
         if name in _METHODS:
             raise AttributeError(f"Booster has no {name!r}: use {_METHODS[name]}")
-        raise AttributeError(f"Booster has no {name!r}{nearest(name, [known for known in dir(type(self)) if not known.startswith('_')])}")
+        raise AttributeError(
+            f"Booster has no {name!r}{nearest(name, [known for known in dir(type(self)) if not known.startswith('_')])}"
+        )
 
     @explained({"dataloader_train": "it is called dataloader here", "scheduler": "it is called lr_scheduler here"})
     def boost(
@@ -135,9 +147,17 @@ class Booster(metaclass=ExplainedArguments):
             if optimizer is not None and dist.is_initialized() and dist.get_world_size() > 1:
                 get_dist_logger().warning(_EVERYONE_ALONE.format(ranks=dist.get_world_size()), ranks=[0])
             model = ModelWrapper(model.to(self.device or get_current_device()))
-            boosted = Boosted(model, OptimizerWrapper(optimizer) if optimizer is not None else None, criterion, dataloader, lr_scheduler)
+            boosted = Boosted(
+                model,
+                OptimizerWrapper(optimizer) if optimizer is not None else None,
+                criterion,
+                dataloader,
+                lr_scheduler,
+            )
         if self.mixed_precision is not None:
-            model, wrapped, criterion = self.mixed_precision.configure(boosted.model, boosted.optimizer, boosted.criterion)
+            model, wrapped, criterion = self.mixed_precision.configure(
+                boosted.model, boosted.optimizer, boosted.criterion
+            )
             boosted = boosted._replace(model=model, optimizer=wrapped, criterion=criterion)
         first_step = None
         if self.plugin is not None:
@@ -151,7 +171,9 @@ class Booster(metaclass=ExplainedArguments):
         self._boosted.add(boosted.model)
         if self.plugin is not None:
             assert isinstance(boosted.model, ModelWrapper)
-            whole = WholeModel(boosted.model, boosted.optimizer, self.plugin, counts, self._checkpoints, self.save_lora_as_pretrained)
+            whole = WholeModel(
+                boosted.model, boosted.optimizer, self.plugin, counts, self._checkpoints, self.save_lora_as_pretrained
+            )
             boosted.model.seal(whole)
             if self.plugin.steps_itself:
                 own_steps.watch_model(boosted.model)
@@ -183,23 +205,25 @@ class Booster(metaclass=ExplainedArguments):
     ) -> dict[str, Any]:
         """One batch from `data_iter` through the pipeline: forward, and backward when an optimizer is given.
 
-        Returns {"loss": tensor or None, "outputs": outputs or None}. The loss is that of the global batch and lives on the last stage.
-        Without an optimizer the model is evaluated, and nothing is recorded for a backward pass.
+        Returns {"loss": tensor or None, "outputs": outputs or None}. The loss is that of the global batch and lives on
+        the last stage. Without an optimizer the model is evaluated, and nothing is recorded for a backward pass.
         """
         if self.plugin is None:
             raise ValueError(
-                "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), whose execute_pipeline "
-                "works for every size, or write the step out: loss = criterion(model(**batch), batch); booster.backward(loss, optimizer)"
+                "execute_pipeline without a plugin: use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)), "
+                "whose execute_pipeline works for every size, or write the step out: loss = criterion(model(**batch), "
+                "batch); booster.backward(loss, optimizer)"
             )
-        if type(self.plugin).execute_pipeline is Plugin.execute_pipeline:  # it has no pipeline, and says what to do instead
+        # it has no pipeline, and says what to do instead
+        if type(self.plugin).execute_pipeline is Plugin.execute_pipeline:
             return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
         model = self._require_boosted(model, "execute_pipeline")
         if optimizer is not None:
             self._require_optimizer_of(model, optimizer, "execute_pipeline")
             if not torch.is_grad_enabled():
                 raise ValueError(
-                    "execute_pipeline with an optimizer under torch.no_grad(): there would be no gradients for it to step on. "
-                    "Leave the optimizer out to evaluate, or call it outside of no_grad to train"
+                    "execute_pipeline with an optimizer under torch.no_grad(): there would be no gradients for it to "
+                    "step on. Leave the optimizer out to evaluate, or call it outside of no_grad to train"
                 )
         batches = CheckedBatches(data_iter, model, training=optimizer is not None)
         return self.plugin.execute_pipeline(batches, model, criterion, optimizer, return_loss, return_outputs)
@@ -211,7 +235,8 @@ class Booster(metaclass=ExplainedArguments):
             return model
         if isinstance(model, ModelWrapper):
             raise ValueError(
-                f"{what} of a {type(model).__name__} that another Booster boosted: call it on the booster that boosted the model"
+                f"{what} of a {type(model).__name__} that another Booster boosted: call it on the booster that boosted "
+                "the model"
             )
         raise ValueError(
             f"{what} needs the model that boost returned, not a bare {type(model).__name__}: model, optimizer, *_ = "
@@ -221,28 +246,34 @@ class Booster(metaclass=ExplainedArguments):
     def _require_optimizer_of(self, model: nn.Module, optimizer: Any, what: str) -> None:
         if not isinstance(optimizer, OptimizerWrapper):
             raise ValueError(
-                f"{what} needs the optimizer that boost returned, not a bare {type(optimizer).__name__}: build it before boost and take "
-                "what boost returns: model, optimizer, *_ = booster.boost(model, optimizer)"
+                f"{what} needs the optimizer that boost returned, not a bare {type(optimizer).__name__}: build it "
+                "before boost and take what boost returns: model, optimizer, *_ = booster.boost(model, optimizer)"
             )
         if not self._checkpoints.trains(optimizer, model):
-            raise ValueError(f"{what} with the optimizer of another model: pass the one that boost returned with this model")
+            raise ValueError(
+                f"{what} with the optimizer of another model: pass the one that boost returned with this model"
+            )
 
     @explained(_ARGUMENTS)
     def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
-        """`model` with LoRA adapters, before `boost`: new ones by `lora_config` (a peft.LoraConfig), or those in `pretrained_dir`.
+        """`model` with LoRA adapters, before `boost`: new ones by `lora_config` (a peft.LoraConfig), or those in
+        `pretrained_dir`.
 
         The model's own weights are frozen: build the optimizer on the parameters of the result that require gradients.
         """
         if self.plugin is not None and not self.plugin.support_lora():
             raise ValueError(
-                f"enable_lora: {type(self.plugin).__name__} cannot train adapters; use HybridParallelPlugin(tp_size=1, pp_size=1)"
+                f"enable_lora: {type(self.plugin).__name__} cannot train adapters; use HybridParallelPlugin(tp_size=1, "
+                "pp_size=1)"
             )
         return add_lora(model, pretrained_dir, lora_config)
 
     @explained(_ARGUMENTS)
     @job.heeds_failures
     def save_lora_as_pretrained(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
-        """Write the adapters of a boosted model as `peft.PeftModel.from_pretrained(base_model, path)` reads them. All ranks call it."""
+        """Write the adapters of a boosted model as `peft.PeftModel.from_pretrained(base_model, path)` reads them.
+        All ranks call it.
+        """
         plain = unwrapped(_without_autocast(model))
         require_adapters(plain)
         roll_call("booster.save_lora_as_pretrained")
@@ -253,12 +284,17 @@ class Booster(metaclass=ExplainedArguments):
             dist.barrier()
 
     @explained({})
-    def no_sync(self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[None]:
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside the context; the first backward after it reduces the sum."""
         if self.plugin is None:
             return nullcontext()
         if not self.plugin.support_no_sync():
-            raise ValueError(f"no_sync: {type(self.plugin).__name__} reduces gradients in every backward and accumulates the reduced ones")
+            raise ValueError(
+                f"no_sync: {type(self.plugin).__name__} reduces gradients in every backward and "
+                "accumulates the reduced ones"
+            )
         if model is None:
             raise ValueError("no_sync needs the model that boost returned: booster.no_sync(model, optimizer)")
         model = self._require_boosted(model, "no_sync")
@@ -282,13 +318,15 @@ class Booster(metaclass=ExplainedArguments):
         use_async: bool = False,
         keep_last: int | None = None,
     ) -> None:
-        """One resumable directory: weights, fp32 masters, optimizer and scheduler state, loss scale, random generators, data position.
+        """One resumable directory: weights, fp32 masters, optimizer and scheduler state, loss scale, random generators,
+        data position.
 
-        It does not depend on the layout: `load` takes it at any number of ranks. Every rank writes what it owns; the directory appears
-        under its name when it is complete.
+        It does not depend on the layout: `load` takes it at any number of ranks. Every rank writes what it owns; the
+        directory appears under its name when it is complete.
 
         extra      plain data of your own (numbers, strings, lists, tuples, dicts)
-        use_async  return once tensors are copied to host memory; errors of the writing are raised by the next call or by `wait`
+        use_async  return once tensors are copied to host memory; errors of the writing are raised by the next call or
+                   by `wait`
         keep_last  keep this many of the newest checkpoints in the directory that `path` lies in, and remove older ones
         """
         self._checkpoints.save(path, model, optimizer, lr_scheduler, dataloader, step, extra, use_async, keep_last)
@@ -328,7 +366,8 @@ class Booster(metaclass=ExplainedArguments):
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """The working weights as transformers stores them: `AutoModel...from_pretrained(path)` gives them back bit by bit.
+        """The working weights as transformers stores them: `AutoModel...from_pretrained(path)` gives them back bit by
+        bit.
 
         path            a directory, which also gets the configs; or with shard=False one file named *.safetensors
         shard           several files with an index, written by all ranks, instead of one file
@@ -341,17 +380,24 @@ class Booster(metaclass=ExplainedArguments):
     @explained(_ARGUMENTS)
     @job.heeds_failures
     def load_model(self, model: nn.Module, path: StrPath, strict: bool = True) -> LoadReport:
-        """Weights from a directory or file of safetensors, as transformers or `save_model` wrote it, or from a checkpoint of `save`.
+        """Weights from a directory or file of safetensors, as transformers or `save_model` wrote it, or from a
+        checkpoint of `save`.
 
-        Every rank reads its own slices. The masters of the model's optimizer follow. With `strict`, names or shapes that differ raise
-        CheckpointMismatch and change nothing; without, what fits is loaded. Returns `missing`, `unexpected` and `mismatched`.
+        Every rank reads its own slices. The masters of the model's optimizer follow. With `strict`, names or shapes
+        that differ raise CheckpointMismatch and change nothing; without, what fits is loaded. Returns `missing`,
+        `unexpected` and `mismatched`.
         """
         return self._checkpoints.load_model(model, path, strict)
 
     @explained(_ARGUMENTS)
     @job.heeds_failures
     def save_optimizer(
-        self, optimizer: OptimizerWrapper, path: StrPath, shard: bool = False, size_per_shard: float = _FILE_SIZE, use_async: bool = False
+        self,
+        optimizer: OptimizerWrapper,
+        path: StrPath,
+        shard: bool = False,
+        size_per_shard: float = _FILE_SIZE,
+        use_async: bool = False,
     ) -> None:
         """Masters, states and hyperparameters, for `load_optimizer` at any layout.
 
@@ -379,36 +425,49 @@ def _device(device: str | torch.device | None) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' or a torch.device") from None
+        raise ValueError(
+            f"device={device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' or a torch.device"
+        ) from None
 
 
 def _say_unused_size(shard: bool, size_per_shard: float) -> None:
     if not shard and size_per_shard != _FILE_SIZE and (not dist.is_initialized() or dist.get_rank() == 0):
-        warn_once(f"without effect here: size_per_shard={size_per_shard} (shard=False splits no files; shard=True does)")
+        warn_once(
+            f"without effect here: size_per_shard={size_per_shard} (shard=False splits no files; shard=True does)"
+        )
 
 
 def _require_fresh(model: Any, optimizer: Any, criterion: Any) -> None:
     """Refuse what was boosted before, and what boosting could not see through."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model={type(model).__name__} is not a torch.nn.Module; boost takes the model, then the optimizer")
+        raise ValueError(
+            f"model={type(model).__name__} is not a torch.nn.Module; boost takes the model, then the optimizer"
+        )
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "boost of a torch.compile'd model: the layout is chosen by the names and classes of its modules, which are hidden now. "
-            "Boost the model itself"
+            "boost of a torch.compile'd model: the layout is chosen by the names and classes of its modules, which are "
+            "hidden now. Boost the model itself"
         )
     if isinstance(model, ModelWrapper) or is_guarded(model):
         name = type(unwrapped(model)).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"this {name} was boosted before: boost takes the plain model once, with everything that trains it (several rates: param "
-            "groups of one optimizer); use what the first call returned"
+            f"this {name} was boosted before: boost takes the plain model once, with everything that trains it "
+            "(several rates: param groups of one optimizer); use what the first call returned"
         )
     if isinstance(optimizer, Optimizer) and own_steps.is_taken(optimizer):
-        raise ValueError(f"this {type(optimizer).__name__} was boosted before: build one for this model, on its parameters")
-    trainable = [name for name, param in criterion.named_parameters() if param.requires_grad] if isinstance(criterion, nn.Module) else []
+        raise ValueError(
+            f"this {type(optimizer).__name__} was boosted before: build one for this model, on its parameters"
+        )
+    trainable = (
+        [name for name, param in criterion.named_parameters() if param.requires_grad]
+        if isinstance(criterion, nn.Module)
+        else []
+    )
     if trainable:
         raise ValueError(
-            f"criterion={type(criterion).__name__} has parameters that require gradients ({trainable[0]}), which no plugin reduces over "
-            "ranks: make them part of the model, or freeze them with criterion.requires_grad_(False)"
+            f"criterion={type(criterion).__name__} has parameters that require gradients ({trainable[0]}), which no "
+            "plugin reduces over ranks: make them part of the model, or freeze them with "
+            "criterion.requires_grad_(False)"
         )
 
 
@@ -418,8 +477,9 @@ def _require_scheduler_of(optimizer: Any, lr_scheduler: Any) -> None:
     if optimizer is None or not driven or any(group is own for group in driven for own in optimizer.param_groups):
         return
     raise ValueError(
-        f"lr_scheduler={type(lr_scheduler).__name__} was built on another optimizer than the one given to boost, whose learning rate would "
-        f"never change: build it on this one, {type(lr_scheduler).__name__}(optimizer, ...), before boost or on what boost returns"
+        f"lr_scheduler={type(lr_scheduler).__name__} was built on another optimizer than the one given to boost, whose "
+        f"learning rate would never change: build it on this one, {type(lr_scheduler).__name__}(optimizer, ...), "
+        "before boost or on what boost returns"
     )
 
 

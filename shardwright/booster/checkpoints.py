@@ -1,4 +1,6 @@
-"""What `Booster.save` and its relatives do: they find out where this rank stands and hand over to `shardwright.checkpoint`."""
+"""What `Booster.save` and its relatives do: they find out where this rank stands and hand over to
+`shardwright.checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,10 @@ class Checkpoints:
         if model is not None and optimizer is None:
             trained_by = self._optimizer_of(model)
             if trained_by is not None:
-                raise ValueError("load(model=...) of a model with an optimizer: pass optimizer= too, or use load_model for weights alone")
+                raise ValueError(
+                    "load(model=...) of a model with an optimizer: pass optimizer= too, or use load_model "
+                    "for weights alone"
+                )
         return load(
             _path(path),
             position,
@@ -141,7 +146,9 @@ class Checkpoints:
         what: str = "booster.save_model",
     ) -> None:
         if not use_safetensors:
-            raise ValueError("use_safetensors=False would write pickle files, which run code when they are read; leave it True")
+            raise ValueError(
+                "use_safetensors=False would write pickle files, which run code when they are read; leave it True"
+            )
         options = ExportOptions(shard, prefix, _bytes(size_per_shard))
         check_request(_path(path), _module(model), options)
         self._say_precision(model)
@@ -154,8 +161,8 @@ class Checkpoints:
         if half and self._optimizer_of(model) is not None and not self._said_precision:
             self._said_precision = True
             get_dist_logger().info(
-                f"the weights are saved as the model computes with them, in {half.pop()}; the optimizer's fp32 masters are kept by "
-                "booster.save(path, model=model, optimizer=optimizer)",
+                f"the weights are saved as the model computes with them, in {half.pop()}; the optimizer's fp32 masters "
+                "are kept by booster.save(path, model=model, optimizer=optimizer)",
                 ranks=[0],
             )
 
@@ -170,7 +177,9 @@ class Checkpoints:
         position, agreement = self._setting(model, "booster.load_model")
         return load_model(_path(path), _module(model), self._optimizer_of(model), position, agreement, strict)
 
-    def save_optimizer(self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool) -> None:
+    def save_optimizer(
+        self, optimizer: Any, path: StrPath, shard: bool, size_per_shard: float, use_async: bool
+    ) -> None:
         _require_optimizer(optimizer)
         owner = self._model_of(optimizer)
         position, agreement = self._setting(owner, f"booster.save_optimizer to {path}")
@@ -191,7 +200,8 @@ class Checkpoints:
     def save_lr_scheduler(self, lr_scheduler: Any, path: StrPath) -> None:
         if lr_scheduler is None:
             raise ValueError(
-                "save_lr_scheduler(lr_scheduler=None): there is nothing to save; boost returns the scheduler that it was given"
+                "save_lr_scheduler(lr_scheduler=None): there is nothing to save; boost returns the scheduler that it "
+                "was given"
             )
         position, agreement = self._setting(None, f"booster.save_lr_scheduler to {path}")
 
@@ -211,12 +221,13 @@ def _require_optimizer(optimizer: Any) -> None:
     """The tensors of the one that boost was given are laid out otherwise since."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"optimizer={type(optimizer).__name__} is no optimizer: what is saved or loaded comes first, save_optimizer(optimizer, path)"
+            f"optimizer={type(optimizer).__name__} is no optimizer: what is saved or loaded comes first, "
+            "save_optimizer(optimizer, path)"
         )
     if not isinstance(optimizer, OptimizerWrapper):
         raise ValueError(
-            f"checkpoints need the optimizer that boost returned, not a bare {type(optimizer).__name__}: model, optimizer, *_ = "
-            "booster.boost(model, optimizer)"
+            f"checkpoints need the optimizer that boost returned, not a bare {type(optimizer).__name__}: model, "
+            "optimizer, *_ = booster.boost(model, optimizer)"
         )
 
 
@@ -231,8 +242,8 @@ def _unwrapped(model: nn.Module | None) -> nn.Module | None:
 def _path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
-            f"path={type(path).__name__} is no path: what is saved or loaded comes first in save_model(model, path) and its relatives, and "
-            "the path in save(path, model=model, optimizer=optimizer) and load"
+            f"path={type(path).__name__} is no path: what is saved or loaded comes first in save_model(model, path) "
+            "and its relatives, and the path in save(path, model=model, optimizer=optimizer) and load"
         )
     return Path(os.path.abspath(path))
 

@@ -1,4 +1,6 @@
-"""Mixed precision for plugins that leave the number format to the booster: autocast, and for fp16 a dynamic loss scale."""
+"""Mixed precision for plugins that leave the number format to the booster: autocast, and for fp16 a dynamic loss
+scale.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ..utils.tensors import local_tensor, multiply_
 
 
 class MixedPrecision(ABC):
-    """Wraps a model and its optimizer for one number format; subclass it to bring your own to `Booster(mixed_precision=...)`."""
+    """Wraps a model and its optimizer for one number format; subclass it to bring your own to
+    `Booster(mixed_precision=...)`.
+    """
 
     @abstractmethod
     def configure(
@@ -50,7 +54,9 @@ class BF16MixedPrecision(MixedPrecision):
 
 
 class FP16MixedPrecision(MixedPrecision):
-    """Weights stay in their own dtype, matmuls run in fp16, the loss is scaled and steps that overflow are skipped on all ranks."""
+    """Weights stay in their own dtype, matmuls run in fp16, the loss is scaled and steps that overflow are skipped
+    on all ranks.
+    """
 
     def __init__(
         self,
@@ -62,7 +68,9 @@ class FP16MixedPrecision(MixedPrecision):
         hysteresis: int = 1,
         max_scale: float = 2.0**32,
     ) -> None:
-        self.config = ScalerConfig(initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale)
+        self.config = ScalerConfig(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
 
     def configure(
         self, model: nn.Module, optimizer: OptimizerWrapper | None, criterion: Callable[..., Any] | None
@@ -73,7 +81,9 @@ class FP16MixedPrecision(MixedPrecision):
 
 
 class ScaledOptimizer(OptimizerWrapper):
-    """Scales the loss, unscales the gradients once before they are read, and skips the step where any rank overflowed."""
+    """Scales the loss, unscales the gradients once before they are read, and skips the step where any rank
+    overflowed.
+    """
 
     def __init__(self, optim: OptimizerWrapper, scaler: DynamicScaler) -> None:
         super().__init__(optim, optim.max_norm)
@@ -82,27 +92,37 @@ class ScaledOptimizer(OptimizerWrapper):
         self._overflow: torch.Tensor | None = None  # found before gradients were scaled again for more of them
         self._scaled_backward = False  # whether a backward of this step has scaled its loss
 
-    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
         self._scale_again()
         self._scaled_backward = True
         super().backward(loss * self.scaler.scale, inputs, retain_graph)
 
     def unscale(self) -> torch.Tensor:
-        """Divide the gradients by the scale, once per step; returns 1.0 where any rank found an inf or nan, else 0.0."""
+        """Divide the gradients by the scale, once per step; returns 1.0 where any rank found an inf or nan, else
+        0.0.
+        """
         if self._found_inf is None:
             if not self._scaled_backward and gradients(self.parameters()):
                 raise ValueError(
-                    "gradients from a backward whose loss was not scaled for fp16, so that they would be divided by the loss scale: write "
-                    "booster.backward(loss, optimizer) instead of loss.backward(), after optimizer.zero_grad()"
+                    "gradients from a backward whose loss was not scaled for fp16, so that they would be divided by "
+                    "the loss scale: write booster.backward(loss, optimizer) instead of loss.backward(), after "
+                    "optimizer.zero_grad()"
                 )
             found = torch.zeros((), dtype=torch.float32, device=self.scaler.scale.device)
             grads = [local_tensor(grad) for grad in gradients(self.parameters())]
             if grads:
-                largest = torch.nn.utils.get_total_norm(grads, norm_type=float("inf"))  # inf and nan both survive a maximum
+                # inf and nan both survive a maximum
+                largest = torch.nn.utils.get_total_norm(grads, norm_type=float("inf"))
                 found = (~torch.isfinite(largest)).to(found)
                 inverse = self.scaler.scale.double().reciprocal()
                 for grad in grads:
-                    grad.mul_(inverse.to(grad.device, grad.dtype) if grad.dtype is torch.float64 else inverse.float().to(grad.device))
+                    grad.mul_(
+                        inverse.to(grad.device, grad.dtype)
+                        if grad.dtype is torch.float64
+                        else inverse.float().to(grad.device)
+                    )
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX)
             self._found_inf = found if self._overflow is None else torch.maximum(found, self._overflow)
@@ -114,7 +134,9 @@ class ScaledOptimizer(OptimizerWrapper):
             multiply_([local_tensor(grad) for grad in gradients(self.parameters())], self.scaler.scale)
             self._found_inf, self._overflow = None, self._found_inf
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         self.unscale()
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 

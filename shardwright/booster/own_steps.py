@@ -1,6 +1,8 @@
-"""Optimizers that step past the one that boost returned: the original one, or one that was built on the boosted model's parameters.
+"""Optimizers that step past the one that boost returned: the original one, or one that was built on the boosted model's
+parameters.
 
-Both train something that looks healthy: each rank with gradients of its own. torch lets hooks look at every step of an optimizer.
+Both train something that looks healthy: each rank with gradients of its own. torch lets hooks look at every step of an
+optimizer.
 """
 
 from __future__ import annotations
@@ -28,13 +30,21 @@ def is_taken(optimizer: Optimizer) -> bool:
 def take(optimizer: Optimizer, wrapped: OptimizerWrapper | None) -> None:
     """Boost was given `optimizer` and returned `wrapped` for it."""
     _innermost(optimizer).__dict__[_TAKEN] = True
-    if isinstance(wrapped, MixedPrecisionOptimizer) or (wrapped is not None and isinstance(wrapped.optim, OptimizerWrapper)):
+    if isinstance(wrapped, MixedPrecisionOptimizer) or (
+        wrapped is not None and isinstance(wrapped.optim, OptimizerWrapper)
+    ):
         _watch_optimizer(_innermost(optimizer), wrapped)
 
 
 def keep_frozen(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse steps once parameters that were frozen require gradients: nobody reduces these, and perhaps nobody steps on them."""
-    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad and param.is_floating_point()]
+    """Refuse steps once parameters that were frozen require gradients: nobody reduces these, and perhaps nobody
+    steps on them.
+    """
+    frozen = [
+        (name, param)
+        for name, param in model.named_parameters()
+        if not param.requires_grad and param.is_floating_point()
+    ]
     if not frozen:
         return
 
@@ -42,8 +52,9 @@ def keep_frozen(optimizer: Optimizer, model: nn.Module) -> None:
         for name, param in frozen:
             if param.requires_grad:
                 raise ValueError(
-                    f"{name} was frozen when the model was boosted and requires gradients now: unfreeze it before booster.boost. To train "
-                    "it from a later step on, boost it unfrozen in a param group with lr=0 until then"
+                    f"{name} was frozen when the model was boosted and requires gradients now: unfreeze it before "
+                    "booster.boost. To train it from a later step on, boost it unfrozen in a param group with lr=0 "
+                    "until then"
                 )
 
     _innermost(optimizer).register_step_pre_hook(check)
@@ -66,7 +77,9 @@ def watch_model(model: nn.Module) -> None:
 
 
 def _watch_optimizer(original: Optimizer, wrapped: OptimizerWrapper) -> None:
-    """Refuse steps of `original` that do not come from `wrapped`; other calls of it that would miss the wrapper's state go to it."""
+    """Refuse steps of `original` that do not come from `wrapped`; other calls of it that would miss the wrapper's
+    state go to it.
+    """
     back = weakref.ref(wrapped)
     busy = [False]
 
@@ -74,14 +87,16 @@ def _watch_optimizer(original: Optimizer, wrapped: OptimizerWrapper) -> None:
         wrapper = back()
         if wrapper is not None and not wrapper.is_stepping:
             raise ValueError(
-                f"this {type(original).__name__} was given to booster.boost: stepped by itself it sees neither the reduced gradients nor "
-                "their scale. Step what boost returned: model, optimizer, *_ = booster.boost(model, optimizer); optimizer.step()"
+                f"this {type(original).__name__} was given to booster.boost: stepped by itself it sees neither the "
+                "reduced gradients nor their scale. Step what boost returned: model, optimizer, *_ = "
+                "booster.boost(model, optimizer); optimizer.step()"
             )
 
     def refuse_state(optimizer: Optimizer, *_: Any) -> None:
         raise ValueError(
-            f"load_state_dict of a {type(original).__name__} that was given to booster.boost: its tensors are laid out otherwise now. "
-            "booster.save(path, optimizer=optimizer) and booster.load(path, optimizer=optimizer) keep its state at any layout"
+            f"load_state_dict of a {type(original).__name__} that was given to booster.boost: its tensors are laid out "
+            "otherwise now. booster.save(path, optimizer=optimizer) and booster.load(path, optimizer=optimizer) keep "
+            "its state at any layout"
         )
 
     def refuse_group(param_group: dict[str, Any]) -> None:
@@ -112,7 +127,7 @@ def _refuse_latecomers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         if group["params"] and getattr(group["params"][0], _MARK, False):
             raise ValueError(
-                f"this {type(optimizer).__name__} was built on the parameters of a boosted model: it would step with what this rank alone "
-                "computed. Build it on the model before booster.boost and step what boost returns: "
-                "model, optimizer, *_ = booster.boost(model, optimizer)"
+                f"this {type(optimizer).__name__} was built on the parameters of a boosted model: it would step with "
+                "what this rank alone computed. Build it on the model before booster.boost and step what boost "
+                "returns: model, optimizer, *_ = booster.boost(model, optimizer)"
             )

@@ -1,8 +1,9 @@
-"""What a boosted model answers when it is asked as if it were the whole, plain model: `save_pretrained`, `num_parameters`, `to`.
+"""What a boosted model answers when it is asked as if it were the whole, plain model: `save_pretrained`,
+`num_parameters`, `to`.
 
-Each call is right whatever the layout, or refused on every rank with what to call instead. Where every rank holds all weights, files
-are written by rank 0 and other ranks return at once, so that a call on all ranks and one under `if rank == 0` do the same. Where the
-weights are split, saving is a call of all ranks.
+Each call is right whatever the layout, or refused on every rank with what to call instead. Where every rank holds all
+weights, files are written by rank 0 and other ranks return at once, so that a call on all ranks and one under
+`if rank == 0` do the same. Where the weights are split, saving is a call of all ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ _CHANGES = {
     "set_input_embeddings": _BEFORE,
     "set_output_embeddings": _BEFORE,
     "init_weights": _BEFORE,
-    "add_adapter": "use booster.enable_lora(model, lora_config=...) before booster.boost, and build the optimizer after it",
-    "load_adapter": "use booster.enable_lora(model, pretrained_dir=...) before booster.boost, and build the optimizer after it",
+    "add_adapter": "use booster.enable_lora(model, lora_config=...) before booster.boost, and build the optimizer "
+    "after it",
+    "load_adapter": "use booster.enable_lora(model, pretrained_dir=...) before booster.boost, and build the optimizer "
+    "after it",
     "delete_adapter": _BEFORE,
 }
 _MERGES = ("merge_and_unload", "unload", "merge_adapter", "unmerge_adapter")
@@ -66,7 +69,9 @@ class Counts:
 
     @staticmethod
     def of(model: nn.Module) -> Counts:
-        return Counts(*(count_parameters(model, trainable, bare) for bare in (False, True) for trainable in (False, True)))
+        return Counts(
+            *(count_parameters(model, trainable, bare) for bare in (False, True) for trainable in (False, True))
+        )
 
 
 class WholeModel:
@@ -116,7 +121,9 @@ class WholeModel:
     def _boosted(self) -> ModelWrapper:
         model = self._model()
         if model is None:
-            raise ValueError(f"the boosted {self._name} is gone, and with it what knew its layout: keep what booster.boost returned")
+            raise ValueError(
+                f"the boosted {self._name} is gone, and with it what knew its layout: keep what booster.boost returned"
+            )
         return model
 
     # Reading.
@@ -130,9 +137,10 @@ class WholeModel:
     def _generate(self, module: nn.Module, native: Native, *args: Any, **kwargs: Any) -> Any:
         if self._pipelined:
             raise ValueError(
-                f"generate under {self.split}: no rank of a pipeline has the whole model. Save it with booster.save_model(model, path) and "
-                "generate from AutoModelForCausalLM.from_pretrained(path), or use pp_size=1 (generate works with tp_size and ZeRO); "
-                "booster.execute_pipeline without an optimizer gives losses and logits"
+                f"generate under {self.split}: no rank of a pipeline has the whole model. Save it with "
+                "booster.save_model(model, path) and generate from AutoModelForCausalLM.from_pretrained(path), or use "
+                "pp_size=1 (generate works with tp_size and ZeRO); booster.execute_pipeline without an optimizer gives "
+                "losses and logits"
             )
         if self.split and dist.get_world_size() > 1:
             kwargs.setdefault("synced_gpus", True)  # every rank takes part in every forward until all are done
@@ -140,19 +148,27 @@ class WholeModel:
 
     # Files.
 
-    def _save_pretrained(self, module: nn.Module, native: Native, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    def _save_pretrained(
+        self, module: nn.Module, native: Native, save_directory: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self.split:
             return native(save_directory, *args, **kwargs) if dist.get_rank() == 0 else None
         kwargs = {**dict(zip(_SAVE_ARGUMENTS, args, strict=False)), **kwargs}
         unknown = [name for name in kwargs if name not in _SAVE_ARGUMENTS]
         if unknown:
-            raise ValueError(f"save_pretrained({unknown[0]}=...) under {self.split} is not known{nearest(unknown[0], _SAVE_ARGUMENTS)}")
+            raise ValueError(
+                f"save_pretrained({unknown[0]}=...) under {self.split} is not "
+                f"known{nearest(unknown[0], _SAVE_ARGUMENTS)}"
+            )
         if kwargs.get("state_dict") is not None:
             raise ValueError(
-                f"save_pretrained(state_dict=...) under {self.split}: a rank has a part of it; leave state_dict out, the files are whole"
+                f"save_pretrained(state_dict=...) under {self.split}: a rank has a part of it; leave state_dict out, "
+                "the files are whole"
             )
         if kwargs.get("safe_serialization") is False:
-            raise ValueError("safe_serialization=False would write pickle files, which run code when they are read; leave it True")
+            raise ValueError(
+                "safe_serialization=False would write pickle files, which run code when they are read; leave it True"
+            )
         if kwargs.get("push_to_hub"):
             self._push_to_hub(module, native)
         if hasattr(module, "peft_config"):
@@ -162,7 +178,14 @@ class WholeModel:
         largest = max((param.itemsize for param in module.parameters()), default=4)
         is_large = self._counts.all * largest > limit
         self._checkpoints.save_model(
-            self._boosted, save_directory, is_large, kwargs.get("variant"), limit / 2**20, True, False, what="model.save_pretrained"
+            self._boosted,
+            save_directory,
+            is_large,
+            kwargs.get("variant"),
+            limit / 2**20,
+            True,
+            False,
+            what="model.save_pretrained",
         )
         return None
 
@@ -170,8 +193,9 @@ class WholeModel:
         if not self.split:
             return native(*args, **kwargs) if dist.get_rank() == 0 else None
         raise ValueError(
-            f"push_to_hub under {self.split}: no rank holds the whole model. Save it on all ranks with booster.save_model(model, path), "
-            "then on one of them huggingface_hub.HfApi().upload_folder(repo_id=..., folder_path=path)"
+            f"push_to_hub under {self.split}: no rank holds the whole model. Save it on all ranks with "
+            "booster.save_model(model, path), then on one of them huggingface_hub.HfApi().upload_folder(repo_id=..., "
+            "folder_path=path)"
         )
 
     # Loading.
@@ -179,8 +203,8 @@ class WholeModel:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         if assign:
             raise ValueError(
-                "load_state_dict(assign=True) of a boosted model would put tensors in the place of those that the optimizer steps on; "
-                "leave assign=False, which copies"
+                "load_state_dict(assign=True) of a boosted model would put tensors in the place of those that the "
+                "optimizer steps on; leave assign=False, which copies"
             )
         if self.split:
             return self._checkpoints.load_state_dict(self._boosted, state_dict, strict)
@@ -207,7 +231,9 @@ class WholeModel:
         if not self.split and getattr(module.config, "tie_word_embeddings", False):
             one, other = module.get_input_embeddings(), module.get_output_embeddings()
             if other is not None and one.weight is not other.weight:
-                raise ValueError(f"tie_weights after boost would tie weights that the optimizer steps on one by one; {_BEFORE}")
+                raise ValueError(
+                    f"tie_weights after boost would tie weights that the optimizer steps on one by one; {_BEFORE}"
+                )
 
     def _refuse_change(self, name: str, module: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
         if name == "resize_token_embeddings":
@@ -215,8 +241,8 @@ class WholeModel:
             if wanted in (None, module.config.get_text_config().vocab_size) and not kwargs.get("pad_to_multiple_of"):
                 return module.get_input_embeddings()  # nothing would change
         raise ValueError(
-            f"{name} after boost: the layout of the model and the optimizer's parameters are settled, and what it makes would be neither "
-            f"laid out nor trained; {_CHANGES[name]}"
+            f"{name} after boost: the layout of the model and the optimizer's parameters are settled, and what it "
+            f"makes would be neither laid out nor trained; {_CHANGES[name]}"
         )
 
     def _refuse_merge(self, name: str, *_: Any, **__: Any) -> NoReturn:
@@ -233,9 +259,10 @@ def _refuse_moves(module: nn.Module, native: Native, fn: Callable[[Any], Any], r
         made = fn(tensor)
         if not is_unmoved(made, tensor):
             raise ValueError(
-                f"moving or converting a boosted model: {name} would go from {tensor.dtype} on {tensor.device} to {made.dtype} on "
-                f"{made.device}, away from what the optimizer steps on. The plugin places the model, and its precision= (or "
-                "Booster(mixed_precision=...)) sets the number format; call .to(...), .half() and the like before booster.boost"
+                f"moving or converting a boosted model: {name} would go from {tensor.dtype} on {tensor.device} to "
+                f"{made.dtype} on {made.device}, away from what the optimizer steps on. The plugin places the model, "
+                "and its precision= (or Booster(mixed_precision=...)) sets the number format; call .to(...), .half() "
+                "and the like before booster.boost"
             )
     return module
 

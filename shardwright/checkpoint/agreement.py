@@ -1,7 +1,7 @@
 """What ranks tell each other while they save or load: small texts, over a process group of their own.
 
-The group is separate from those of training, so that a background thread can use it while the main thread trains, and it always runs
-on the host.
+The group is separate from those of training, so that a background thread can use it while the main thread trains, and
+it always runs on the host.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.groups import shared_group
-from .errors import CheckpointError
+from ..files.errors import CheckpointError
 
 _PATIENCE = timedelta(hours=2)  # ranks wait here for the slowest writer
 
 
 class Agreement:
-    """The ranks that save together; `world_size` 1 needs no process group. Each purpose has a group, so that they may run at once."""
+    """The ranks that save together; `world_size` 1 needs no process group. Each purpose has a group, so that they
+    may run at once.
+    """
 
     def __init__(self, world_size: int, purpose: str = "checkpoints") -> None:
         self.world_size = world_size
@@ -55,7 +57,9 @@ class Agreement:
         return [bool(flag) for flag in merged.tolist()]
 
     def check(self, error: BaseException | None, what: str) -> None:
-        """Raise on every rank if any rank brings an error: its own on the rank that has one, a CheckpointError elsewhere."""
+        """Raise on every rank if any rank brings an error: its own on the rank that has one, a CheckpointError
+        elsewhere.
+        """
         texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

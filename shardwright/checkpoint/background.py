@@ -47,7 +47,9 @@ class Background:
 
 @torch.no_grad()
 def snapshot(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous copies in host memory, pinned for those that come from an accelerator, where all copies run at once."""
+    """Contiguous copies in host memory, pinned for those that come from an accelerator, where all copies run at
+    once.
+    """
     copies = []
     for tensor in tensors:
         pin = tensor.device.type == "cuda"

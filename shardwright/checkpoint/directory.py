@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .disk import make_directory, remove_tree, rename, sync_directory
-from .errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
+from ..files.disk import make_directory, remove_tree, rename, sync_directory
+from ..files.errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
 from .manifest import MANIFEST, MARKER, read_marker
 
 _NEW, _REMOVED = ".new", ".removed"
@@ -38,9 +38,14 @@ def old_path(target: Path) -> Path:
 def prepare(target: Path) -> Path:
     """An empty directory to fill for `target`, after finishing what a crashed save left behind."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ValueError(f"cannot save to {target}: it is a {'link' if target.is_symlink() else 'file'}, give the path of a directory")
+        raise ValueError(
+            f"cannot save to {target}: it is a {'link' if target.is_symlink() else 'file'}, give the path "
+            "of a directory"
+        )
     if target.exists() and any(target.iterdir()) and not _is_ours(target):
-        raise ValueError(f"cannot save to {target}: it holds other files; give a path of its own, such as {target / 'step-100'}")
+        raise ValueError(
+            f"cannot save to {target}: it holds other files; give a path of its own, such as {target / 'step-100'}"
+        )
     fresh, old = new_path(target), old_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     if fresh.exists():
@@ -81,7 +86,9 @@ def discard(target: Path) -> None:
 
 
 def candidates(path: Path) -> tuple[list[Candidate], list[str]]:
-    """(committed checkpoints at or below `path`, newest first; a line for every directory that is none, with the reason)."""
+    """(committed checkpoints at or below `path`, newest first; a line for every directory that is none, with the
+    reason).
+    """
     if path.is_dir() and (path / MARKER).exists():
         places = [path, new_path(path), old_path(path)]
     else:
@@ -109,18 +116,23 @@ def not_found(path: Path, rejected: list[str]) -> CheckpointNotFound:
 
 
 def retain(target: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` newest checkpoints beside `target`, and what crashes left there; returns what was removed."""
+    """Remove all but the `keep_last` newest checkpoints beside `target`, and what crashes left there; returns what
+    was removed.
+    """
     found, leftovers = [], []
     for child in target.parent.iterdir():
         if not child.is_dir() or child.is_symlink() or child == target:
             continue
-        if child.name.endswith(_REMOVED) or (child.name.endswith(_NEW) and _is_ours(child) and not _is_committed(child)):
+        if child.name.endswith(_REMOVED) or (
+            child.name.endswith(_NEW) and _is_ours(child) and not _is_committed(child)
+        ):
             leftovers.append(child)
         elif _is_committed(child):
             found.append((read_marker(child)["saved_at"], child))
     removed = [child for _, child in sorted(found, reverse=True)[keep_last - 1 :]]
     for child in removed:
-        doomed = child.parent / f".{child.name.lstrip('.')}{_REMOVED}"  # a name that says so, should the removal be cut off
+        # a name that says so, should the removal be cut off
+        doomed = child.parent / f".{child.name.lstrip('.')}{_REMOVED}"
         if doomed.exists():
             remove_tree(doomed)
             leftovers.remove(doomed)
@@ -141,5 +153,7 @@ def _is_committed(path: Path) -> bool:
 
 def _is_ours(path: Path) -> bool:
     return (
-        any((path / name).exists() for name in (MANIFEST, MARKER)) or any(path.glob("rank-*.json")) or any(path.glob("rank-*.safetensors"))
+        any((path / name).exists() for name in (MANIFEST, MARKER))
+        or any(path.glob("rank-*.json"))
+        or any(path.glob("rank-*.safetensors"))
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ..files.boxes import Part, parts_of
+from ..files.hf_names import tied_names
 from ..interface.shards import kept_shard
 from ..spec import ParamSpec, get_spec
-from .boxes import Part, parts_of
 from .position import Position
 
 
@@ -55,7 +55,10 @@ def held_tensors(model: nn.Module, position: Position) -> list[Held]:
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} of {type(model).__name__} is not a tensor (extra state of a module), which checkpoints do not hold")
+            raise ValueError(
+                f"{name} of {type(model).__name__} is not a tensor (extra state of a module), which "
+                "checkpoints do not hold"
+            )
         names.setdefault(id(tensor), []).append(name)
     tied = tied_names(model)
     held, seen = [], set()
@@ -63,15 +66,11 @@ def held_tensors(model: nn.Module, position: Position) -> list[Held]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             aliases = names[id(tensor)]
-            spec = get_spec(tensor) or ParamSpec(tied.get(name, name) if tied.get(name) in aliases else name, tuple(tensor.shape))
+            spec = get_spec(tensor) or ParamSpec(
+                tied.get(name, name) if tied.get(name) in aliases else name, tuple(tensor.shape)
+            )
             held.append(_held(spec, tensor, position, tuple(aliases)))
     return held
-
-
-def tied_names(model: nn.Module) -> Mapping[str, str]:
-    """Name that is left out of HuggingFace checkpoints -> name of the tensor that it shares."""
-    found = getattr(model, "all_tied_weights_keys", None)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _held(spec: ParamSpec, tensor: torch.Tensor, position: Position, aliases: tuple[str, ...]) -> Held:
@@ -93,9 +92,14 @@ def _dtensor_range(name: str, tensor: DTensor) -> tuple[int, int, bool]:
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     start, stop, is_first = 0, tensor.numel(), True
-    sharded = [(mesh_dim, placement) for mesh_dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    sharded = [
+        (mesh_dim, placement) for mesh_dim, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    ]
     if any(not isinstance(placement, Shard) or placement.dim != 0 for _, placement in sharded) or len(sharded) > 1:
-        raise ValueError(f"{name} is placed as {tensor.placements}; checkpoints know tensors that are sharded along dim 0 of one mesh axis")
+        raise ValueError(
+            f"{name} is placed as {tensor.placements}; checkpoints know tensors that are sharded along "
+            "dim 0 of one mesh axis"
+        )
     for mesh_dim, coordinate in enumerate(coordinates):
         if [mesh_dim] == [dim for dim, _ in sharded]:
             rows, inner = tensor.shape[0], math.prod(tensor.shape[1:])

@@ -1,8 +1,8 @@
 """Weights as a HuggingFace directory or file, from a model of any layout, with no tensor gathered over the network.
 
-A tensor that one rank holds whole goes straight from it into that rank's files. Tensors cut over ranks pass through the disk: every
-rank writes its boxes to a staging file, and whoever writes the tensor reads them from there (mostly from the page cache). Units that
-transformers converts together (a layer) are written by one rank.
+A tensor that one rank holds whole goes straight from it into that rank's files. Tensors cut over ranks pass through the
+disk: every rank writes its boxes to a staging file, and whoever writes the tensor reads them from there (mostly from
+the page cache). Units that transformers converts together (a layer) are written by one rank.
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..files.boxes import Part
+from ..files.disk import make_directory, remove_tree, rename, sync_directory, write_file
+from ..files.hf_names import Exporter
+from ..files.tensor_file import Pending, pending, write_tensors
 from .agreement import Agreement, attempt
 from .background import Background, snapshot
-from .boxes import Part
 from .directory import new_path
-from .disk import make_directory, remove_tree, rename, sync_directory, write_file
 from .held import held_tensors
-from .hf_names import Exporter
 from .index import Chunk, TensorIndex, describe
 from .position import Position
-from .tensor_file import Pending, pending, write_tensors
 
 _STAGING = "staging"
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """shard: several files and an index; prefix: goes into file names as transformers' `variant` does; limit: bytes of a file."""
+    """shard: several files and an index; prefix: goes into file names as transformers' `variant` does; limit: bytes
+    of a file.
+    """
 
     shard: bool = False
     prefix: str | None = None
     limit: int = 1 << 30
 
     def __post_init__(self) -> None:
-        if self.prefix is not None and (not self.prefix or os.path.basename(self.prefix) != self.prefix or self.prefix.startswith(".")):
+        if self.prefix is not None and (
+            not self.prefix or os.path.basename(self.prefix) != self.prefix or self.prefix.startswith(".")
+        ):
             raise ValueError(f"prefix={self.prefix!r} goes into file names: use letters and digits, such as 'fp16'")
 
     def file_name(self, number: int, total: int) -> str:
@@ -75,7 +79,8 @@ def save_model(
     options: ExportOptions,
     use_async: bool = False,
 ) -> None:
-    """Write the working weights of `model` so that `from_pretrained(path)` gives them back bit by bit. All ranks must call.
+    """Write the working weights of `model` so that `from_pretrained(path)` gives them back bit by bit. All ranks must
+    call.
 
     A `path` that ends in .safetensors is one file without a config; any other is a directory.
     """
@@ -89,7 +94,10 @@ def save_model(
     _, error = attempt(lambda: _prepare(path) if position.rank == 0 else None)
     agreement.check(error, what)
     if use_async:
-        own = [_Own(item.name, item.full_shape, item.part, copy) for item, copy in zip(own, snapshot([i.data for i in own]), strict=True)]
+        own = [
+            _Own(item.name, item.full_shape, item.part, copy)
+            for item, copy in zip(own, snapshot([i.data for i in own]), strict=True)
+        ]
 
     def job() -> None:
         try:
@@ -111,8 +119,8 @@ def check_request(path: Path, model: nn.Module, options: ExportOptions) -> None:
         raise ValueError(f"path={path.name!r} is one file: with shard=True or prefix= give the path of a directory")
     if hasattr(model, "peft_config"):
         raise ValueError(
-            "save_model of a model with LoRA adapters: booster.save_lora_as_pretrained(model, path) writes the adapters; where every rank "
-            "holds all weights, model.merge_and_unload() gives a plain model to save"
+            "save_model of a model with LoRA adapters: booster.save_lora_as_pretrained(model, path) writes the "
+            "adapters; where every rank holds all weights, model.merge_and_unload() gives a plain model to save"
         )
 
 
@@ -128,7 +136,9 @@ def _collect(model: nn.Module, position: Position, exporter: Exporter) -> list[_
 
 def _prepare(path: Path) -> None:
     if path.is_symlink() or (path.exists() and path.is_dir() == (path.suffix == ".safetensors")):
-        raise ValueError(f"cannot save to {path}: a {'file' if path.is_file() else 'link or directory'} of that name is there")
+        raise ValueError(
+            f"cannot save to {path}: a {'file' if path.is_file() else 'link or directory'} of that name is there"
+        )
     fresh = new_path(path)
     if fresh.exists():
         remove_tree(fresh)
@@ -162,14 +172,23 @@ class _Export:
         counts = self.agreement.gather(len(files))
         first, total = sum(counts[: self.position.rank]), sum(counts)
         names = [self.options.file_name(first + number, total) for number in range(len(files))]
-        _, error = attempt(lambda: [write_tensors(self.directory / name, file) for name, file in zip(names, files, strict=True)])
+        _, error = attempt(
+            lambda: [write_tensors(self.directory / name, file) for name, file in zip(names, files, strict=True)]
+        )
         self.agreement.check(error, self.what)
         tables = self.agreement.gather(
-            [[name, [item.name for item in file], sum(item.nbytes for item in file)] for name, file in zip(names, files, strict=True)]
+            [
+                [name, [item.name for item in file], sum(item.nbytes for item in file)]
+                for name, file in zip(names, files, strict=True)
+            ]
         )
         dtypes = self.agreement.gather([str(item.data.dtype) for item in self.own if item.data.is_floating_point()][:1])
         dtype = next((getattr(torch, found[0].removeprefix("torch.")) for found in dtypes if found), None)
-        _, error = attempt(lambda: self._finish([entry for table in tables for entry in table], total, dtype) if self._is_first else None)
+        _, error = attempt(
+            lambda: (
+                self._finish([entry for table in tables for entry in table], total, dtype) if self._is_first else None
+            )
+        )
         self.agreement.check(error, self.what)
 
     @property
@@ -203,7 +222,9 @@ class _Export:
         return writers
 
     def _stage(self, writers: dict[str, int]) -> TensorIndex:
-        """Write what other ranks need of this rank's parts (and this rank's own parts of those tensors); an index of everyone's."""
+        """Write what other ranks need of this rank's parts (and this rank's own parts of those tensors); an index of
+        everyone's.
+        """
         chunks = [
             Chunk(item.name, item.full_shape, item.part.box, item.data)
             for item in self.own
@@ -212,7 +233,9 @@ class _Export:
         name = f"rank-{self.position.rank:05d}.safetensors"
         staging = self.directory / _STAGING
         if chunks:
-            _, error = attempt(lambda: write_tensors(staging / name, [pending(str(n), chunk.data) for n, chunk in enumerate(chunks)]))
+            _, error = attempt(
+                lambda: write_tensors(staging / name, [pending(str(n), chunk.data) for n, chunk in enumerate(chunks)])
+            )
         else:
             error = None
         self.agreement.check(error, self.what)
@@ -245,7 +268,9 @@ class _Export:
     def _converted(self, members: list[Pending]) -> list[Pending]:
         if not self.exporter.converts:
             return members
-        shapes = self.exporter.revert({item.name: torch.empty(item.shape, dtype=item.dtype, device="meta") for item in members})
+        shapes = self.exporter.revert(
+            {item.name: torch.empty(item.shape, dtype=item.dtype, device="meta") for item in members}
+        )
         unit = _Unit(members, self.exporter)
         return [Pending(name, shape.dtype, tuple(shape.shape), unit.fetching(name)) for name, shape in shapes.items()]
 
@@ -258,7 +283,10 @@ class _Export:
             return
         if total > 1:
             weight_map = {name: file for file, names, _ in table for name in names}
-            index = {"metadata": {"total_size": sum(size for _, _, size in table)}, "weight_map": dict(sorted(weight_map.items()))}
+            index = {
+                "metadata": {"total_size": sum(size for _, _, size in table)},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
             write_file(self.directory / self.options.index_name, (json.dumps(index, indent=2) + "\n").encode())
         self.exporter.write_config(self.directory, dtype)
         sync_directory(self.directory)

@@ -1,4 +1,6 @@
-"""Weights from any HuggingFace safetensors directory or file into a model of any layout, each rank reading its slices."""
+"""Weights from any HuggingFace safetensors directory or file into a model of any layout, each rank reading its
+slices.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..files.boxes import Box, parts_of
+from ..files.errors import CheckpointMismatch
+from ..files.hf_names import bind, ignored
+from ..files.huggingface import HfFiles, HfSource
 from .agreement import Agreement, attempt
-from .boxes import Box, parts_of
-from .errors import CheckpointMismatch
 from .held import Held, held_tensors
-from .hf_names import bind, ignored
-from .hf_source import HfFiles, HfSource
 from .load import find, read_held
 from .manifest import MARKER
 from .optimizer_parts import OptimizerParts, parts_of_optimizer
@@ -83,10 +85,13 @@ class _StateSource:
         out.copy_(box.view(self.tensors[name], (0,) * self.tensors[name].ndim))
 
 
-def load_model(path: Path, model: nn.Module, optimizer: Any, position: Position, agreement: Agreement, strict: bool) -> LoadReport:
+def load_model(
+    path: Path, model: nn.Module, optimizer: Any, position: Position, agreement: Agreement, strict: bool
+) -> LoadReport:
     """`optimizer` trains `model` or is None; its masters are read in their own precision and the weights follow them.
 
-    strict   raise CheckpointMismatch, with nothing written, unless names and shapes agree; else load what fits and return the rest
+    strict   raise CheckpointMismatch, with nothing written, unless names and shapes agree; else load what fits and
+             return the rest
     """
     held = held_tensors(model, position)
     source: Any
@@ -107,7 +112,9 @@ def load_state(
     """As `load_model`, from the state dict of a whole model, which every rank has."""
     source = _StateSource({name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)})
     held = held_tensors(model, position)
-    return _take(source, sorted(source.tensors), Path("the state dict"), held, model, optimizer, position, agreement, strict)
+    return _take(
+        source, sorted(source.tensors), Path("the state dict"), held, model, optimizer, position, agreement, strict
+    )
 
 
 def _take(
@@ -163,7 +170,9 @@ def _open(path: Path, model: nn.Module, names: dict[str, str]) -> HfSource:
     return source
 
 
-def _fill(source: Any, found: dict[str, str], held: list[Any], parts: OptimizerParts | None, position: Position) -> None:
+def _fill(
+    source: Any, found: dict[str, str], held: list[Any], parts: OptimizerParts | None, position: Position
+) -> None:
     trained = set() if parts is None else set(parts.trained())
     for shard in parts.shards() if parts is not None else ():
         if shard.name in found:

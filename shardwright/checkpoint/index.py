@@ -3,29 +3,31 @@
 Every rank writes safetensors files of chunks and one JSON file that says which box of which full tensor each chunk is:
 
     {"weights/model.norm.weight": {"dtype": "F32", "shape": [48],
-                                   "chunks": [{"file": "rank-00000.safetensors", "key": "0", "start": [0], "size": [48]}]}}
+                                   "chunks": [{"file": "rank-00000.safetensors", "key": "0", "start": [0], "size":
+                                   [48]}]}}
 
-    weights/<parameter>       the values that the optimizer steps on (fp32 masters where there are any), else the model's own
+    weights/<parameter>       the values that the optimizer steps on (fp32 masters where there are any), else the
+                              model's own
     state/<key>/<parameter>   per-element optimizer state, in the coordinates of the parameter
     extra/<key>/<parameter>   optimizer state that is not per element (step counts), whole
     rng/<kind>/<rank>         states of the random generators of one rank
 
-The union over ranks is the checkpoint. All of it is in full, unpadded coordinates: no trace is left of the layout it was saved at.
+The union over ranks is the checkpoint. All of it is in full, unpadded coordinates: no trace is left of the layout it
+was saved at.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .boxes import Box, whole
-from .errors import CheckpointDamaged, UnsafeCheckpoint
-from .paths import inside
-from .tensor_file import TensorFile, dtype_name, dtype_of, shape_of
+from ..files.boxes import Box, whole
+from ..files.errors import CheckpointDamaged, UnsafeCheckpoint
+from ..files.paths import inside
+from ..files.tensor_file import TensorFile, dtype_name, dtype_of, shape_of
 
 
 class Chunk(NamedTuple):
@@ -56,7 +58,9 @@ def describe(files: Mapping[str, Sequence[Chunk]]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file, chunks in files.items():
         for number, chunk in enumerate(chunks):
-            entry = tensors.setdefault(chunk.name, {"dtype": dtype_name(chunk.data.dtype), "shape": list(chunk.full_shape), "chunks": []})
+            entry = tensors.setdefault(
+                chunk.name, {"dtype": dtype_name(chunk.data.dtype), "shape": list(chunk.full_shape), "chunks": []}
+            )
             place = {"file": file, "key": str(number), "start": list(chunk.box.start), "size": list(chunk.box.size)}
             entry["chunks"].append(place)
     return tensors
@@ -93,7 +97,8 @@ class TensorIndex:
                     or any(start + size > limit for start, size, limit in zip(box.start, box.size, shape, strict=True))
                 ):
                     raise UnsafeCheckpoint(f"{self.directory}: a chunk of {name} lies outside its shape {shape}")
-                if not any(place.box == box for place in found.places):  # buffers are saved by every stage that holds them
+                # buffers are saved by every stage that holds them
+                if not any(place.box == box for place in found.places):
                     found.places.append(_Place(chunk["file"], str(chunk["key"]), box))
         except (KeyError, TypeError) as error:
             raise UnsafeCheckpoint(f"{self.directory}: the index does not describe {name!r} ({error!r})") from None
@@ -116,7 +121,9 @@ class TensorIndex:
             stored = file.tensors.get(place.key)
             if stored is None or (stored.shape, stored.dtype) != (place.box.size, entry.dtype):
                 held = "missing" if stored is None else f"{stored.shape} {stored.dtype}"
-                raise UnsafeCheckpoint(f"{file.path}: chunk {place.key} of {name} is {held}, the index says {place.box.size} {entry.dtype}")
+                raise UnsafeCheckpoint(
+                    f"{file.path}: chunk {place.key} of {name} is {held}, the index says {place.box.size} {entry.dtype}"
+                )
             start = tuple(a - b for a, b in zip(common.start, place.box.start, strict=True))
             file.read(place.key, Box(start, common.size), common.view(out, box.start))
         if sum(part.numel for part in found) != box.numel:
@@ -132,10 +139,3 @@ class TensorIndex:
         if file not in self._files:
             self._files[file] = TensorFile(inside(self.directory, file))
         return self._files[file]
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(path, f"is not JSON ({error})") from None

@@ -1,4 +1,6 @@
-"""Reading a resumable checkpoint into any layout: the newest one that proves whole, and of it only what a rank needs."""
+"""Reading a resumable checkpoint into any layout: the newest one that proves whole, and of it only what a rank
+needs.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..files.boxes import parts_of
+from ..files.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
+from ..files.paths import inside, read_json
 from ..interface.shards import LoadedShard
 from . import rng
 from .agreement import Agreement, attempt
-from .boxes import parts_of
 from .directory import candidates, not_found
-from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
 from .held import Held, held_tensors
-from .index import TensorIndex, read_json
+from .index import TensorIndex
 from .manifest import read_manifest, verify
 from .optimizer_parts import OptimizerParts, load_hyperparameters, parts_of_optimizer
-from .paths import inside
 from .plain_data import as_before, decode
 from .position import Position
 from .save import STATE, _module_of
@@ -41,10 +43,13 @@ class Opened:
                 raise CheckpointDamaged(directory / "manifest.json", f"does not list {name}")
             self.tables.append(read_json(inside(directory, name)))
         self.index = TensorIndex(directory, [table["tensors"] for table in self.tables])
-        strangers = {place.file for entry in self.index.entries.values() for place in entry.places} - set(manifest.files)
+        strangers = {place.file for entry in self.index.entries.values() for place in entry.places} - set(
+            manifest.files
+        )
         if strangers:
             raise UnsafeCheckpoint(
-                f"{directory}: the index names files that the manifest does not list: {', '.join(sorted(strangers)[:3])}"
+                f"{directory}: the index names files that the manifest does not list: "
+                f"{', '.join(sorted(strangers)[:3])}"
             )
         self.state: dict[str, Any] = read_json(inside(directory, STATE))
 
@@ -65,7 +70,8 @@ class Opened:
 
 
 def find(path: Path, agreement: Agreement, rank: int, check: bool = True) -> tuple[Opened, list[str]]:
-    """The newest checkpoint at or below `path` that is whole, and a line for each newer one that is not. All ranks must call.
+    """The newest checkpoint at or below `path` that is whole, and a line for each newer one that is not. All ranks must
+    call.
 
     check   compare checksums of all files, dealt over the ranks; without, only sizes
     """
@@ -98,9 +104,15 @@ def _open(directory: Path, agreement: Agreement, rank: int, check: bool) -> tupl
     try:
         opened, problem = verified(), None
     except _READABLE as error:
-        opened, problem = None, {"kind": type(error).__name__, "file": str(getattr(error, "file", directory)), "text": str(error)}
+        opened, problem = (
+            None,
+            {"kind": type(error).__name__, "file": str(getattr(error, "file", directory)), "text": str(error)},
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        opened, problem = None, {"kind": "UnsafeCheckpoint", "file": str(directory), "text": f"{directory}: not as described ({error!r})"}
+        opened, problem = (
+            None,
+            {"kind": "UnsafeCheckpoint", "file": str(directory), "text": f"{directory}: not as described ({error!r})"},
+        )
     problems = [found for found in agreement.gather(problem) if found is not None]
     return (None, problems[0]) if problems else (opened, None)
 
@@ -157,7 +169,9 @@ def load(
     }
 
 
-def _check_fit(opened: Opened, held: list[Held], parts: OptimizerParts | None, agreement: Agreement, complete: bool) -> None:
+def _check_fit(
+    opened: Opened, held: list[Held], parts: OptimizerParts | None, agreement: Agreement, complete: bool
+) -> None:
     """Compare names, shapes and param groups on all ranks before anything is written to."""
     index = opened.index
     shapes = {item.name: item.spec.full_shape for item in held}
@@ -177,7 +191,9 @@ def _check_fit(opened: Opened, held: list[Held], parts: OptimizerParts | None, a
         if name in saved_groups and saved_groups[name] != groups[name]
     ]
     if parts is not None and opened.state["param_groups"] is None:
-        raise CheckpointMismatch(opened.directory, missing=["the whole optimizer: the checkpoint was saved without one"], what="optimizer")
+        raise CheckpointMismatch(
+            opened.directory, missing=["the whole optimizer: the checkpoint was saved without one"], what="optimizer"
+        )
     report = agreement.gather([missing, mismatched, regrouped])
     everyone = [sorted({name for rank in report for name in rank[kind]}) for kind in range(3)]
     unexpected = []
@@ -201,7 +217,9 @@ def _read(opened: Opened, position: Position, held: list[Held], parts: Optimizer
     return shards
 
 
-def _load_optimizer(state: Mapping[str, Any], optimizer: Any, parts: OptimizerParts, shards: dict[str, LoadedShard]) -> None:
+def _load_optimizer(
+    state: Mapping[str, Any], optimizer: Any, parts: OptimizerParts, shards: dict[str, LoadedShard]
+) -> None:
     load_hyperparameters(optimizer.param_groups, decode(state["param_groups"]))
     parts.load_shards(shards)
     scaler = getattr(optimizer, "scaler", None)
@@ -231,14 +249,17 @@ def _read_optimizer(opened: Opened, position: Position, parts: OptimizerParts) -
     per_element, whole_values = opened.states_of("state"), opened.states_of("extra")
     loaded = {}
     for shard in parts.shards():
-        pieces = parts_of(shard.spec, position.coordinate(shard.spec.axis), shard.local_shape, shard.start, shard.stop, owned=False)
+        pieces = parts_of(
+            shard.spec, position.coordinate(shard.spec.axis), shard.local_shape, shard.start, shard.stop, owned=False
+        )
         for part in pieces:
             index.read(f"weights/{shard.name}", part.box, part.view(shard.master))
         weights_dtype = index.entries[f"weights/{shard.name}"].dtype
         state: dict[str, torch.Tensor] = {}
         for key in per_element.get(shard.name, ()):
             dtype = index.entries[f"state/{key}/{shard.name}"].dtype
-            if dtype == weights_dtype:  # states in the dtype of the weights follow it, others (fp32 moments of bf16 weights) keep theirs
+            # states in the dtype of the weights follow it, others (fp32 moments of bf16 weights) keep theirs
+            if dtype == weights_dtype:
                 dtype = shard.master.dtype
             padded = sum(part.box.numel for part in pieces) < shard.stop - shard.start
             make = torch.zeros if padded else torch.empty

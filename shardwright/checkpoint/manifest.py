@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .disk import crc_of, sync_directory, write_file
-from .errors import CheckpointDamaged, UnsafeCheckpoint
-from .index import read_json
-from .paths import inside
+from ..files.disk import crc_of, sync_directory, write_file
+from ..files.errors import CheckpointDamaged, UnsafeCheckpoint
+from ..files.paths import inside, read_json
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 FORMAT = 1
@@ -24,7 +23,9 @@ _MAX_MARKER = 4096
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files`: name -> (size, crc). `saved_at`: nanoseconds since 1970 by rank 0's clock, ascending from save to save."""
+    """`files`: name -> (size, crc). `saved_at`: nanoseconds since 1970 by rank 0's clock, ascending from save to
+    save.
+    """
 
     files: Mapping[str, tuple[int, int]]
     saved_at: int
@@ -84,7 +85,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:
-    """Compare sizes of all files, and checksums of every n-th file from the i-th on for `share` (i, n), with the manifest."""
+    """Compare sizes of all files, and checksums of every n-th file from the i-th on for `share` (i, n), with the
+    manifest.
+    """
     number, of = share
     for position, (name, (size, crc)) in enumerate(sorted(manifest.files.items())):
         path = inside(directory, name)

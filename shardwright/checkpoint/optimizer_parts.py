@@ -1,7 +1,7 @@
 """One face for every optimizer: which parts of which parameters it steps on, and taking them back.
 
-Optimizers of this package answer themselves. A plain torch optimizer steps on the model's own parameters (on their local rows, where
-FSDP2 has sharded them); `PlainParts` answers for it.
+Optimizers of this package answer themselves. A plain torch optimizer steps on the model's own parameters (on their
+local rows, where FSDP2 has sharded them); `PlainParts` answers for it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ class PlainParts:
         self._held = held_tensors(model, position)
         params = dict(model.named_parameters(remove_duplicate=False))
         self._params = {held.name: params[held.aliases[0]] for held in self._held if held.aliases[0] in params}
-        self._group = {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self._group = {
+            id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
+        }
         if self._group.keys() - {id(param) for param in params.values()}:
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} steps on tensors that are not the model's parameters, so its state has no names: "
-                "where an engine keeps it (DeepSpeed with ZeRO or half precision), save and load with the engine's own checkpoints"
+                f"optimizer={type(optimizer).__name__} steps on tensors that are not the model's parameters, so its "
+                "state has no names: where an engine keeps it (DeepSpeed with ZeRO or half precision), save and load "
+                "with the engine's own checkpoints"
             )
 
     def trained(self) -> dict[str, int]:
@@ -71,7 +74,9 @@ class PlainParts:
         result = []
         for held, param in self._stepped():
             state: dict[str, Any] = self._optimizer.state.get(param, {})
-            flat = {key: local_tensor(value).flatten() for key, value in state.items() if _is_elementwise(key, value, param)}
+            flat = {
+                key: local_tensor(value).flatten() for key, value in state.items() if _is_elementwise(key, value, param)
+            }
             extra = {key: self._extra(held.name, key, value) for key, value in state.items() if key not in flat}
             result.append(
                 ParamShard(
@@ -92,8 +97,8 @@ class PlainParts:
     def _extra(self, name: str, key: str, value: Any) -> torch.Tensor:
         if isinstance(value, DTensor) or not isinstance(value, torch.Tensor | int | float):
             raise ValueError(
-                f"optimizer={type(self._optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}, which checkpoints cannot "
-                "hold; under FSDP use an optimizer that works element by element, such as AdamW"
+                f"optimizer={type(self._optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}, which "
+                "checkpoints cannot hold; under FSDP use an optimizer that works element by element, such as AdamW"
             )
         return torch.as_tensor(value)
 
@@ -106,7 +111,9 @@ class PlainParts:
                 held.tensor.copy_(shard.master.view(held.tensor.shape))
             group = self._optimizer.param_groups[self._group[id(param)]]
             on_device = bool(group.get("fused") or group.get("capturable"))
-            state: dict[str, Any] = {key: _like_param(value.view(held.tensor.shape), param) for key, value in shard.state.items()}
+            state: dict[str, Any] = {
+                key: _like_param(value.view(held.tensor.shape), param) for key, value in shard.state.items()
+            }
             for key, value in shard.extra.items():
                 state[key] = value.detach().clone().to(param.device if on_device or value.ndim else torch.device("cpu"))
             if state:
@@ -125,7 +132,9 @@ def _like_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """`local`, which nobody else uses, laid out as `param`."""
     local = local.detach().to(local_tensor(param).device)
     if isinstance(param, DTensor):
-        return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
     return local
 
 
@@ -139,8 +148,14 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def load_hyperparameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     if len(groups) != len(saved):
-        raise ValueError(f"the checkpoint has {len(saved)} param groups, the optimizer {len(groups)}: build it with the same groups")
+        raise ValueError(
+            f"the checkpoint has {len(saved)} param groups, the optimizer {len(groups)}: build it with the same groups"
+        )
     for group, values in zip(groups, saved, strict=True):
         for key, value in values.items():
             current = group.get(key)
-            group[key] = value.to(current.device) if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) else value
+            group[key] = (
+                value.to(current.device)
+                if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor)
+                else value
+            )

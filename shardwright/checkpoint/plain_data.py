@@ -1,7 +1,7 @@
 """Plain data in JSON and back: what lr schedulers, param groups and users put beside the tensors.
 
-JSON alone would turn tuples into lists and number keys into strings, so these are tagged. Nothing but data comes back: no classes are
-looked up by name and no code runs.
+JSON alone would turn tuples into lists and number keys into strings, so these are tagged. Nothing but data comes back:
+no classes are looked up by name and no code runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from .tensor_file import dtype_name, dtype_of
+from ..files.tensor_file import dtype_name, dtype_of
 
 _TAG = "__shardwright__"
 
@@ -23,14 +23,20 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, numpy.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
-        if type(value) not in (type(None), bool, int, float, str):  # subclasses (enumerations) would come back as their base class
+        # subclasses (enumerations) would come back as their base class
+        if type(value) not in (type(None), bool, int, float, str):
             raise _refused(value, where)
         return value
     if isinstance(value, list):
         return [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]}
-    if isinstance(value, torch.Tensor) and value.numel() <= 1024 and type(value) is torch.Tensor and not value.is_complex():
+    if (
+        isinstance(value, torch.Tensor)
+        and value.numel() <= 1024
+        and type(value) is torch.Tensor
+        and not value.is_complex()
+    ):
         host = value.detach().cpu()
         numbers = (host.double() if host.is_floating_point() else host).flatten().tolist()
         return {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "items": numbers}
@@ -44,8 +50,8 @@ def encode(value: Any, where: str) -> Any:
 
 def _refused(value: Any, where: str) -> ValueError:
     return ValueError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: use None, bool, int, float, str, lists, tuples and "
-        "dicts of them (small tensors too), and rebuild other objects from those after loading"
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: use None, bool, int, float, str, lists, "
+        "tuples and dicts of them (small tensors too), and rebuild other objects from those after loading"
     )
 
 
@@ -73,7 +79,9 @@ def decode(data: Any) -> Any:
 
 
 def as_before(current: Any, loaded: Any) -> Any:
-    """`loaded` as the type that it replaces where plain data does not keep the difference (a Counter, a tensor's device)."""
+    """`loaded` as the type that it replaces where plain data does not keep the difference (a Counter, a tensor's
+    device).
+    """
     if isinstance(current, Counter) and isinstance(loaded, dict):
         return Counter(loaded)
     if isinstance(current, torch.Tensor) and isinstance(loaded, torch.Tensor):

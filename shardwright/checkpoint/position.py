@@ -13,8 +13,8 @@ class Position:
     """What a plugin tells about this rank.
 
     rank, world_size  among all processes that take part
-    coordinates       position along the axes "dp_sp" (ranks with the same parameters), "dp" (ranks with other samples), "pp", "tp", "sp";
-                      an axis that is not listed has size 1
+    coordinates       position along the axes "dp_sp" (ranks with the same parameters), "dp" (ranks with other samples),
+                      "pp", "tp", "sp"; an axis that is not listed has size 1
     sizes             of these axes
     copies            names of tied parameters of which this rank holds a copy, but not the first one
     """

@@ -1,6 +1,7 @@
 """States of the random generators of a process, as tensors.
 
-Tensor parallelism needs nothing beside them: its per-rank numbers are drawn from the global generators (see `shardformer.rng`).
+Tensor parallelism needs nothing beside them: its per-rank numbers are drawn from the global generators (see
+`shardformer.rng`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def get_states() -> dict[str, torch.Tensor]:
-    """ "torch", "cuda" (where there is one), "numpy" and "python"; words of 32 bits are kept as doubles, which hold them exactly."""
+    """ "torch", "cuda" (where there is one), "numpy" and "python"; words of 32 bits are kept as doubles, which hold
+    them exactly.
+    """
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -28,7 +31,9 @@ def get_states() -> dict[str, torch.Tensor]:
 
 
 def set_states(states: dict[str, torch.Tensor], stream: int = 0) -> None:
-    """`stream` other than 0: numbers of their own, made from the states (for ranks that did not exist when they were saved)."""
+    """`stream` other than 0: numbers of their own, made from the states (for ranks that did not exist when they were
+    saved).
+    """
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():

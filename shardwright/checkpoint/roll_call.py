@@ -1,8 +1,9 @@
 """Whether all ranks have come to a call that only all of them together can serve.
 
-Scripts save on one rank: `if rank == 0: model.save_pretrained(path)`. Where the weights are split, that rank would wait in the first
-collective for ranks that never come. So ranks sign in through the store first, where waiting can be watched: after a few seconds the
-log says who is missing, a rank that signs in for something else ends the call on all ranks at once, and so does the end of patience.
+Scripts save on one rank: `if rank == 0: model.save_pretrained(path)`. Where the weights are split, that rank would wait
+in the first collective for ranks that never come. So ranks sign in through the store first, where waiting can be
+watched: after a few seconds the log says who is missing, a rank that signs in for something else ends the call on all
+ranks at once, and so does the end of patience.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..logging import get_dist_logger
 
 WORD_AFTER = 5.0  # seconds until the log says who is missing
 _POLL = 0.002
-_calls: dict[tuple[dist.ProcessGroup, int], int] = {}  # roll calls so far, by the world group of the time and the job's recoveries
+# roll calls so far, by the world group of the time and the job's recoveries
+_calls: dict[tuple[dist.ProcessGroup, int], int] = {}
 
 
 def roll_call(what: str, patience: timedelta | None = None) -> None:
@@ -58,8 +60,9 @@ class _RollCall:
                 get_dist_logger().warning(f"{self.what} waits for {_ranks(self._missing())}: all ranks must call it")
             if waited > patience:
                 self._decide(
-                    f"{self.what} was called, but not on {_ranks(self._missing())}, which were waited for during {patience:g} s: all ranks "
-                    "must call it, since each of them holds a part; do not put it under `if rank == 0`"
+                    f"{self.what} was called, but not on {_ranks(self._missing())}, which were waited for during "
+                    f"{patience:g} s: all ranks must call it, since each of them holds a part; do not put it under `if "
+                    "rank == 0`"
                 )
             time.sleep(poll)
             poll = min(2 * poll, 0.1)

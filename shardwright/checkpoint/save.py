@@ -12,20 +12,20 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
+from ..files.boxes import parts_of, whole
+from ..files.disk import sync_directory, write_file
+from ..files.tensor_file import pending, write_tensors
 from ..spec import ParamSpec
 from . import rng
 from .agreement import Agreement, attempt
 from .background import Background, snapshot
-from .boxes import parts_of, whole
 from .directory import candidates, discard, new_path, prepare, publish, retain
-from .disk import sync_directory, write_file
 from .held import held_tensors
 from .index import Chunk, describe
 from .manifest import Manifest, commit
 from .optimizer_parts import hyperparameters, parts_of_optimizer
 from .plain_data import encode
 from .position import Position
-from .tensor_file import pending, write_tensors
 
 STATE = "state.json"
 
@@ -56,7 +56,9 @@ def collect(
     extra: Any = None,
     with_rng: bool = True,
 ) -> Contents:
-    """`model` is this rank's part; `owner` is the model that `optimizer` trains where `model` itself is not to be saved."""
+    """`model` is this rank's part; `owner` is the model that `optimizer` trains where `model` itself is not to be
+    saved.
+    """
     chunks: list[Chunk] = []
     groups: dict[str, int] = {}
     if optimizer is not None:
@@ -66,8 +68,13 @@ def collect(
             if shard.is_writer:
                 coordinate = position.coordinate(shard.spec.axis)
                 for part in parts_of(shard.spec, coordinate, shard.local_shape, shard.start, shard.stop, owned=True):
-                    names = {f"weights/{shard.name}": shard.master, **{f"state/{key}/{shard.name}": v for key, v in shard.state.items()}}
-                    chunks += [Chunk(name, shard.spec.full_shape, part.box, part.view(flat)) for name, flat in names.items()]
+                    names = {
+                        f"weights/{shard.name}": shard.master,
+                        **{f"state/{key}/{shard.name}": v for key, v in shard.state.items()},
+                    }
+                    chunks += [
+                        Chunk(name, shard.spec.full_shape, part.box, part.view(flat)) for name, flat in names.items()
+                    ]
                 if shard.start == 0 and _is_first(shard.spec, coordinate):
                     for key, value in shard.extra.items():
                         chunks.append(Chunk(f"extra/{key}/{shard.name}", tuple(value.shape), whole(value.shape), value))
@@ -76,7 +83,8 @@ def collect(
             if held.is_writer and held.name not in groups:
                 flat = held.tensor.reshape(-1)
                 chunks += [
-                    Chunk(f"weights/{held.name}", held.spec.full_shape, part.box, part.view(flat)) for part in held.parts(owned=True)
+                    Chunk(f"weights/{held.name}", held.spec.full_shape, part.box, part.view(flat))
+                    for part in held.parts(owned=True)
                 ]
     if with_rng:
         for kind, state in rng.get_states().items():
@@ -93,7 +101,10 @@ def collect(
 def _module_of(model: nn.Module | None, owner: nn.Module | None, optimizer: Any) -> nn.Module:
     found = model if model is not None else owner
     if found is None:
-        raise ValueError(f"optimizer={type(optimizer).__name__}: boost it with its model, or pass model= too, so that its state has names")
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: boost it with its model, or pass model= too, so that "
+            "its state has names"
+        )
     return found
 
 
@@ -104,8 +115,8 @@ def _is_first(spec: ParamSpec, coordinate: int) -> bool:
 def _dataloader_state(dataloader: Any) -> Any:
     if not hasattr(dataloader, "state_dict"):
         raise ValueError(
-            f"dataloader={type(dataloader).__name__} cannot tell its position (it has no state_dict): use plugin.prepare_dataloader, "
-            "or leave dataloader out"
+            f"dataloader={type(dataloader).__name__} cannot tell its position (it has no state_dict): use "
+            "plugin.prepare_dataloader, or leave dataloader out"
         )
     return dataloader.state_dict()
 
@@ -115,9 +126,13 @@ def _shared_state(optimizer: Any, lr_scheduler: Any, step: SupportsIndex | None,
     return {
         "step": None if step is None else _whole_number("step", step),
         "extra": encode(extra if extra is not None else {}, "extra"),
-        "param_groups": None if optimizer is None else encode(hyperparameters(optimizer.param_groups), "optimizer.param_groups"),
+        "param_groups": None
+        if optimizer is None
+        else encode(hyperparameters(optimizer.param_groups), "optimizer.param_groups"),
         "scaler": None if scaler is None else encode(scaler.state_dict(), "the loss scaler"),
-        "lr_scheduler": None if lr_scheduler is None else encode(lr_scheduler.state_dict(), "lr_scheduler.state_dict()"),
+        "lr_scheduler": None
+        if lr_scheduler is None
+        else encode(lr_scheduler.state_dict(), "lr_scheduler.state_dict()"),
     }
 
 
@@ -159,7 +174,9 @@ def save(
     if use_async:
         copies = snapshot([chunk.data for chunk in contents.chunks])
         contents = Contents(
-            [chunk._replace(data=copy) for chunk, copy in zip(contents.chunks, copies, strict=True)], contents.table, contents.state
+            [chunk._replace(data=copy) for chunk, copy in zip(contents.chunks, copies, strict=True)],
+            contents.table,
+            contents.state,
         )
     ready = contents
 
@@ -178,7 +195,12 @@ def save(
 
 
 def _write(
-    path: Path, contents: Contents, position: Position, agreement: Agreement, keep_last: int | None, size_per_file: int | None
+    path: Path,
+    contents: Contents,
+    position: Position,
+    agreement: Agreement,
+    keep_last: int | None,
+    size_per_file: int | None,
 ) -> None:
     directory, what = new_path(path), f"saving {path}"
     files, error = attempt(lambda: _write_rank(directory, contents, position, size_per_file))
@@ -191,11 +213,17 @@ def _write(
     agreement.check(error, what)
 
 
-def _write_rank(directory: Path, contents: Contents, position: Position, size_per_file: int | None) -> dict[str, tuple[int, int]]:
+def _write_rank(
+    directory: Path, contents: Contents, position: Position, size_per_file: int | None
+) -> dict[str, tuple[int, int]]:
     """This rank's files; returns their sizes and checksums."""
     stem = f"rank-{position.rank:05d}"
     groups = _split(contents.chunks, size_per_file)
-    names = [f"{stem}.safetensors"] if len(groups) == 1 else [f"{stem}-{number:04d}.safetensors" for number in range(len(groups))]
+    names = (
+        [f"{stem}.safetensors"]
+        if len(groups) == 1
+        else [f"{stem}-{number:04d}.safetensors" for number in range(len(groups))]
+    )
     files = {
         name: write_tensors(directory / name, [pending(str(number), chunk.data) for number, chunk in enumerate(chunks)])
         for name, chunks in zip(names, groups, strict=True)
@@ -221,7 +249,12 @@ def _split(chunks: Sequence[Chunk], limit: int | None) -> list[list[Chunk]]:
 
 
 def _finish(
-    path: Path, directory: Path, files: dict[str, tuple[int, int]], contents: Contents, position: Position, keep_last: int | None
+    path: Path,
+    directory: Path,
+    files: dict[str, tuple[int, int]],
+    contents: Contents,
+    position: Position,
+    keep_last: int | None,
 ) -> None:
     sync_directory(directory)
     others, _ = candidates(path.parent)

@@ -6,7 +6,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardwright.cli.main import main
+from .main import main
 
 if __name__ == "__main__":
     # `record` leaves the traceback of a rank that fails where the launcher finds it.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardwright.cli.env import package_version
+from .env import package_version
 
 HELP = "check that this machine can train, and say how to fix what cannot"
 
@@ -46,12 +46,23 @@ def checks() -> Iterator[Check]:
     for name, least in (("torch", (2, 11)), ("transformers", (5, 17)), ("safetensors", (0, 5))):
         found = package_version(name)
         wanted = ".".join(map(str, least))
-        yield Check(name, found is not None and release(found) >= least, found or "not installed", f"pip install '{name}>={wanted}'")
+        yield Check(
+            name,
+            found is not None and release(found) >= least,
+            found or "not installed",
+            f"pip install '{name}>={wanted}'",
+        )
     if package_version("torch") is not None:
         yield from _torch_checks()
     yield _localhost()
     free = shutil.disk_usage(".").free / 2**30
-    yield Check("free disk space", free > 2, f"{free:.0f} GiB here", "free some space, or train in another directory", required=False)
+    yield Check(
+        "free disk space",
+        free > 2,
+        f"{free:.0f} GiB here",
+        "free some space, or train in another directory",
+        required=False,
+    )
 
 
 def _torch_checks() -> Iterator[Check]:
@@ -59,7 +70,12 @@ def _torch_checks() -> Iterator[Check]:
     import torch.distributed as dist
 
     available = dist.is_available()
-    yield Check("torch.distributed", available, "available" if available else "missing", "install a torch that was built with it")
+    yield Check(
+        "torch.distributed",
+        available,
+        "available" if available else "missing",
+        "install a torch that was built with it",
+    )
     if not available:
         return
     gloo = dist.is_gloo_available() and _collective()
@@ -75,7 +91,9 @@ def _torch_checks() -> Iterator[Check]:
 
 
 def _collective() -> bool:
-    """An all-reduce in a process group of one, so that a broken installation shows here and not in the first training run."""
+    """An all-reduce in a process group of one, so that a broken installation shows here and not in the first
+    training run.
+    """
     import torch
     import torch.distributed as dist
 
@@ -93,7 +111,9 @@ def _localhost() -> Check:
             found, passed = f"port {server.getsockname()[1]} could be opened", True
     except OSError as error:
         found, passed = str(error), False
-    return Check("localhost", passed, found, "localhost must resolve (see /etc/hosts) and allow listening, or ranks cannot meet")
+    return Check(
+        "localhost", passed, found, "localhost must resolve (see /etc/hosts) and allow listening, or ranks cannot meet"
+    )
 
 
 def release(version: str) -> tuple[int, ...]:

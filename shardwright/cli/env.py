@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 
-from shardwright._version import __version__
+from .._version import __version__
 
 HELP = "print versions, devices and backends for a bug report"
 

@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardwright._version import __version__
-from shardwright.cli import doctor, env, plan
-from shardwright.cli.demo import command as demo
+from .._version import __version__
+from . import doctor, env, plan
+from .demo import command as demo
 
-# A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module level,
-# so that `--help` and a mistyped option answer at once.
+# A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module
+# level, so that `--help` and a mistyped option answer at once.
 VERBS = {"demo": demo, "env": env, "doctor": doctor, "plan": plan}
 
 
@@ -20,11 +20,15 @@ _CLOSED = 141  # what a shell reports for a program that SIGPIPE ended
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardwright", description="Train unmodified HuggingFace models over many devices.")
+    parser = argparse.ArgumentParser(
+        prog="shardwright", description="Train unmodified HuggingFace models over many devices."
+    )
     parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, module in VERBS.items():
-        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        verb = verbs.add_parser(
+            name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
         module.add_arguments(verb)
         verb.set_defaults(run=module.run, fail=verb.error)
     return parser
@@ -36,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `shardwright doctor | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would try to flush once more
+        # or the interpreter would try to flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED
     return status

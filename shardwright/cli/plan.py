@@ -1,6 +1,7 @@
 """`shardwright plan`: what a layout comes to for a model, on any machine, without a GPU or a second process.
 
-The exit status is 0 for a layout that works, 1 for one that does not, 2 where the question cannot be asked: no such model, no such file.
+The exit status is 0 for a layout that works, 1 for one that does not, 2 where the question cannot be asked: no such
+model, no such file.
 
 One process plays rank 0 of the whole job on torch's fake backend; the model is built without its weights.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.presets import PRESETS
+from .presets import PRESETS
 
 HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
 
@@ -30,7 +31,13 @@ _WHOLE = (
     "num_sequence_slices",
 )
 _TEXT = ("precision", "pp_style")
-_FLAGS = ("cpu_offload", "enable_all_optimization", "enable_flash_attention", "enable_fused_normalization", "enable_sequence_parallelism")
+_FLAGS = (
+    "cpu_offload",
+    "enable_all_optimization",
+    "enable_flash_attention",
+    "enable_fused_normalization",
+    "enable_sequence_parallelism",
+)
 _OTHER = (
     "sequence_parallelism_mode",
     "make_vocab_size_divisible_by",
@@ -45,16 +52,27 @@ _OTHER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and job")
-    model.add_argument("--model", required=True, help=f"config.json, a directory with one, or one of {', '.join(PRESETS)}")
+    model.add_argument(
+        "--model", required=True, help=f"config.json, a directory with one, or one of {', '.join(PRESETS)}"
+    )
     model.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the job")
     model.add_argument("--batch-size", type=int, metavar="N", help="samples of one data-parallel rank and step")
     model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
     model.add_argument(
-        "--config", type=Path, metavar="FILE", help="Python file with parallel = dict(...), as HybridParallelPlugin.from_config takes"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="Python file with parallel = dict(...), as HybridParallelPlugin.from_config takes",
     )
-    model.add_argument("--optimizer", choices=("adamw", "sgd", "muon", "none"), default="adamw", help="what trains the model")
-    model.add_argument("--check", action="store_true", help="print one line instead of the report; the exit status tells the rest")
-    layout = parser.add_argument_group("arguments of HybridParallelPlugin", "left out, each has the plugin's own default")
+    model.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "muon", "none"), default="adamw", help="what trains the model"
+    )
+    model.add_argument(
+        "--check", action="store_true", help="print one line instead of the report; the exit status tells the rest"
+    )
+    layout = parser.add_argument_group(
+        "arguments of HybridParallelPlugin", "left out, each has the plugin's own default"
+    )
     for name in _WHOLE:
         _add(layout, name, int)
     for name in _TEXT:
@@ -69,12 +87,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(layout, "auto_memory", float)
     _add(layout, "cut_memory", float)
     _add(layout, "offload_activations", _shares)
-    layout.add_argument("--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)")
     layout.add_argument(
-        "--recompute", type=float, metavar="SHARE", help="share of every stage's layers under activation checkpointing, 0 to 1"
+        "--dp-inside", action="store_true", help="data-parallel ranks inside of pipeline stages (dp_outside=False)"
     )
     layout.add_argument(
-        "--selective", type=float, metavar="SHARE", help="share of every stage's layers that keep products and attention alone, 0 to 1"
+        "--recompute",
+        type=float,
+        metavar="SHARE",
+        help="share of every stage's layers under activation checkpointing, 0 to 1",
+    )
+    layout.add_argument(
+        "--selective",
+        type=float,
+        metavar="SHARE",
+        help="share of every stage's layers that keep products and attention alone, 0 to 1",
     )
 
 
@@ -134,9 +160,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     """The dict form that `--config` names; the numbers of the job are looked at too."""
-    from shardwright.cluster.config import load_config
+    from ..cluster.config import load_config
 
-    for option, value in (("--world-size", args.world_size), ("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
+    for option, value in (
+        ("--world-size", args.world_size),
+        ("--batch-size", args.batch_size),
+        ("--seq-len", args.seq_len),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
     return load_config(args.config)
@@ -146,16 +176,18 @@ def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> Any
     """The `ResolvedLayout`; ValueError says what does not fit."""
     import torch
 
-    from shardwright.cluster.launch import launch
-    from shardwright.lazy import LazyInitContext
-    from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-    from shardwright.plugins import HybridParallelPlugin
+    from ..cluster.launch import launch
+    from ..lazy import LazyInitContext
+    from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
+    from ..plugins import HybridParallelPlugin
 
     given = {name: getattr(args, name) for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if hasattr(args, name)}
     if args.dp_inside:
         given["dp_outside"] = False
     if args.recompute is not None or args.selective is not None:
-        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(args.recompute, selective_ratio=args.selective)
+        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
+            args.recompute, selective_ratio=args.selective
+        )
     if given.get("pp_size", 1) > 1 and not {"num_microbatches", "microbatch_size"} & set(given) and args.config is None:
         given["num_microbatches"] = 2 * given["pp_size"]
     launch(0, args.world_size, None, None, backend="fake")
@@ -163,7 +195,10 @@ def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> Any
         plugin = HybridParallelPlugin.from_config(form, **given)
         with LazyInitContext():
             model = _build(config)
-        optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "adamw": torch.optim.AdamW,
+            "sgd": torch.optim.SGD,
+        }
         if args.optimizer == "muon":
             optimizer: Any = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
         else:
@@ -177,7 +212,7 @@ def _load(name: str) -> Any:
     """The transformers config that `--model` names."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from shardwright.utils.errors import nearest
+    from ..utils.errors import nearest
 
     path = Path(name)
     if path.exists():
@@ -189,7 +224,9 @@ def _load(name: str) -> Any:
         except (OSError, KeyError, ValueError) as error:
             raise ValueError(f"--model {file} is no config that this transformers knows: {error}") from error
     if name not in PRESETS:
-        raise ValueError(f"there is no model {name!r}: neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+        raise ValueError(
+            f"there is no model {name!r}: neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}"
+        )
     kind, settings = PRESETS[name]
     return CONFIG_MAPPING[kind](**settings)
 
@@ -205,4 +242,6 @@ def _build(config: Any) -> Any:
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             return auto.from_config(config)
-    raise ValueError(f'no model class is known for a {type(config).__name__}; name one under "architectures" in its config.json')
+    raise ValueError(
+        f'no model class is known for a {type(config).__name__}; name one under "architectures" in its config.json'
+    )

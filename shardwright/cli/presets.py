@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 128256) -> tuple[str, dict[str, Any]]:
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 128256
+) -> tuple[str, dict[str, Any]]:
     return "llama", {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

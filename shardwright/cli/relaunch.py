@@ -15,8 +15,8 @@ def inside_launcher() -> bool:
 def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwright.cli") -> int:
     """Run `python -m module *arguments` on `world_size` ranks of this machine and return the exit status.
 
-    The launcher runs inside this process, which saves importing torch once more. When a rank fails all others are stopped, and the
-    traceback of the rank that failed first is the last thing printed.
+    The launcher runs inside this process, which saves importing torch once more. When a rank fails all others are
+    stopped, and the traceback of the rank that failed first is the last thing printed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,9 +30,15 @@ def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwrig
         run(parse_args([*launcher, *arguments]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"\nRank {rank} failed first (exit status {failure.exitcode}), so all {world_size} ranks were stopped.", file=sys.stderr)
+        print(
+            f"\nRank {rank} failed first (exit status {failure.exitcode}), so all {world_size} ranks were stopped.",
+            file=sys.stderr,
+        )
         if isinstance(failure.message, dict):
-            print(failure.message.get("extraInfo", {}).get("py_callstack", failure.message.get("message", "")), file=sys.stderr)
+            print(
+                failure.message.get("extraInfo", {}).get("py_callstack", failure.message.get("message", "")),
+                file=sys.stderr,
+            )
         return 1
     except (KeyboardInterrupt, SignalException):
         print("\nInterrupted; all ranks were stopped.", file=sys.stderr)

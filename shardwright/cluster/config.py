@@ -19,17 +19,25 @@ def load_config(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]
         path = Path(config)
         if path.suffix != ".py" or not path.is_file():
             raise ValueError(
-                f"config={str(config)!r} must be a dict or an existing Python file (.py) with entries such as parallel = dict(...)"
+                f"config={str(config)!r} must be a dict or an existing Python file (.py) with entries such as parallel "
+                "= dict(...)"
             )
         names = runpy.run_path(str(path))
-        loaded = {name: value for name, value in names.items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+        loaded = {
+            name: value
+            for name, value in names.items()
+            if not name.startswith("_") and not isinstance(value, ModuleType)
+        }
     elif isinstance(config, Mapping):
         loaded = dict(config)
     else:
         raise ValueError(f"config={config!r} must be a dict or the path of a Python file, not {type(config).__name__}")
     parallel = loaded.get("parallel", {})
     if not isinstance(parallel, Mapping):
-        raise ValueError(f"config['parallel']={parallel!r} must be a dict, for example dict(pipeline=1, tensor=dict(size=2, mode='1d'))")
+        raise ValueError(
+            f"config['parallel']={parallel!r} must be a dict, for example dict(pipeline=1, "
+            "tensor=dict(size=2, mode='1d'))"
+        )
     return loaded
 
 

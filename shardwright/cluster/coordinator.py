@@ -54,7 +54,9 @@ class DistCoordinator:
             dist.barrier(group=process_group)
 
     @contextmanager
-    def priority_execution(self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    def priority_execution(
+        self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> Iterator[None]:
         """`executor_rank` runs the block first, the others after it: for downloads and caches on a shared disk."""
         first = self._rank_in(process_group) == executor_rank
         if not first:
@@ -65,7 +67,9 @@ class DistCoordinator:
             if first:
                 self.block_all(process_group)
 
-    def on_master_only(self, process_group: dist.ProcessGroup | None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    def on_master_only(
+        self, process_group: dist.ProcessGroup | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
         """Decorator: only rank 0 runs the function; the others return None."""
 
         def decorate(function: Callable[P, R]) -> Callable[P, R | None]:

@@ -1,10 +1,12 @@
 """How a process of a failed job ends: what it prints, in which order the ranks end, and with which exit code.
 
-Outside of torchrun every rank prints: the others one line each and first, the rank that failed its whole traceback and last.
+Outside of torchrun every rank prints: the others one line each and first, the rank that failed its whole traceback and
+last.
 
-Under torchrun what comes last is torchrun's own report, which has seven lines for every rank that did not exit with 0, and the error file
-of the one that failed first. So per launcher one rank tells the story, through that file, and exits with 1; its others exit with 0 before
-it, which says "not mine" to the launcher and nothing to anybody else: the launcher fails as soon as one of its ranks does.
+Under torchrun what comes last is torchrun's own report, which has seven lines for every rank that did not exit with 0,
+and the error file of the one that failed first. So per launcher one rank tells the story, through that file, and exits
+with 1; its others exit with 0 before it, which says "not mine" to the launcher and nothing to anybody else: the
+launcher fails as soon as one of its ranks does.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def _where(job: Job) -> str:
 
 
 def _tell(job: Job, failure: Failure) -> None:
-    """Print this rank's part of the story and decide the exit code, once: the main thread may come to its end while the watch speaks."""
+    """Print this rank's part of the story and decide the exit code, once: the main thread may come to its end while
+    the watch speaks.
+    """
     global _told
     with _telling:
         if not _told:
@@ -68,7 +72,9 @@ def _tell_now(job: Job, failure: Failure) -> None:
     if failure.kind == INTERRUPTED:
         leave_interrupted(job)
     torchrun = _under_torchrun()
-    speaks = job.rank == failure.speaker or (torchrun and failure.speaker not in job.local_ranks and job.rank == job.local_ranks[0])
+    speaks = job.rank == failure.speaker or (
+        torchrun and failure.speaker not in job.local_ranks and job.rank == job.local_ranks[0]
+    )
     _exit_code = 0 if torchrun and not speaks else 1
     if not speaks:
         if not torchrun:
@@ -80,7 +86,9 @@ def _tell_now(job: Job, failure: Failure) -> None:
         job.wait_for_ends(_OTHERS)
     else:
         silent = _silent(failure)
-        job.wait_for([f"gone/{rank}" for rank in range(job.world_size) if rank != job.rank and rank not in silent], _OTHERS)
+        job.wait_for(
+            [f"gone/{rank}" for rank in range(job.world_size) if rank != job.rank and rank not in silent], _OTHERS
+        )
         time.sleep(0.2)  # from their last words to their end
     if failure.kind == TIMEOUT:
         alike = _alike(job, failure)
@@ -127,8 +135,14 @@ def _alike(job: Job, failure: Failure) -> tuple[str, list[_Alike]]:
     ranks: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
     for rank, (waits, frames) in sorted(stacks.items()):
         ranks.setdefault((waits, tuple(frames)), []).append(rank)
-    late = [rank for rank, (waits, _) in stacks.items() if not waits] + [r for r in range(job.world_size) if r not in stacks]
-    head = f"timeout: rank {', '.join(map(str, sorted(late)))} did not come" if late else "timeout: the ranks wait for each other"
+    late = [rank for rank, (waits, _) in stacks.items() if not waits] + [
+        r for r in range(job.world_size) if r not in stacks
+    ]
+    head = (
+        (f"timeout: rank {', '.join(map(str, sorted(late)))} did not come")
+        if late
+        else ("timeout: the ranks wait for each other")
+    )
     return head, [_Alike(tuple(who), *what) for what, who in sorted(ranks.items(), key=lambda item: item[0][0])]
 
 
@@ -156,7 +170,9 @@ def leave_now(job: Job) -> NoReturn:
 
 
 def leave_terminated(job: Job) -> NoReturn:
-    """SIGTERM. torchrun sends it to the others when it has seen a rank end, and has its reason by then; else it is the first to go."""
+    """SIGTERM. torchrun sends it to the others when it has seen a rank end, and has its reason by then; else it is
+    the first to go.
+    """
     first = Failure(job.rank, job.rank, job.place, "", LEFT, "was ended by SIGTERM", when=time.time())
     failure = job.failure or job.find_dead() or job.first(first)
     if failure == first:
@@ -173,11 +189,21 @@ def leave_terminated(job: Job) -> NoReturn:
 
 def interrupted(job: Job) -> Failure:
     where = _where(job)
-    return Failure(job.rank, job.rank, job.place, "", INTERRUPTED, f"was interrupted{' in ' + where if where else ''}", when=time.time())
+    return Failure(
+        job.rank,
+        job.rank,
+        job.place,
+        "",
+        INTERRUPTED,
+        f"was interrupted{' in ' + where if where else ''}",
+        when=time.time(),
+    )
 
 
 def leave_interrupted(job: Job) -> NoReturn:
-    """Ctrl-C reaches every rank; one of each launcher says so. Where it reached one rank alone, torchrun's report is of that rank."""
+    """Ctrl-C reaches every rank; one of each launcher says so. Where it reached one rank alone, torchrun's report is
+    of that rank.
+    """
     where = _where(job)
     if job.rank == job.local_ranks[0]:
         _print(f"Interrupted{' in ' + where if where else ''}; all ranks stop.")
@@ -216,7 +242,9 @@ class _Exit(NamedTuple):
 
 
 class _UntilCaught:
-    """Held by a SystemExit. The interpreter drops one that nobody caught when no frame is left; a frame is there when one was caught."""
+    """Held by a SystemExit. The interpreter drops one that nobody caught when no frame is left; a frame is there
+    when one was caught.
+    """
 
     def __init__(self, note: _Exit) -> None:
         self._note = note
@@ -243,7 +271,9 @@ def at_exit(job: Job) -> None:
         if job.rank == 0 and not _under_torchrun():  # the store ends with this process
             job.wait_for([f"left/{rank}" for rank in range(job.world_size)], _OTHERS)
         return
-    failure = job.first(Failure(job.rank, job.rank, job.place, "", LEFT, f"called sys.exit({code}) at {where}", when=time.time()))
+    failure = job.first(
+        Failure(job.rank, job.rank, job.place, "", LEFT, f"called sys.exit({code}) at {where}", when=time.time())
+    )
     job.learn(failure)
     job.tell("ended")
     _tell(job, failure)
@@ -277,11 +307,16 @@ def _under_torchrun() -> bool:
 
 
 def _report(failure: Failure, brief: str, whole: str) -> None:
-    """Tell the story: to torchrun, which prints `brief` as the root cause, with all of it in a file beside; else to everybody."""
+    """Tell the story: to torchrun, which prints `brief` as the root cause, with all of it in a file beside; else to
+    everybody.
+    """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE") if _under_torchrun() else None
     if name is None:
         _print(whole)
         return
     Path(name).with_name("traceback.txt").write_text(whole + "\n")
-    message = {"message": failure.first_line, "extraInfo": {"py_callstack": brief, "timestamp": str(int(failure.when) - 1)}}
+    message = {
+        "message": failure.first_line,
+        "extraInfo": {"py_callstack": brief, "timestamp": str(int(failure.when) - 1)},
+    }
     Path(name).write_text(json.dumps({"message": message}))

@@ -45,21 +45,41 @@ def from_torchrun(environ: Mapping[str, str] = os.environ) -> ProcessIdentity:
     )
 
 
-def from_slurm(environ: Mapping[str, str] = os.environ, host: str | None = None, port: int | None = None) -> ProcessIdentity:
-    """srun's variables. Rank 0's host is MASTER_ADDR or the first node of the step; the port follows from the job id."""
+def from_slurm(
+    environ: Mapping[str, str] = os.environ, host: str | None = None, port: int | None = None
+) -> ProcessIdentity:
+    """srun's variables. Rank 0's host is MASTER_ADDR or the first node of the step; the port follows from the job
+    id.
+    """
     rank = _number(environ, "SLURM_PROCID", "srun")
     world = _slurm_tasks(environ)
     if world is None:
         raise ValueError("SLURM_NTASKS is not set: start the script with srun, or use launch_from_torch under torchrun")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+        or environ.get("SLURM_NODELIST")
+        or "127.0.0.1"
+    )
     if port is None:
-        port = int(environ["MASTER_PORT"]) if "MASTER_PORT" in environ else 15000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
+        port = (
+            int(environ["MASTER_PORT"])
+            if "MASTER_PORT" in environ
+            else 15000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
+        )
     return ProcessIdentity(
-        rank, world, int(environ.get("SLURM_LOCALID", rank)), host or environ.get("MASTER_ADDR") or first_host(nodes), port, "srun"
+        rank,
+        world,
+        int(environ.get("SLURM_LOCALID", rank)),
+        host or environ.get("MASTER_ADDR") or first_host(nodes),
+        port,
+        "srun",
     )
 
 
-def from_openmpi(environ: Mapping[str, str] = os.environ, host: str | None = None, port: int | None = None) -> ProcessIdentity:
+def from_openmpi(
+    environ: Mapping[str, str] = os.environ, host: str | None = None, port: int | None = None
+) -> ProcessIdentity:
     rank = _number(environ, "OMPI_COMM_WORLD_RANK", "mpirun")
     world = _number(environ, "OMPI_COMM_WORLD_SIZE", "mpirun")
     return ProcessIdentity(
@@ -91,5 +111,7 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
 def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     value = environ.get(name)
     if value is None:
-        raise ValueError(f"environment variable {name} is not set: this launch function expects to be started by {launcher}")
+        raise ValueError(
+            f"environment variable {name} is not set: this launch function expects to be started by {launcher}"
+        )
     return int(value)

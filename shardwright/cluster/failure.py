@@ -1,6 +1,7 @@
 """What is known about the first failure of a job: a record that fits into the store, and the sentences made from it.
 
-The record travels as JSON. Tracebacks come in two lengths: all of it, and `frames`, a few lines of user code and of the place that raised.
+The record travels as JSON. Tracebacks come in two lengths: all of it, and `frames`, a few lines of user code and of the
+place that raised.
 """
 
 from __future__ import annotations
@@ -22,25 +23,38 @@ RAISED, TIMEOUT, DIED, LEFT, INTERRUPTED = "raised", "timeout", "died", "left", 
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
 _PACKAGE = str(Path(__file__).parents[1])
-_FOREIGN = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], "<frozen", "<string>")
+_FOREIGN = (
+    sysconfig.get_paths()["stdlib"],
+    sysconfig.get_paths()["purelib"],
+    sysconfig.get_paths()["platlib"],
+    "<frozen",
+    "<string>",
+)
 # What gloo, NCCL and the store say when a peer has gone or when this process has closed its own connections.
 _LOST_CONNECTION = re.compile(
     r"Connection (closed|reset|refused)|Application timeout caused pair closure|Broken pipe|Pair is not connected|"
-    r"NCCL communicator was aborted|ncclRemoteError|ncclInternalError|Socket (closed|Timeout)|recvValueWithTimeout failed|"
-    r"failed to recv|Failed to (send|recv)|Read error|Write error|connection was closed",
+    r"NCCL communicator was aborted|ncclRemoteError|ncclInternalError|Socket (closed|Timeout)|"
+    r"recvValueWithTimeout failed|failed to recv|Failed to (send|recv)|Read error|Write error|connection was closed",
     re.IGNORECASE,
 )
 # torch raises what a worker of a DataLoader raised anew, with the worker's traceback as text.
-_IN_WORKER = re.compile(r"Caught \w+ in (?P<where>[^\n]+)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.+)", re.DOTALL)
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?:    (?P<source>\S.*)\n)?', re.MULTILINE)
-_TIMED_OUT = re.compile(r"Timed out waiting \d+ *ms|ran for \d+ milliseconds before timing out|wait timeout after \d+ ?ms", re.IGNORECASE)
+_IN_WORKER = re.compile(
+    r"Caught \w+ in (?P<where>[^\n]+)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.+)", re.DOTALL
+)
+_FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?:    (?P<source>\S.*)\n)?', re.MULTILINE
+)
+_TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ *ms|ran for \d+ milliseconds before timing out|wait timeout after \d+ ?ms", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
 class Failure:
     """The first failure of a job, as every rank learns of it.
 
-    rank       global rank that failed; `speaker` the one that tells of it, which is another where a rank died without a word
+    rank       global rank that failed; `speaker` the one that tells of it, which is another where a rank died without a
+               word
     place      its coordinates: "dp=1, pp=0, tp=1", or "" before there is a mesh
     doing      "step 3 of execute_pipeline, action 1F2 (stage 1, chunk 0, microbatch 2)", or ""
     kind       one of the kinds above
@@ -97,28 +111,38 @@ class Failure:
 
 
 def describe(error: BaseException) -> tuple[str, tuple[str, ...], str]:
-    """(last lines, condensed frames, whole traceback) of an exception; of its cause, where it only says where the cause came up."""
+    """(last lines, condensed frames, whole traceback) of an exception; of its cause, where it only says where the
+    cause came up.
+    """
     root = root_cause(error)
     tb = error.__traceback__
     # An error that is told before it has come all the way up: the frames above are those of the callers.
-    callers = list(traceback.extract_stack(tb.tb_frame.f_back)) if tb is not None and tb.tb_frame.f_back is not None else []
+    callers = (
+        list(traceback.extract_stack(tb.tb_frame.f_back)) if tb is not None and tb.tb_frame.f_back is not None else []
+    )
     whole = "".join(traceback.format_exception(type(error), error, tb))
     if callers:
         whole = f"In the call (most recent call last):\n{''.join(traceback.format_list(callers))}{whole}"
     text = "".join(traceback.format_exception_only(type(root), root)).strip()
     text, in_worker = _raised_in_worker(text)
-    frames = condense(callers + _frames_of(tb) + (_frames_of(root.__traceback__) if root is not error else []) + in_worker)
+    frames = condense(
+        callers + _frames_of(tb) + (_frames_of(root.__traceback__) if root is not error else []) + in_worker
+    )
     return text, frames, whole if len(whole) <= _LONGEST else "[...]\n" + whole[-_LONGEST:]
 
 
 def _raised_in_worker(text: str) -> tuple[str, list[traceback.FrameSummary]]:
-    """The text of an error and its frames in the process that it came up in: "OSError: bad file (in DataLoader worker process 0)"."""
+    """The text of an error and its frames in the process that it came up in: "OSError: bad file (in DataLoader
+    worker process 0)".
+    """
     found = _IN_WORKER.search(text)
     if found is None:
         return text, []
     trace = found["trace"]
     frames = [
-        traceback.FrameSummary(frame["file"], int(frame["line"]), frame["name"], lookup_line=False, line=frame["source"])
+        traceback.FrameSummary(
+            frame["file"], int(frame["line"]), frame["name"], lookup_line=False, line=frame["source"]
+        )
         for frame in _FRAME.finditer(trace)
     ]
     lines = trace[trace.rfind("\n  File ") + 1 :].splitlines()
@@ -137,7 +161,9 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def condense(frames: list[traceback.FrameSummary], limit: int = FRAMES) -> tuple[str, ...]:
-    """User code's outermost and innermost frames and the innermost of all, in a line each: "train.py:31 main: step(batch)"."""
+    """User code's outermost and innermost frames and the innermost of all, in a line each: "train.py:31 main:
+    step(batch)".
+    """
     if not frames:
         return ()
     own = [frame for frame in frames if not frame.filename.startswith((*_FOREIGN, _PACKAGE))]

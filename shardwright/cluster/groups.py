@@ -1,27 +1,31 @@
-"""Process groups as a whole: made with the job's timeout, closed so that whoever waits in them wakes, and given new connections.
+"""Process groups as a whole: made with the job's timeout, closed so that whoever waits in them wakes, and given new
+connections.
 
 [Note: closing groups]
-Neither `abort` nor `shutdown` does anything on gloo (torch 2.13). A wait with a timeout that strikes does: gloo then closes all connections
-of the group on this rank, so that every operation of the group that waits fails, here and on the peers that wait for this rank. So a
-receive that nobody answers is posted and waited for one millisecond. NCCL's `abort` ends its kernels and wakes its waits.
+Neither `abort` nor `shutdown` does anything on gloo (torch 2.13). A wait with a timeout that strikes does: gloo then
+closes all connections of the group on this rank, so that every operation of the group that waits fails, here and on the
+peers that wait for this rank. So a receive that nobody answers is posted and waited for one millisecond. NCCL's `abort`
+ends its kernels and wakes its waits.
 
 [Note: new connections]
-Groups are referred to from everywhere: layers, buckets, meshes, torch's own wrappers. So the groups stay and get new backends:
-`ProcessGroup._register_backend` puts one in the place of another when it comes under a type that the group has not had yet, and
-torch 2.13 has four such types to spare, so a job can recover four times. Checked on torch 2.13, gloo.
+Groups are referred to from everywhere: layers, buckets, meshes, torch's own wrappers. So the groups stay and get new
+backends: `ProcessGroup._register_backend` puts one in the place of another when it comes under a type that the group
+has not had yet, and torch 2.13 has four such types to spare, so a job can recover four times. Checked on torch 2.13,
+gloo.
 
 [Note: names of groups]
 The members of a group meet under its name. torch makes it up from the number of groups that each rank is a member of
-(`use_local_synchronization`) or has been asked for, which differ between ranks once a script has made a group of some of them, or has
-destroyed one: then they wait for each other under different names. So shared groups are named after what they are.
+(`use_local_synchronization`) or has been asked for, which differ between ranks once a script has made a group of some
+of them, or has destroyed one: then they wait for each other under different names. So shared groups are named after
+what they are.
 
 [Note: forks]
-The end of a gloo group waits for its threads, which a forked child does not have. A group that nobody needs any more lies about until
-Python collects garbage, and where that happens in the child, a worker of a DataLoader say, it hangs (gdb: `~ProcessGroupGloo`). So what
-is there at a fork is frozen, which keeps the child's collector away from it, and the parent's goes on with it afterwards. Where
-something is frozen already, by a script or because this is a child that forks itself, the parent is left as it is: `gc.unfreeze` knows no
-part of what is frozen, and would undo the script's own, or give what was kept out of a child to its collector. Then only the child
-freezes, when it begins.
+The end of a gloo group waits for its threads, which a forked child does not have. A group that nobody needs any more
+lies about until Python collects garbage, and where that happens in the child, a worker of a DataLoader say, it hangs
+(gdb: `~ProcessGroupGloo`). So what is there at a fork is frozen, which keeps the child's collector away from it, and
+the parent's goes on with it afterwards. Where something is frozen already, by a script or because this is a child that
+forks itself, the parent is left as it is: `gc.unfreeze` knows no part of what is frozen, and would undo the script's
+own, or give what was kept out of a child to its collector. Then only the child freezes, when it begins.
 """
 
 from __future__ import annotations
@@ -94,8 +98,8 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.Proces
 def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
     """The group that was made under `key`, or a new one: plugins of the same layout use the same connections.
 
-    Every group takes threads, connections and, on NCCL, device memory, and torch keeps it until the job ends. All members must find a key,
-    or none of them. See [Note: names of groups].
+    Every group takes threads, connections and, on NCCL, device memory, and torch keeps it until the job ends. All
+    members must find a key, or none of them. See [Note: names of groups].
     """
     global _shared_by, _jobs
     if _shared_by is not dist.group.WORLD:  # another process group than the last time
@@ -116,8 +120,9 @@ def shared_group(key: Hashable, ranks: Sequence[int] | None = None, **options: A
 def _forget_meshes() -> None:
     """Let torch forget meshes of groups that are gone.
 
-    DTensors keep what came of an operation together with the mesh that it was first done on, and take meshes of the same ranks for the
-    same. Checked on torch 2.13: after a step, HSDP's parameters had the mesh of the job before. Other versions may not have the function.
+    DTensors keep what came of an operation together with the mesh that it was first done on, and take meshes of the
+    same ranks for the same. Checked on torch 2.13: after a step, HSDP's parameters had the mesh of the job before.
+    Other versions may not have the function.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
@@ -129,7 +134,9 @@ def _forget_meshes() -> None:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Groups made inside get this name. Checked on torch 2.13: `torch.distributed.distributed_c10d._process_group_name`."""
+    """Groups made inside get this name. Checked on torch 2.13:
+    `torch.distributed.distributed_c10d._process_group_name`.
+    """
     torchs = distributed_c10d._process_group_name
     digest = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     distributed_c10d._process_group_name = lambda *_, **__: digest  # type: ignore[assignment]
@@ -145,7 +152,9 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def close_all() -> None:
-    """Wake everything that waits in any group of this process; the groups cannot be used afterwards. See [Note: closing groups]."""
+    """Wake everything that waits in any group of this process; the groups cannot be used afterwards. See [Note:
+    closing groups].
+    """
     for group in all_groups():
         if group.size() > 1:
             for backend in _backends(group):

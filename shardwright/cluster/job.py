@@ -1,6 +1,8 @@
-"""This process as a member of a job whose ranks fail together: who failed first, and whether the communicators can still be used.
+"""This process as a member of a job whose ranks fail together: who failed first, and whether the communicators can
+still be used.
 
-The ranks tell each other through the store of the process group, under keys of the current generation (`recover` starts the next one):
+The ranks tell each other through the store of the process group, under keys of the current generation (`recover` starts
+the next one):
 
     failure           the record of the rank that failed first (`Failure`)
     ended             set when a process ends because of it: from then on all others must end too
@@ -83,7 +85,9 @@ class Job:
 
     @contextlib.contextmanager
     def _while_it_lasts(self) -> Iterator[None]:
-        """The store ends with the process that serves it, which may be rank 0. torch warns at length of every question to a lost one."""
+        """The store ends with the process that serves it, which may be rank 0. torch warns at length of every
+        question to a lost one.
+        """
         try:
             yield
         except RuntimeError:
@@ -95,20 +99,29 @@ class Job:
     # Telling.
 
     def fail(self, error: BaseException, doing: str = "") -> Failure:
-        """Tell the job that this rank failed with `error` and wake everybody; returns the first failure, which may be another's."""
+        """Tell the job that this rank failed with `error` and wake everybody; returns the first failure, which may
+        be another's.
+        """
         if self.failure is None:
             if getattr(error, "failed_rank", None) not in (None, self.rank):
-                self.wait_for(["failure"], _AGREE)  # the error tells of another rank's, whose own story is the better one
+                # the error tells of another rank's, whose own story is the better one
+                self.wait_for(["failure"], _AGREE)
             frames = failure_of(error, self.rank, "", "").frames
             self.tell(f"stack/{self.rank}", "\n".join(["waits", *frames]))
-            mine = self._blame(error, doing) if is_lost_connection(error) else failure_of(error, self.rank, self.place, doing)
+            mine = (
+                self._blame(error, doing)
+                if is_lost_connection(error)
+                else failure_of(error, self.rank, self.place, doing)
+            )
             self.learn(self.first(mine))
         assert self.failure is not None
         self.heard = True
         return self.failure
 
     def learn(self, failure: Failure) -> None:
-        """Take note of the first failure, say what this rank is doing, and close its groups so that it stops waiting. From any thread."""
+        """Take note of the first failure, say what this rank is doing, and close its groups so that it stops
+        waiting. From any thread.
+        """
         with self._lock:
             self.failure = failure
             if self._closed:
@@ -124,7 +137,9 @@ class Job:
             release()
 
     def when_closed(self, release: Callable[[], None]) -> None:
-        """Call `release` once no backend of this job's groups touches any tensor any more: when they are closed, by whichever thread."""
+        """Call `release` once no backend of this job's groups touches any tensor any more: when they are closed, by
+        whichever thread.
+        """
         with self._lock:
             if self._releases is not None:
                 self._releases.append(release)
@@ -184,7 +199,9 @@ class Job:
                     return self._about(rank, DIED, "died without a word (killed?)", doing, error)
             time.sleep(0.1)
         if self._store_is_gone:
-            return self._about(0, DIED, "died without a word (killed?), or its machine did: it served the job's store", doing, error)
+            return self._about(
+                0, DIED, "died without a word (killed?), or its machine did: it served the job's store", doing, error
+            )
         now = self._beats()
         for rank in range(self.world_size):
             if rank != self.rank and before[rank] is not None and before[rank] == now[rank]:
@@ -212,7 +229,9 @@ class Job:
         return int(beat.split()[1]) if beat else 0
 
     def wait_for_ends(self, seconds: float) -> None:
-        """Until the processes of the other ranks that one launcher started with this one have ended; at most so long."""
+        """Until the processes of the other ranks that one launcher started with this one have ended; at most so
+        long.
+        """
         deadline = time.monotonic() + seconds
         others = [rank for rank in self.local_ranks if rank != self.rank]
         while others and time.monotonic() < deadline:
@@ -234,9 +253,11 @@ class Job:
             return False
 
     def all_raise(self, point: str) -> bool:
-        """Whether every rank raises at this point of the job, so that none waits for another: called by a rank that is about to raise.
+        """Whether every rank raises at this point of the job, so that none waits for another: called by a rank that is
+        about to raise.
 
-        A mistake in the settings or the data is made by all ranks alike, before they exchange anything; nothing is broken then.
+        A mistake in the settings or the data is made by all ranks alike, before they exchange anything; nothing is
+        broken then.
         """
         self.tell(f"raising/{point}/{self.rank}")
         return self.wait_for([f"raising/{point}/{rank}" for rank in range(self.world_size)], _AGREE)
@@ -252,10 +273,12 @@ class Job:
         advice = "Restart the job from its last checkpoint"
         if not self.why_not_to_recover():
             advice += (
-                "; or, if every rank has caught the error, let all ranks call shardwright.recover() and optimizer.zero_grad() and go on"
+                "; or, if every rank has caught the error, let all ranks call shardwright.recover() and "
+                "optimizer.zero_grad() and go on"
             )
         raise BrokenJobError(
-            f"this job's communicators were closed when {self.failure.headline}\nNo step, backward or checkpoint can run on them. {advice}"
+            f"this job's communicators were closed when {self.failure.headline}\nNo step, backward or checkpoint can "
+            f"run on them. {advice}"
         )
 
     def why_not_to_recover(self) -> str:
@@ -266,7 +289,9 @@ class Job:
         return f"recover() cannot undo a step that failed in the middle under {self.lasting}" if self.lasting else ""
 
     def begin_anew(self, generation: int, checks: int) -> None:
-        """After a recovery, with groups that have new connections. `checks` is alike on all ranks, and more than any has told of."""
+        """After a recovery, with groups that have new connections. `checks` is alike on all ranks, and more than any
+        has told of.
+        """
         with self._lock:
             self.checks = checks
             self.generation, self.failure, self.heard, self._closed = generation, None, False, False
@@ -300,12 +325,16 @@ def set_current(job: Job | None) -> None:
 
 
 def generation() -> int:
-    """How often this job has recovered: whoever keeps an agreement with other ranks must renew it when this has changed."""
+    """How often this job has recovered: whoever keeps an agreement with other ranks must renew it when this has
+    changed.
+    """
     return _job.generation if _job is not None else 0
 
 
 def connections() -> tuple[int, int]:
-    """Changes when this process joins another job, and when the job recovers: what was under way before never arrives."""
+    """Changes when this process joins another job, and when the job recovers: what was under way before never
+    arrives.
+    """
     return _changes, generation()
 
 
@@ -335,14 +364,18 @@ def when_closed(release: Callable[[], None]) -> None:
 
 
 def stop_waiting() -> None:
-    """For loops that wait for other ranks in the store, where no closed group wakes them: raise what has failed meanwhile."""
+    """For loops that wait for other ranks in the store, where no closed group wakes them: raise what has failed
+    meanwhile.
+    """
     if _job is not None and _job.failure is not None:
         _job.heard = True
         raise JobError(_job.failure.condensed())
 
 
 def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
-    """For calls in which ranks wait for each other: refused on a broken job, and a lost connection is told as the failure it is due to."""
+    """For calls in which ranks wait for each other: refused on a broken job, and a lost connection is told as the
+    failure it is due to.
+    """
 
     is_step = function.__name__ == "step"
 
@@ -359,13 +392,17 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
             if _job is None or not is_lost_connection(error):
                 raise
             failure = _job.fail(error, function.__qualname__)
-            raise JobError(f"{failure.condensed()}\nrank {_job.rank} stopped in {function.__qualname__} because of it") from None
+            raise JobError(
+                f"{failure.condensed()}\nrank {_job.rank} stopped in {function.__qualname__} because of it"
+            ) from None
 
     return call
 
 
 def begin_update() -> None:
-    """From here to the end of the optimizer's step weights change: a failure in between leaves them half old and half new."""
+    """From here to the end of the optimizer's step weights change: a failure in between leaves them half old and
+    half new.
+    """
     if _job is not None:
         _job.updating = True
 
@@ -385,8 +422,8 @@ def count_backward() -> None:
 def step() -> Iterator[None]:
     """One step of execute_pipeline: an exception in it is told to all ranks.
 
-    An error with an attribute `doing` says where it came up in the exchange of messages. One without came up where ranks that make the same
-    mistake have exchanged the same, so nothing is broken if all of them raise it.
+    An error with an attribute `doing` says where it came up in the exchange of messages. One without came up where
+    ranks that make the same mistake have exchanged the same, so nothing is broken if all of them raise it.
     """
     require_sound()
     job = _job
@@ -407,7 +444,8 @@ def step() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward(waits: bool) -> Iterator[None]:
-    """A model's forward outside of execute_pipeline: an exception in it is told to all ranks, whatever the script does with it.
+    """A model's forward outside of execute_pipeline: an exception in it is told to all ranks, whatever the script does
+    with it.
 
     waits  ranks wait for each other in it, because weights are gathered or activations are summed; else nothing is told
 
@@ -420,7 +458,11 @@ def forward(waits: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_lost_connection(error) and job.failure is None and job.all_raise(f"forward/{job.raised}/{type(error).__name__}"):
+        if (
+            not is_lost_connection(error)
+            and job.failure is None
+            and job.all_raise(f"forward/{job.raised}/{type(error).__name__}")
+        ):
             job.raised += 1
             raise
         _tell_all(job, error, "the forward", "the forward")

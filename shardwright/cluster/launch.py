@@ -53,12 +53,14 @@ def launch(
 ) -> None:
     """Join the job of `world_size` processes as `rank`; rank 0 listens at `host:port`.
 
-    backend     "nccl", "gloo" or one per device ("cpu:gloo,cuda:nccl"); by default both where CUDA is present, else gloo
+    backend     "nccl", "gloo" or one per device ("cpu:gloo,cuda:nccl"); by default both where CUDA is present, else
+                gloo
     seed        seeds python, numpy and torch alike on every rank, so that ranks build the same model
-    local_rank  index of this process on its node, which is also the CUDA device it takes; by default rank modulo device count
+    local_rank  index of this process on its node, which is also the CUDA device it takes; by default rank modulo device
+                count
     config      a dict or the path of a Python file; `HybridParallelPlugin.from_config()` reads its `parallel` entry
-    timeout     of every collective and message in every group that shardwright makes, and of joining itself; a timedelta or seconds. When
-                it strikes, the job ends and says what every rank was doing
+    timeout     of every collective and message in every group that shardwright makes, and of joining itself; a
+                timedelta or seconds. When it strikes, the job ends and says what every rank was doing
 
     A second call with the same rank and world size only sets the seed and the configuration.
     """
@@ -111,7 +113,9 @@ def launch_from_slurm(
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Join the job that srun started. `host` defaults to the first node of the step, `port` to one derived from the job id."""
+    """Join the job that srun started. `host` defaults to the first node of the step, `port` to one derived from the
+    job id.
+    """
     _launch_as(environment.from_slurm(host=host, port=port), backend, seed, config, timeout, verbose)
 
 
@@ -125,12 +129,19 @@ def launch_from_openmpi(
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Join the job that OpenMPI's mpirun started. `host` is where rank 0 runs; without it, MASTER_ADDR or this machine."""
+    """Join the job that OpenMPI's mpirun started. `host` is where rank 0 runs; without it, MASTER_ADDR or this
+    machine.
+    """
     _launch_as(environment.from_openmpi(host=host, port=port), backend, seed, config, timeout, verbose)
 
 
 def _launch_as(
-    me: environment.ProcessIdentity, backend: str | None, seed: int, config: Config, timeout: timedelta | float, verbose: bool
+    me: environment.ProcessIdentity,
+    backend: str | None,
+    seed: int,
+    config: Config,
+    timeout: timedelta | float,
+    verbose: bool,
 ) -> None:
     launch(me.rank, me.world_size, me.host, me.port, backend, seed, me.local_rank, config, timeout, verbose)
 
@@ -147,7 +158,10 @@ def resolve_backend(backend: str | None) -> str:
                 f"(or one per device: 'cpu:gloo,cuda:nccl'){nearest(name, _BACKENDS)}"
             )
         if name == "nccl" and not torch.cuda.is_available():
-            raise ValueError(f"backend={backend!r} needs a CUDA device and this machine shows none; use backend='gloo' or leave it out")
+            raise ValueError(
+                f"backend={backend!r} needs a CUDA device and this machine shows none; use backend='gloo' "
+                "or leave it out"
+            )
     return backend
 
 
@@ -163,25 +177,34 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     if host is None or port is None:
-        raise ValueError(f"host={host!r} and port={port!r} must say where rank 0 listens when world_size={world_size} is more than one")
+        raise ValueError(
+            f"host={host!r} and port={port!r} must say where rank 0 listens when world_size={world_size} "
+            "is more than one"
+        )
     address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     # torchrun already serves a store at this address; env:// finds it.
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_ADDR") == host
     try:
         dist.init_process_group(
-            backend, init_method="env://" if under_torchrun else address, rank=rank, world_size=world_size, timeout=timeout
+            backend,
+            init_method="env://" if under_torchrun else address,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
     except dist.DistStoreError as error:
         raise RuntimeError(
-            f"rank {rank} of {world_size} waited {timeout.total_seconds():.0f} s at {host}:{port} and not every rank came: check that "
-            f"{world_size} processes were started with the same host and port, and that the port is reachable from every node"
+            f"rank {rank} of {world_size} waited {timeout.total_seconds():.0f} s at {host}:{port} and not every rank "
+            f"came: check that {world_size} processes were started with the same host and port, and that the port is "
+            "reachable from every node"
         ) from error
 
 
 def _fail_together(timeout: timedelta) -> None:
     """Let this rank hear of the failures of others, and others of its own; see `cluster.job`."""
     global _end_watch
-    # Checked on torch 2.13: the store of the default group has no public name. torchrun's outlives the group, with all that was said in it.
+    # Checked on torch 2.13: the store of the default group has no public name. torchrun's outlives the group, with all
+    # that was said in it.
     store = dist.PrefixStore(f"shardwright/{next(_joined)}", dist.distributed_c10d._get_default_store())
     me = job.Job(store, dist.get_rank(), dist.get_world_size())
     job.set_current(me)
@@ -224,9 +247,9 @@ def _leave() -> None:
     gloo's threads abort the interpreter when they outlive it, also after an exception, where the abort would bury the
     traceback. NCCL may wait for its peers, so a failing rank leaves its communicators to the operating system.
 
-    A group that something still refers to (a sharded layer does) stays, and its threads with it. They take Python's lock once more after
-    a collective, to let go of its tensors, and a thread that asks for the lock while the interpreter is taken apart aborts it: they get
-    a moment to finish.
+    A group that something still refers to (a sharded layer does) stays, and its threads with it. They take Python's
+    lock once more after a collective, to let go of its tensors, and a thread that asks for the lock while the
+    interpreter is taken apart aborts it: they get a moment to finish.
     """
     if os.getpid() != _member:
         # A forked child has none of the threads that closing would wait for; groups and store must not even be freed.
@@ -253,19 +276,26 @@ def _check_same_job(rank: int, world_size: int, backend: str | None, timeout: ti
     """`backend`: what the call names; None where it leaves the choice."""
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ValueError(
-            f"launch(rank={rank}, world_size={world_size}) after this process joined as rank {dist.get_rank()} of {dist.get_world_size()}: "
-            "a process joins one job; call launch once, or torch.distributed.destroy_process_group() in between"
+            f"launch(rank={rank}, world_size={world_size}) after this process joined as rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}: a process joins one job; call launch once, or "
+            "torch.distributed.destroy_process_group() in between"
         )
     running = str(dist.get_backend_config())
-    if backend is not None and not {part.split(":")[-1].strip() for part in backend.split(",")} <= set(re.split("[:,]", running)):
+    if backend is not None and not {part.split(":")[-1].strip() for part in backend.split(",")} <= set(
+        re.split("[:,]", running)
+    ):
         logger.warning("launch(backend=%r) has no effect: this process joined its job with %s before", backend, running)
     joined_with = groups.get_timeout()
     if timeout != DEFAULT_TIMEOUT and joined_with is not None and timeout != joined_with:
-        logger.warning("launch(timeout=%s) has no effect: this process joined its job with timeout=%s before", timeout, joined_with)
+        logger.warning(
+            "launch(timeout=%s) has no effect: this process joined its job with timeout=%s before", timeout, joined_with
+        )
 
 
 def _devices_are_dealt_out() -> bool:
-    """Whether every process was given devices of its own to see, as `srun --gpus-per-task=1` does; torchrun's all see the same."""
+    """Whether every process was given devices of its own to see, as `srun --gpus-per-task=1` does; torchrun's all
+    see the same.
+    """
     return "CUDA_VISIBLE_DEVICES" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
@@ -290,5 +320,7 @@ def get_default_parser() -> argparse.ArgumentParser:
     parser.add_argument("--world_size", "--world-size", type=int, help="number of processes")
     parser.add_argument("--rank", type=int, help="rank of this process")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="index of this process on its node")
-    parser.add_argument("--backend", type=str, default=None, help="nccl, gloo, or one per device; chosen from the device by default")
+    parser.add_argument(
+        "--backend", type=str, default=None, help="nccl, gloo, or one per device; chosen from the device by default"
+    )
     return parser

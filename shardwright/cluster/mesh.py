@@ -54,7 +54,9 @@ class ParallelMesh:
         zero_group_size: int | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise ValueError("no process group: call shardwright.launch_from_torch() (or launch) before building a plugin")
+            raise ValueError(
+                "no process group: call shardwright.launch_from_torch() (or launch) before building a plugin"
+            )
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         dp, shard = validate_sizes(self.world_size, pp=pp, tp=tp, sp=sp, dp=dp, zero_group_size=zero_group_size)
@@ -71,14 +73,18 @@ class ParallelMesh:
         # Made now and in this order on every rank: creating a group is collective.
         for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
             self.group(axis)
-        job.set_place(", ".join(f"{axis}={self.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or sp > 1))
+        job.set_place(
+            ", ".join(f"{axis}={self.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or sp > 1)
+        )
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the product of `axes`."""
         return math.prod(self._sizes[axis] for axis in self._expand(axes))
 
     def coordinate(self, *axes: str) -> int:
-        """This rank's position along `axes`, the same as its rank in their group: the innermost axis of the mesh runs fastest."""
+        """This rank's position along `axes`, the same as its rank in their group: the innermost axis of the mesh
+        runs fastest.
+        """
         position = 0
         for axis in self._expand(axes):
             position = position * self._sizes[axis] + self._coordinates[axis]
@@ -94,7 +100,8 @@ class ParallelMesh:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group along `axes`. The first call for a product of axes is collective over all ranks.
 
-        Groups along axes split the ranks evenly, so a rank's own group says what those of all others are, as `shared_group` needs it.
+        Groups along axes split the ranks evenly, so a rank's own group says what those of all others are, as
+        `shared_group` needs it.
         """
         key = tuple(self.ranks(*axes))
         if key not in self._groups:
@@ -121,8 +128,9 @@ class ParallelMesh:
     def tied_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the pipeline positions that hold a copy of one tied parameter (first and last for embeddings).
 
-        None on ranks of other positions, which hold no copy but must call this too: they make a group of one in place of theirs, so that
-        all ranks have as many groups, after which torch names those that a script makes of some ranks.
+        None on ranks of other positions, which hold no copy but must call this too: they make a group of one in place
+        of theirs, so that all ranks have as many groups, after which torch names those that a script makes of some
+        ranks.
         """
         holders = sorted(set(stages))
         if len(holders) == self.size("pp"):
@@ -137,8 +145,9 @@ class ParallelMesh:
 
         channels  (source, destination) of all, as pipeline positions, in the order in which they are to be made
 
-        No collective uses these groups: debugging checks and NCCL both count operations per group, and ranks send different numbers of
-        messages. Ranks at the ends, which have fewer neighbors, make groups of one beside theirs: see `tied_group`.
+        No collective uses these groups: debugging checks and NCCL both count operations per group, and ranks send
+        different numbers of messages. Ranks at the ends, which have fewer neighbors, make groups of one beside theirs:
+        see `tied_group`.
         """
         line, here, channels = self.ranks("pp"), self.coordinate("pp"), tuple(channels)
         found = {}
@@ -154,11 +163,15 @@ class ParallelMesh:
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A torch DeviceMesh over `axes`, for FSDP2 and for describing shards to a checkpoint; it reuses the groups."""
         if len(axes) == 1:
-            mesh = DeviceMesh.from_group(self.group(axes[0]), self.device_type, mesh=torch.tensor(self.ranks(axes[0])), mesh_dim_names=axes)
+            mesh = DeviceMesh.from_group(
+                self.group(axes[0]), self.device_type, mesh=torch.tensor(self.ranks(axes[0])), mesh_dim_names=axes
+            )
         else:
             shape = [self.size(axis) for axis in axes]
             ranks = torch.tensor(self.ranks(*axes)).view(shape)
-            mesh = DeviceMesh.from_group([self.group(axis) for axis in axes], self.device_type, mesh=ranks, mesh_dim_names=axes)
+            mesh = DeviceMesh.from_group(
+                [self.group(axis) for axis in axes], self.device_type, mesh=ranks, mesh_dim_names=axes
+            )
         assert isinstance(mesh, DeviceMesh)
         return mesh
 
@@ -167,16 +180,23 @@ class ParallelMesh:
         for axis in axes:
             if axis not in _DERIVED and axis not in self._sizes:
                 known = [*self._sizes, *_DERIVED]
-                raise ValueError(f"mesh axis {axis!r} does not exist; the axes are {', '.join(known)}{nearest(axis, known)}")
+                raise ValueError(
+                    f"mesh axis {axis!r} does not exist; the axes are {', '.join(known)}{nearest(axis, known)}"
+                )
             names += _DERIVED.get(axis, (axis,))
         return [axis for axis in self.axes if axis in names]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in ("dp", "pp", "tp", "sp"))
-        return f"ParallelMesh({sizes}, zero={self.size('shard')}, world_size={self.world_size}, order={'x'.join(self.axes)})"
+        return (
+            f"ParallelMesh({sizes}, zero={self.size('shard')}, world_size={self.world_size}, "
+            f"order={'x'.join(self.axes)})"
+        )
 
 
-def validate_sizes(world_size: int, *, pp: int, tp: int, sp: int, dp: int | None, zero_group_size: int | None) -> tuple[int, int]:
+def validate_sizes(
+    world_size: int, *, pp: int, tp: int, sp: int, dp: int | None, zero_group_size: int | None
+) -> tuple[int, int]:
     """Check the layout against the world once; returns (dp, size of a ZeRO sub-group along dp).
 
     `zero_group_size`: None or <= 0 the whole data-parallel group, 1 no sharding, else a divisor of dp.
@@ -190,13 +210,15 @@ def validate_sizes(world_size: int, *, pp: int, tp: int, sp: int, dp: int | None
         fits = [f"{name}={size}" for name, size in _sizes_that_fit(world_size, pp=pp, tp=tp, sp=sp)]
         worlds = sorted({max(model, world_size // model * model), (world_size // model + 1) * model})
         raise ValueError(
-            f"world_size={world_size} is not divisible by {layout} = {model}: every data-parallel replica takes {model} ranks. "
-            f"Start {' or '.join(map(str, worlds))} ranks" + (f", or use {' or '.join(fits)}" if fits else "")
+            f"world_size={world_size} is not divisible by {layout} = {model}: every data-parallel replica takes "
+            f"{model} ranks. Start {' or '.join(map(str, worlds))} "
+            "ranks" + (f", or use {' or '.join(fits)}" if fits else "")
         )
     rest = world_size // model
     if dp is not None and dp != rest:
         raise ValueError(
-            f"dp_size={dp} x {layout} = {dp * model} is not world_size={world_size}; dp_size={rest} would be, or start {dp * model} ranks"
+            f"dp_size={dp} x {layout} = {dp * model} is not world_size={world_size}; dp_size={rest} would be, or start "
+            f"{dp * model} ranks"
         )
     if zero_group_size is None or zero_group_size <= 0:
         return rest, rest

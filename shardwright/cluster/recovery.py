@@ -1,8 +1,9 @@
-"""Going on after a step that failed: new communicators under the same process groups, where nothing of the failed step lasts.
+"""Going on after a step that failed: new communicators under the same process groups, where nothing of the failed step
+lasts.
 
-What a failed step leaves behind is known in every place that keeps something over steps, which compares `job.generation()` with the one it
-was made in: headers and schedules of a pipeline, sums under way, what batches were compared. Weights that have begun to change, and torch's
-FSDP2, which cannot be told that a step is over, are refused.
+What a failed step leaves behind is known in every place that keeps something over steps, which compares
+`job.generation()` with the one it was made in: headers and schedules of a pipeline, sums under way, what batches were
+compared. Weights that have begun to change, and torch's FSDP2, which cannot be told that a step is over, are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ _RESTART = "restart the job from its last checkpoint"
 
 
 def recover(timeout: float = 60) -> None:
-    """Give the job new communicators after a step failed and every rank caught the error. All ranks call it, within `timeout` seconds.
+    """Give the job new communicators after a step failed and every rank caught the error. All ranks call it, within
+    `timeout` seconds.
 
-    Every process group keeps its identity and gets new connections. Call `optimizer.zero_grad()` next: the gradients of the failed step are
-    those of some microbatches on some ranks. Random generators are seeded anew, alike on all ranks. gloo only, four times per process; not
-    under TorchFSDPPlugin, and not where the optimizer had begun to change weights: BrokenJobError on all ranks.
+    Every process group keeps its identity and gets new connections. Call `optimizer.zero_grad()` next: the gradients of
+    the failed step are those of some microbatches on some ranks. Random generators are seeded anew, alike on all ranks.
+    gloo only, four times per process; not under TorchFSDPPlugin, and not where the optimizer had begun to change
+    weights: BrokenJobError on all ranks.
     """
     job = jobs.current()
     if job is None:
@@ -55,24 +58,29 @@ def _agree(job: Job, name: str, timeout: float) -> int:
     except RuntimeError as error:
         missing = [rank for rank in range(job.world_size) if not job.store.check([f"{name}{rank}"])]
         raise BrokenJobError(
-            f"recover() must be called by all {job.world_size} ranks, and within {timeout:g} s rank(s) {missing} did not"
+            f"recover() must be called by all {job.world_size} ranks, and within {timeout:g} s rank(s) {missing} did "
+            "not"
         ) from error
-    stepped, updating, checks = zip(*(json.loads(job.store.get(f"{name}{rank}")) for rank in range(job.world_size)), strict=True)
+    stepped, updating, checks = zip(
+        *(json.loads(job.store.get(f"{name}{rank}")) for rank in range(job.world_size)), strict=True
+    )
     if any(updating):
         raise BrokenJobError(
-            f"rank(s) {[rank for rank, began in enumerate(updating) if began]} had begun to change weights in the optimizer step that "
-            f"failed, so the ranks' weights no longer fit together: {_RESTART}"
+            f"rank(s) {[rank for rank, began in enumerate(updating) if began]} had begun to change weights in the "
+            f"optimizer step that failed, so the ranks' weights no longer fit together: {_RESTART}"
         )
     if min(stepped) != max(stepped):
         raise BrokenJobError(
-            f"rank(s) {[rank for rank, steps in enumerate(stepped) if steps == max(stepped)]} had taken the optimizer step that others had "
-            f"not when the step failed, so their weights no longer fit together: {_RESTART}"
+            f"rank(s) {[rank for rank, steps in enumerate(stepped) if steps == max(stepped)]} had taken the optimizer "
+            f"step that others had not when the step failed, so their weights no longer fit together: {_RESTART}"
         )
     return max(checks)
 
 
 def _agreed_seed(job: Job, name: str) -> str:
-    """A seed that rank 0 draws: ranks that stopped at different places have drawn different amounts of random numbers."""
+    """A seed that rank 0 draws: ranks that stopped at different places have drawn different amounts of random
+    numbers.
+    """
     if job.rank == 0:
         job.store.set(name, str(int(torch.randint(2**31, ()))))
     return bytes(job.store.get(name)).decode()

@@ -1,8 +1,10 @@
-"""Ranks that compute one sample together must be given the same batch: checked before a shape that is new to a rank is used.
+"""Ranks that compute one sample together must be given the same batch: checked before a shape that is new to a rank is
+used.
 
-A rank that meets a new description of a batch tells it to the others of its replica through the store and waits for theirs. Ranks that were
-given the same batches until now meet it in the same call, so they all do; a rank that goes on instead, because it knows what it was given,
-is found out by the number of calls in its sign of life. A description that is known costs a look into a set.
+A rank that meets a new description of a batch tells it to the others of its replica through the store and waits for
+theirs. Ranks that were given the same batches until now meet it in the same call, so they all do; a rank that goes on
+instead, because it knows what it was given, is found out by the number of calls in its sign of life. A description that
+is known costs a look into a set.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _numbers = itertools.count()
 
 def describe(entries: Any) -> tuple[Entry, ...]:
     """The tensors among (name, value) pairs, by name, shape and dtype."""
-    return tuple((str(name), tuple(value.shape), str(value.dtype)) for name, value in entries if isinstance(value, torch.Tensor))
+    return tuple(
+        (str(name), tuple(value.shape), str(value.dtype)) for name, value in entries if isinstance(value, torch.Tensor)
+    )
 
 
 class SameBatch:
@@ -45,7 +49,9 @@ class SameBatch:
         self._generation = jobs.generation()
 
     def check(self, description: Any) -> None:
-        """ValueError if another rank of the replica has something else in this call. `description`: nested tuples of entries."""
+        """ValueError if another rank of the replica has something else in this call. `description`: nested tuples of
+        entries.
+        """
         job = jobs.current()
         if job is None or job.world_size == 1:
             return
@@ -56,7 +62,8 @@ class SameBatch:
             try:
                 self._compare(job, description)
             except ValueError as error:
-                # All ranks of the replica find this out if all of them compare; one that went on waits for the others now.
+                # All ranks of the replica find this out if all of them compare; one that went on waits for the others
+                # now.
                 if not job.all_raise(f"batch/{self._number}/{self._calls}"):
                     job.fail(error, f"call {self._calls + 1} of the model")
                 raise
@@ -75,15 +82,18 @@ class SameBatch:
             theirs = self._ask(job, rank, f"{name}/{rank}")
             if rank in self._ranks and theirs != show(mine):
                 raise ValueError(
-                    f"rank {job.rank} and rank {rank} compute every sample together (tensor, sequence or pipeline parallel) and must be "
-                    f"given the same batch, but in step {self._calls + 1}\n  rank {job.rank} has {show(mine)}\n  rank {rank} has {theirs}\n"
-                    "Build the data loader with plugin.prepare_dataloader, or with a DistributedSampler over plugin.data_parallel "
+                    f"rank {job.rank} and rank {rank} compute every sample together (tensor, sequence or pipeline "
+                    "parallel) and must be "
+                    f"given the same batch, but in step {self._calls + 1}\n  rank {job.rank} has {show(mine)}\n  rank "
+                    f"{rank} has {theirs}\n"
+                    "Build the data loader with plugin.prepare_dataloader, or with a DistributedSampler over "
+                    "plugin.data_parallel "
                     "instead of over all ranks"
                 )
             if names(theirs) != names(show(mine)):
                 raise ValueError(
-                    f"data-parallel ranks must be given batches with the same entries, but rank {job.rank} has {show(mine)} and "
-                    f"rank {rank} has {theirs}"
+                    f"data-parallel ranks must be given batches with the same entries, but rank {job.rank} has "
+                    f"{show(mine)} and rank {rank} has {theirs}"
                 )
 
     def _ask(self, job: Job, rank: int, name: str) -> str:
@@ -105,7 +115,10 @@ def show(description: Any) -> str:
     """ "input_ids [4, 16] int64, labels [4, 16] int64"; several microbatches separated by semicolons."""
     if description and isinstance(description[0], tuple) and description[0] and isinstance(description[0][0], tuple):
         return "; ".join(show(part) for part in description)
-    return ", ".join(f"{name} {list(shape)} {dtype.removeprefix('torch.')}" for name, shape, dtype in description) or "no tensors"
+    return (
+        ", ".join(f"{name} {list(shape)} {dtype.removeprefix('torch.')}" for name, shape, dtype in description)
+        or "no tensors"
+    )
 
 
 def names(text: str) -> set[str]:

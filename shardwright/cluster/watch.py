@@ -1,10 +1,12 @@
-"""The thread that learns of other ranks' failures while the main thread waits, computes or sleeps, and that answers signals.
+"""The thread that learns of other ranks' failures while the main thread waits, computes or sleeps, and that answers
+signals.
 
-Twice a second it writes a sign of life and looks whether a rank has failed; then it closes this rank's groups, so that a main thread that
-waits in one of them raises. When the process of the failed rank ends, and this one has not come to its own end soon after, it ends it.
+Twice a second it writes a sign of life and looks whether a rank has failed; then it closes this rank's groups, so that
+a main thread that waits in one of them raises. When the process of the failed rank ends, and this one has not come to
+its own end soon after, it ends it.
 
-A main thread that waits in C++ never runs Python's signal handlers. The interpreter writes the number of every signal to a
-descriptor (`signal.set_wakeup_fd`) at once, and this thread reads it.
+A main thread that waits in C++ never runs Python's signal handlers. The interpreter writes the number of every signal
+to a descriptor (`signal.set_wakeup_fd`) at once, and this thread reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from . import ending
 from .failure import Failure
 from .job import POLL, Job
 
-_TO_END = 3.0  # seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
+# seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
+_TO_END = 3.0
 _TO_RAISE = 1.5  # seconds for the main thread to raise KeyboardInterrupt by itself
 
 
@@ -40,7 +43,9 @@ class Watch(threading.Thread):
         self._writer.setblocking(False)
 
     def install(self) -> None:
-        """Start, and listen to the signals that nobody else has asked for; they can be asked for from the main thread only."""
+        """Start, and listen to the signals that nobody else has asked for; they can be asked for from the main
+        thread only.
+        """
         self.start()
         _keep_from_children(self)
         if threading.current_thread() is not threading.main_thread():
@@ -60,7 +65,9 @@ class Watch(threading.Thread):
         self.join(2 * POLL)
 
     def stop_listening(self) -> None:
-        """Signals do again what they did before. Also for a forked child, whose signals would be taken for this process's."""
+        """Signals do again what they did before. Also for a forked child, whose signals would be taken for this
+        process's.
+        """
         if not self._listens or threading.current_thread() is not threading.main_thread():
             return
         self._listens = False
@@ -112,7 +119,8 @@ class Watch(threading.Thread):
             if now > self._interrupted_at + _TO_END:
                 ending.leave_interrupted(self._job)
             if now > self._interrupted_at + _TO_RAISE and self._job.failure is None:
-                self._job.learn(self._job.first(ending.interrupted(self._job)))  # wakes a main thread that waits for other ranks
+                # wakes a main thread that waits for other ranks
+                self._job.learn(self._job.first(ending.interrupted(self._job)))
 
     def _read_signals(self, numbers: bytes) -> None:
         if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) == self._on_interrupt:
@@ -122,9 +130,11 @@ class Watch(threading.Thread):
 
 
 def _keep_from_children(watch: Watch) -> None:
-    """A forked child (of a data loader, a `multiprocessing.Pool`) is no rank: what ends it must not end the rank, and must end it.
+    """A forked child (of a data loader, a `multiprocessing.Pool`) is no rank: what ends it must not end the rank, and
+    must end it.
 
-    The child inherits handlers and descriptor. A signal that reaches it before they are taken away waits until they are.
+    The child inherits handlers and descriptor. A signal that reaches it before they are taken away waits until they
+    are.
     """
     hears, before = weakref.ref(watch), threading.local()
 

@@ -33,7 +33,9 @@ def gather_sizes(size: int, group: dist.ProcessGroup, device: torch.device) -> l
 def all_gather_async(
     tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Handle[torch.Tensor]:
-    """Start joining every rank's tensor along `dim`; `wait()` returns the joined tensor. `sizes` only when they differ."""
+    """Start joining every rank's tensor along `dim`; `wait()` returns the joined tensor. `sizes` only when they
+    differ.
+    """
     ranks = dist.get_world_size(group)
     sizes = list(sizes) if sizes is not None else [tensor.shape[dim]] * ranks
     assert len(sizes) == ranks, f"{len(sizes)} sizes for a group of {ranks}"
@@ -54,7 +56,9 @@ def all_gather_async(
 
 
 def _all_gather_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int, ranks: int) -> Handle[torch.Tensor]:
-    """Tensors travel as they lie in memory, [R, *shape]; one copy brings R beside `dim`, none where all dims before it have size 1."""
+    """Tensors travel as they lie in memory, [R, *shape]; one copy brings R beside `dim`, none where all dims before
+    it have size 1.
+    """
     mine = tensor.contiguous()
     joined = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
     work = all_gather_single(joined, mine, group=group, async_op=True)
@@ -66,7 +70,9 @@ def _all_gather_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int, r
     return Handle("all_gather", [work], finish, keep=mine)
 
 
-def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+def all_gather(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
     """Every rank's tensor joined along `dim`."""
     return turns.wait(all_gather_async(tensor, group, dim, sizes), tensor)
 
@@ -77,7 +83,9 @@ def reduce_scatter_async(
     """Start summing `tensor` over the ranks and dealing the sum out along `dim`; `wait()` returns this rank's part."""
     ranks = dist.get_world_size(group)
     if sizes is None:
-        assert tensor.shape[dim] % ranks == 0, f"dim {dim} of {tuple(tensor.shape)} is not divisible by {ranks}: pass sizes"
+        assert tensor.shape[dim] % ranks == 0, (
+            f"dim {dim} of {tuple(tensor.shape)} is not divisible by {ranks}: pass sizes"
+        )
         sizes = [tensor.shape[dim] // ranks] * ranks
     assert len(sizes) == ranks, f"{len(sizes)} sizes for a group of {ranks}"
     assert sum(sizes) == tensor.shape[dim], f"sizes {list(sizes)} do not sum to dim {dim} of {tuple(tensor.shape)}"
@@ -95,14 +103,18 @@ def reduce_scatter_async(
 
 
 def _reduce_scatter_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int, ranks: int) -> Handle[torch.Tensor]:
-    """One copy brings the ranks' parts of `dim` one after the other, [R, *part]; none where all dims before it have size 1."""
+    """One copy brings the ranks' parts of `dim` one after the other, [R, *part]; none where all dims before it have
+    size 1.
+    """
     parts = tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0).contiguous()
     mine = parts.new_empty(parts.shape[1:])
     work = reduce_scatter_single(mine, parts.flatten(0, 1), group=group, async_op=True)
     return Handle("reduce_scatter", [work], lambda: mine, keep=parts)
 
 
-def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+def reduce_scatter(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
     """This rank's part along `dim` of the sum over the ranks."""
     return turns.wait(reduce_scatter_async(tensor, group, dim, sizes), tensor)
 

@@ -23,7 +23,9 @@ def _first_of(*names: str) -> _Collective:
         found: _Collective | None = getattr(dist, name, None)
         if found is not None:
             return found
-    raise ImportError(f"this torch has none of torch.distributed.{{{', '.join(names)}}}; shardwright needs torch >= 2.11")
+    raise ImportError(
+        f"this torch has none of torch.distributed.{{{', '.join(names)}}}; shardwright needs torch >= 2.11"
+    )
 
 
 all_gather_single = _first_of("all_gather_single", "all_gather_into_tensor")
@@ -35,8 +37,9 @@ TENSOR_DATA: Any = torch.Tensor.data  # the descriptor behind `tensor.data`
 def world_group_for_ddp() -> dist.ProcessGroup | None:
     """A group of all ranks that DistributedDataParallel can use; None where the default one will do. Collective.
 
-    Under TORCH_DISTRIBUTED_DEBUG=DETAIL every group is wrapped by a checker, and torch 2.13's DDP constructor reads the backend
-    of the wrapper and crashes the interpreter (seen on gloo, CPU). A group made at a lower debug level is not wrapped.
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL every group is wrapped by a checker, and torch 2.13's DDP constructor reads the
+    backend of the wrapper and crashes the interpreter (seen on gloo, CPU). A group made at a lower debug level is not
+    wrapped.
     """
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return None
@@ -48,7 +51,8 @@ def world_group_for_ddp() -> dist.ProcessGroup | None:
 
 
 def outputs_are_recorded(besides: int = 0) -> bool:
-    """Whether a dispatch mode, as in torch's selective checkpointing, may be keeping outputs of ops, so that they must not change in place.
+    """Whether a dispatch mode, as in torch's selective checkpointing, may be keeping outputs of ops, so that they must
+    not change in place.
 
     besides   modes that are known not to mind
 
@@ -66,7 +70,8 @@ def finished_work() -> Any:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()` inside of a dispatch mode, where a plain one would not see edits: the alias has the tensor's version.
+    """`tensor.detach()` inside of a dispatch mode, where a plain one would not see edits: the alias has the tensor's
+    version.
 
     Checked on torch 2.13: `torch._C._SetExcludeDispatchKeyGuard`, as in torch.utils.checkpoint.
     """
@@ -84,24 +89,32 @@ def saved_tensors_hooks_in_use() -> tuple[Callable[[torch.Tensor], Any], Callabl
 
 
 def schema_of(operator: Any) -> Any:
-    """Arguments and results of an operator, and which of them alias; None for higher-order ones. Checked on torch 2.13: `_schema`."""
+    """Arguments and results of an operator, and which of them alias; None for higher-order ones. Checked on torch
+    2.13: `_schema`.
+    """
     return getattr(operator, "_schema", None)
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What `register_post_accumulate_grad_hook` has put on `tensor`, in order. Torch has no public name for it (2.11 to 2.13)."""
+    """What `register_post_accumulate_grad_hook` has put on `tensor`, in order. Torch has no public name for it (2.11
+    to 2.13).
+    """
     return list((tensor._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
 def graph_time(tensor: torch.Tensor) -> int:
-    """When in its thread's history the operation that made `tensor` was recorded. Checked on torch 2.11 and 2.13: `Node._sequence_nr`."""
+    """When in its thread's history the operation that made `tensor` was recorded. Checked on torch 2.11 and 2.13:
+    `Node._sequence_nr`.
+    """
     assert tensor.grad_fn is not None
     number: int = tensor.grad_fn._sequence_nr()
     return number
 
 
 def has_hooks_on_gradient(tensor: torch.Tensor) -> bool:
-    """Whether `register_hook` has put hooks on the gradient of `tensor`. Torch has no public name for it (2.11 to 2.13)."""
+    """Whether `register_hook` has put hooks on the gradient of `tensor`. Torch has no public name for it (2.11 to
+    2.13).
+    """
     return bool(tensor._backward_hooks)
 
 
@@ -130,7 +143,8 @@ def default_store() -> dist.Store:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-# How function modes see that somebody asks for the tensor that another one is a view of. Checked on torch 2.13: `Tensor._base`.
+# How function modes see that somebody asks for the tensor that another one is a view of. Checked on torch 2.13:
+# `Tensor._base`.
 get_base: Callable[..., Any] = cast(Any, torch.Tensor._base).__get__
 
 # What `torch.nn.functional.grouped_mm` calls, and so what a function mode sees of it. Checked on torch 2.11 and 2.13.
@@ -138,17 +152,23 @@ grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Inside, `__torch_function__` of tensor subclasses is not asked. Checked on torch 2.13: `torch._C.DisableTorchFunctionSubclass`."""
+    """Inside, `__torch_function__` of tensor subclasses is not asked. Checked on torch 2.13:
+    `torch._C.DisableTorchFunctionSubclass`.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def without_function_modes() -> AbstractContextManager[Any]:
-    """Inside, neither subclasses nor modes are asked about functions. Checked on torch 2.13: `torch._C.DisableTorchFunction`."""
+    """Inside, neither subclasses nor modes are asked about functions. Checked on torch 2.13:
+    `torch._C.DisableTorchFunction`.
+    """
     return torch._C.DisableTorchFunction()
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors look at the memory of `tensor`, itself included. Checked on torch 2.13: `torch._C._storage_Use_Count`."""
+    """How many tensors look at the memory of `tensor`, itself included. Checked on torch 2.13:
+    `torch._C._storage_Use_Count`.
+    """
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # the object that asks is one more user
 
@@ -156,7 +176,8 @@ def storage_users(tensor: torch.Tensor) -> int:
 def current_modes() -> tuple[list[Any], list[Any]]:
     """Function modes and dispatch modes of this thread, outermost first.
 
-    Checked on torch 2.13: `torch._C._get_function_stack_at`, `torch._C._get_dispatch_stack_at` and the lengths of these stacks.
+    Checked on torch 2.13: `torch._C._get_function_stack_at`, `torch._C._get_dispatch_stack_at` and the lengths of these
+    stacks.
     """
     functions = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
     return functions, [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
@@ -164,7 +185,9 @@ def current_modes() -> tuple[list[Any], list[Any]]:
 
 @contextmanager
 def with_modes(modes: tuple[list[Any], list[Any]]) -> Iterator[None]:
-    """Inside, these modes of another thread are in force on this one too. They are not entered, which some of them count."""
+    """Inside, these modes of another thread are in force on this one too. They are not entered, which some of them
+    count.
+    """
     functions, dispatches = modes
     for mode in functions:
         torch._C._push_on_torch_function_stack(mode)

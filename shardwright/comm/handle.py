@@ -1,10 +1,11 @@
 """Communication in flight: what is moving, who owns it and where it is waited for.
 
 [Note: orphans]
-gloo forgets a message whose operation is dropped before it is through, and then nothing else gets through between the two ranks:
-every later collective of the group hangs (torch 2.13). So the messages of an owner that goes away, such as those of an
-optimizer that is dropped after a backward, live on as orphans. Only a wait tells that a gloo message is through, and it would hang where
-another rank never sent. So they are waited for at the next boost, which all ranks reach, if all have as many of them.
+gloo forgets a message whose operation is dropped before it is through, and then nothing else gets through between the
+two ranks: every later collective of the group hangs (torch 2.13). So the messages of an owner that goes away, such as
+those of an optimizer that is dropped after a backward, live on as orphans. Only a wait tells that a gloo message is
+through, and it would hang where another rank never sent. So they are waited for at the next boost, which all ranks
+reach, if all have as many of them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """One or more asynchronous operations and the value they produce.
 
-    The owner is whoever started the operation; it is the only one to call `wait`. `wait` may be called more than once and
-    returns the same value each time; the buffers named by `keep` stay alive until then, because the backend reads them.
+    The owner is whoever started the operation; it is the only one to call `wait`. `wait` may be called more than once
+    and returns the same value each time; the buffers named by `keep` stay alive until then, because the backend reads
+    them.
     """
 
     __slots__ = ("_finish", "_keep", "_value", "_works", "label")
 
-    def __init__(self, label: str, works: Sequence[dist.Work | None], finish: Callable[[], T], keep: object = None) -> None:
+    def __init__(
+        self, label: str, works: Sequence[dist.Work | None], finish: Callable[[], T], keep: object = None
+    ) -> None:
         self.label = label
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], T] | None = finish
@@ -56,7 +60,9 @@ class Messages(Handle[T]):
 
     __slots__ = ("_connections",)
 
-    def __init__(self, label: str, works: Sequence[dist.Work | None], finish: Callable[[], T], keep: object = None) -> None:
+    def __init__(
+        self, label: str, works: Sequence[dist.Work | None], finish: Callable[[], T], keep: object = None
+    ) -> None:
         super().__init__(label, works, finish, keep)
         self._connections = job.connections()
 

@@ -13,8 +13,9 @@ from .payload import Header, put_together
 class Sent:
     """A message on its way out: its operations and the tensors they read.
 
-    The communicator owns it: it lets go of the tensors when it finds that they have been read, and waits for that in the end. Who learns
-    in another way that the message has arrived, such as by the answer to it, calls `wait` to let go of the data at once.
+    The communicator owns it: it lets go of the tensors when it finds that they have been read, and waits for that in
+    the end. Who learns in another way that the message has arrived, such as by the answer to it, calls `wait` to let go
+    of the data at once.
     """
 
     __slots__ = ("_tensors", "_works")

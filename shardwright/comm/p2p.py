@@ -1,33 +1,36 @@
 """Point-to-point messages between pipeline ranks: nested structures of tensors, asynchronous, without pickle.
 
 [Note: headers]
-A receiver has to allocate before it can receive. The first message of every `key` on a directed edge is preceded by a header
-(structure, shapes, dtypes, requires_grad); both sides keep it, and later messages of the key are bare tensors: no header, no
-synchronisation with the host. The key is the caller's promise that messages are alike. The sender checks
+A receiver has to allocate before it can receive. The first message of every `key` on a directed edge is preceded by a
+header (structure, shapes, dtypes, requires_grad); both sides keep it, and later messages of the key are bare tensors:
+no header, no synchronisation with the host. The key is the caller's promise that messages are alike. The sender checks
 the promise before anything leaves, because a receiver with buffers of the wrong size cannot be saved: gloo aborts the
 process, NCCL hangs.
 
-A key that is new, of a kind that is not (`MessageKey`), needs no header where both sides know a rule for its shapes. Both find it in the
-same message, from the same headers and by the same function (`PipeComm.learn`); the sender checks what it has against the rule, too.
+A key that is new, of a kind that is not (`MessageKey`), needs no header where both sides know a rule for its shapes.
+Both find it in the same message, from the same headers and by the same function (`PipeComm.learn`); the sender checks
+what it has against the rule, too.
 
 [Note: order]
-Messages carry no tags, which NCCL does not have: on every directed edge (source, destination) they are received in the order in which
-they are sent. NCCL runs all transfers of a communicator one after the other. So the caller's
-order must be safe where every transfer blocks, which `pipeline.lowering` guarantees; then waiting for a header where
-the receive is posted, and for old sends before new ones, is safe too.
+Messages carry no tags, which NCCL does not have: on every directed edge (source, destination) they are received in the
+order in which they are sent. NCCL runs all transfers of a communicator one after the other. So the caller's
+order must be safe where every transfer blocks, which `pipeline.planning.lowering` guarantees; then waiting for a header
+where the receive is posted, and for old sends before new ones, is safe too.
 
 [Note: communicators]
-Each directed edge has a process group of its two ranks (see [Note: channels] in `pipeline.placement`). On NCCL all its operations are
-posted as batches, also single ones: the tensors of a message are one launch and one `Work`, and torch takes the group's own communicator
-for batches, while for single operations it may make one more for each pair of ranks, which carries both directions (torch 2.13, by reading:
-none of this has run on GPUs). Communicators, and the connections in them, are made when they are first used, which blocks the host
-until the other rank comes: `warm_up` does that before the first step. gloo connects when a group is made, and posts tensors one by one.
+Each directed edge has a process group of its two ranks (see [Note: channels] in `pipeline.planning.placement`). On NCCL
+all its operations are posted as batches, also single ones: the tensors of a message are one launch and one `Work`, and
+torch takes the group's own communicator for batches, while for single operations it may make one more for each pair of
+ranks, which carries both directions (torch 2.13, by reading: none of this has run on GPUs). Communicators, and the
+connections in them, are made when they are first used, which blocks the host until the other rank comes: `warm_up` does
+that before the first step. gloo connects when a group is made, and posts tensors one by one.
 
 [Note: who waits for sends]
-The communicator owns sends in flight: it keeps the data alive until the backend has read it. NCCL tells which sends are through, and
-these let go of their tensors when something is posted next. gloo tells only whoever waits (`is_completed` is false until then), so there a
-send is kept until it is known to have been received, with all before it on its edge, by the answer to it (`has_arrived`), and the number
-in flight is bounded. `flush` waits for the rest, at the end of a step.
+The communicator owns sends in flight: it keeps the data alive until the backend has read it. NCCL tells which sends are
+through, and these let go of their tensors when something is posted next. gloo tells only whoever waits (`is_completed`
+is false until then), so there a send is kept until it is known to have been received, with all before it on its edge,
+by the answer to it (`has_arrived`), and the number in flight is bounded. `flush` waits for the rest, at the end of a
+step.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ Learn = Callable[[MessageKey, Header], ShapeRule | None]
 
 
 class _Kind:
-    """What is known of one kind of message: a rule, and the latest header that was exchanged because the rule did not tell."""
+    """What is known of one kind of message: a rule, and the latest header that was exchanged because the rule did
+    not tell.
+    """
 
     def __init__(self) -> None:
         self.rule: ShapeRule | None = None
@@ -120,7 +125,8 @@ class PipeComm:
     groups  by (source, destination) the group of the two in which messages travel; None: all messages travel in `group`
     device  where received tensors are put; by default the current accelerator, or the CPU for gloo
 
-    learn   finds the rule for a kind of message from a header and its key, the same on all ranks; None: every new key has a header
+    learn   finds the rule for a kind of message from a header and its key, the same on all ranks; None: every new key
+            has a header
     caches  False: every message has a header
     """
 
@@ -174,16 +180,21 @@ class PipeComm:
             return self._send(wire, destination, self._encode(header, key))
         if known != header:
             raise ValueError(
-                f"the message {key!r} from pipeline rank {self.rank} to {destination} is not what the receiver expects after the "
+                f"the message {key!r} from pipeline rank {self.rank} to {destination} is not what the receiver expects "
+                "after the "
                 f"earlier ones, so its buffers would not fit it.\n  now:      {header}\n  expected: {known}\n"
-                "What a stage sends must follow from the shapes of the microbatch. Where it does not (a layer that drops or pads tokens by "
-                "what they are), or parameters are frozen and unfrozen between steps, give the plugin enable_metadata_cache=False: every "
+                "What a stage sends must follow from the shapes of the microbatch. Where it does not (a layer that "
+                "drops or pads tokens by "
+                "what they are), or parameters are frozen and unfrozen between steps, give the plugin "
+                "enable_metadata_cache=False: every "
                 "message then tells what it is"
             )
         return self._send(wire, destination)
 
     def irecv(self, source: int, key: Hashable) -> Receive:
-        """Receive the next message from rank `source`, which sends it with the same key. Only one that has a header blocks."""
+        """Receive the next message from rank `source`, which sends it with the same key. Only one that has a header
+        blocks.
+        """
         edge = self._known_headers.get(source)
         if edge is None:
             edge = self._known_headers[source] = _Edge()
@@ -216,7 +227,8 @@ class PipeComm:
                 sent.popleft().wait()
 
     def discard(self, receives: Iterable[Receive] = ()) -> None:
-        """Give up what is in flight, and `receives`, after a failed step and without waiting. The communicator cannot be used afterwards.
+        """Give up what is in flight, and `receives`, after a failed step and without waiting. The communicator cannot
+        be used afterwards.
 
         Until its connections are closed the backend may still read and write the tensors, so they live until then.
         """
@@ -268,8 +280,12 @@ class PipeComm:
         return Receive(header, buffers, works)
 
     @staticmethod
-    def _post_batch(operation: Callable[..., Any], tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
-        batch = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors if tensor.numel() > 0]
+    def _post_batch(
+        operation: Callable[..., Any], tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int
+    ) -> list[dist.Work]:
+        batch = [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors if tensor.numel() > 0
+        ]
         return dist.batch_isend_irecv(batch) if batch else []
 
     def _let_go(self) -> None:
@@ -283,7 +299,8 @@ class PipeComm:
         if self._groups is None:
             line = _Line(self.group, other)
         else:
-            line = _Line(self._groups[source, destination], int(other > self.rank))  # groups have their ranks in ascending order
+            # groups have their ranks in ascending order
+            line = _Line(self._groups[source, destination], int(other > self.rank))
         self._lines[source, destination] = line
         return line
 
@@ -302,8 +319,9 @@ class PipeComm:
         raw = bytes(data.tolist())
         if raw[head:] != repr(key).encode():
             raise RuntimeError(
-                f"pipeline rank {self.rank} expects the message {key!r} from rank {source}, which sends {raw[head:].decode()}: "
-                "the ranks do not run the same schedule, or do not agree on the shapes of microbatches"
+                f"pipeline rank {self.rank} expects the message {key!r} from rank {source}, which sends "
+                f"{raw[head:].decode()}: the ranks do not run the same schedule, or do not agree on the shapes of "
+                "microbatches"
             )
         return Header.from_bytes(raw[:head])
 

@@ -1,7 +1,8 @@
 """Payloads between pipeline stages: a nested structure of tensors taken apart, described and put together again.
 
-A payload is built from dicts, lists and tuples (sub-classes arrive as plain dict, list and tuple), tensors, None, bool, int, float and
-str. Its header says everything but the data; it travels as JSON, once per kind of message, and both sides keep it.
+A payload is built from dicts, lists and tuples (sub-classes arrive as plain dict, list and tuple), tensors, None, bool,
+int, float and str. Its header says everything but the data; it travels as JSON, once per kind of message, and both
+sides keep it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Header(NamedTuple):
         structure, tensors = json.loads(data)
         return Header(
             _node_from_json(structure),
-            tuple(TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad) for shape, dtype, requires_grad in tensors),
+            tuple(
+                TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
+                for shape, dtype, requires_grad in tensors
+            ),
         )
 
     def __str__(self) -> str:
@@ -74,12 +78,17 @@ def _describe(tree: Any, tensors: list[Tensor], path: str) -> Node:
         for key in tree:
             if not isinstance(key, str | int):
                 raise ValueError(f"{path} has the key {key!r}: keys of what a stage sends must be str or int")
-        return ("dict", tuple(tree), tuple(_describe(value, tensors, f"{path}[{key!r}]") for key, value in tree.items()))
+        return (
+            "dict",
+            tuple(tree),
+            tuple(_describe(value, tensors, f"{path}[{key!r}]") for key, value in tree.items()),
+        )
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
         return (kind, tuple(_describe(value, tensors, f"{path}[{i}]") for i, value in enumerate(tree)))
     raise ValueError(
-        f"{path} is a {type(tree).__name__}: stages can send tensors, None, bool, int, float, str and dicts, lists and tuples of them"
+        f"{path} is a {type(tree).__name__}: stages can send tensors, None, bool, int, float, str and dicts, lists and "
+        "tuples of them"
     )
 
 
@@ -116,7 +125,9 @@ def _show(node: Node) -> str:
         case "constant":
             return repr(node[1])
         case "dict":
-            return "{" + ", ".join(f"{key!r}: {_show(child)}" for key, child in zip(node[1], node[2], strict=True)) + "}"
+            return (
+                "{" + ", ".join(f"{key!r}: {_show(child)}" for key, child in zip(node[1], node[2], strict=True)) + "}"
+            )
         case "list":
             return "[" + ", ".join(map(_show, node[1])) + "]"
         case _:

@@ -1,8 +1,8 @@
 """Rules by which both ends of a message know its shapes from the sizes of the batch, without telling each other.
 
-Every dim of every tensor is a number that never changes, one of the sizes, or the product of two of them (router logits have a row per
-token: samples x length). Which of these it is follows from shapes that were seen for several sizes: what does not fit is struck out.
-Where what is left does not agree about new sizes, there is no answer.
+Every dim of every tensor is a number that never changes, one of the sizes, or the product of two of them (router logits
+have a row per token: samples x length). Which of these it is follows from shapes that were seen for several sizes: what
+does not fit is struck out. Where what is left does not agree about new sizes, there is no answer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ class ShapeRule:
     """
 
     def __init__(
-        self, base: Sizes, header: Header, fixed: Collection[int], most: Sizes | None, terms: Sequence[Sequence[Sequence[_Term]]]
+        self,
+        base: Sizes,
+        header: Header,
+        fixed: Collection[int],
+        most: Sizes | None,
+        terms: Sequence[Sequence[Sequence[_Term]]],
     ) -> None:
         self._base, self._header, self._fixed, self._most, self._terms = base, header, tuple(fixed), most, terms
 
@@ -88,7 +93,9 @@ class ShapeRule:
         return self._header._replace(tensors=tuple(metas))
 
 
-def find_rule(base: Sizes, header: Header, seen: Sequence[tuple[Sizes, Shapes]], most: Sizes | None = None) -> ShapeRule | None:
+def find_rule(
+    base: Sizes, header: Header, seen: Sequence[tuple[Sizes, Shapes]], most: Sizes | None = None
+) -> ShapeRule | None:
     """The rule that explains `header` and everything in `seen`; None where there is none. `most`: see `ShapeRule`."""
     fixed = [place for place, size in enumerate(base) if all(sizes[place] == size for sizes, _ in seen)]
     varied = [place for place in range(len(base)) if place not in fixed]
@@ -105,7 +112,9 @@ def find_rule(base: Sizes, header: Header, seen: Sequence[tuple[Sizes, Shapes]],
             values = (size, *(found[tensor][dim] for _, found in seen))
             if values not in by_values:
                 possible = [_Term(size, ()), *(_Term(0, places) for places in products)]
-                by_values[values] = [term for term in possible if values == tuple(map(term.of, (base, *(sizes for sizes, _ in seen))))]
+                by_values[values] = [
+                    term for term in possible if values == tuple(map(term.of, (base, *(sizes for sizes, _ in seen))))
+                ]
             if not by_values[values]:
                 return None
             dims.append(by_values[values])

@@ -1,8 +1,9 @@
 """Where a computation waits for other ranks, another one of this rank can go on: the two take turns.
 
-Collectives in forwards and backwards go through here. While nobody takes turns they are what they are in torch. Else each is launched,
-the turn is passed on, and it is waited for when the turn comes back. Only one computes at any time and the turn changes at collectives
-only, so launches come in the same order on all ranks that run the same two computations, as every backend needs it.
+Collectives in forwards and backwards go through here. While nobody takes turns they are what they are in torch. Else
+each is launched, the turn is passed on, and it is waited for when the turn comes back. Only one computes at any time
+and the turn changes at collectives only, so launches come in the same order on all ranks that run the same two
+computations, as every backend needs it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def wait(work: Waitable, tensor: Tensor) -> Any:
 
 
 def run(collective: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    """`collective(tensor, ...)`, done when this returns (on CUDA: what follows on the current stream comes behind it)."""
+    """`collective(tensor, ...)`, done when this returns (on CUDA: what follows on the current stream comes behind
+    it).
+    """
     if _pass_on is None or tensor.is_meta:
         collective(tensor, *args, **kwargs)
         return

@@ -4,9 +4,10 @@
     "skip"   weights and optimizer states stay as they are, on all ranks
     "stop"   NonFiniteLoss on all ranks, before the optimizer steps
 
-The default never waits for the device: on a GPU the losses of a step travel to the host while the next one runs and are looked at then.
-"skip" and "stop" are decisions that all ranks must take alike and before the step, so they cost a reduction of one number and a read per
-step. They look at the gradients' norm as well, except under a loss scaler, which skips steps that overflow by itself.
+The default never waits for the device: on a GPU the losses of a step travel to the host while the next one runs and are
+looked at then. "skip" and "stop" are decisions that all ranks must take alike and before the step, so they cost a
+reduction of one number and a read per step. They look at the gradients' norm as well, except under a loss scaler, which
+skips steps that overflow by itself.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ class LossGuard:
         self.step = 0  # steps asked for
         self.skipped = 0
         self._found = 0
-        self._losses: torch.Tensor | None = None  # their sum since they were last looked at: one that is not finite makes it so
+        # their sum since they were last looked at: one that is not finite makes it so
+        self._losses: torch.Tensor | None = None
         self._since = 0  # step of the first of them
-        self._travelling: tuple[str, torch.Tensor, Any] | None = None  # steps, sum on the host, the event that says it has arrived
+        # steps, sum on the host, the event that says it has arrived
+        self._travelling: tuple[str, torch.Tensor, Any] | None = None
         self._room: torch.Tensor | None = None  # for it, on the host
         self._generation = job.generation()
 
     def note(self, loss: torch.Tensor) -> None:
         """`loss` is about to be differentiated."""
         loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
-        if self._generation != job.generation():  # the job has recovered, and left out the step that the last ones were of
+        # the job has recovered, and left out the step that the last ones were of
+        if self._generation != job.generation():
             self._generation, self._losses = job.generation(), None
         if self._losses is None:
             self._losses, self._since = loss, self.step + 1
@@ -66,11 +70,15 @@ class LossGuard:
             return False
         if self.policy == "stop":
             raise NonFiniteLoss(
-                f"{what} of step {self.step} is not finite, and on_nan='stop': the weights are those of step {self.step - 1}. Look at the "
-                "data of this step, the learning rate and the number format; on_nan='skip' would leave the step out"
+                f"{what} of step {self.step} is not finite, and on_nan='stop': the weights are those of step "
+                f"{self.step - 1}. Look at the data of this step, the learning rate and the number format; "
+                "on_nan='skip' would leave the step out"
             )
         self.skipped += 1
-        self._say(f"{what} of step {self.step} is not finite: the step is left out on all ranks, {self.skipped} so far", ranks=[0])
+        self._say(
+            f"{what} of step {self.step} is not finite: the step is left out on all ranks, {self.skipped} so far",
+            ranks=[0],
+        )
         return True
 
     def _look(self) -> None:
@@ -97,8 +105,8 @@ class LossGuard:
     def _check(self, steps: str, value: float) -> None:
         if not math.isfinite(value):
             self._say(
-                f"the loss of {steps} is {value}; the optimizer has stepped as torch's would, and weights may be {value} from here on. "
-                "Booster(on_nan='skip') leaves such steps out, on_nan='stop' ends the run"
+                f"the loss of {steps} is {value}; the optimizer has stepped as torch's would, and weights may be "
+                f"{value} from here on. Booster(on_nan='skip') leaves such steps out, on_nan='stop' ends the run"
             )
 
     def _agree(self, losses: torch.Tensor | None, optimizer: Any) -> str | None:

@@ -17,8 +17,10 @@ Answer = Callable[..., Any]
 class WholeModel(Protocol):
     """What a boosted model answers for the whole model, of which this rank may hold a part.
 
-    split    how the weights are split over ranks, in the words of the plugin's settings; "" where every rank holds all of them
-    guards   answers of the module inside the wrapper, by name of the method: `answer(module, native method, *args, **kwargs)`
+    split    how the weights are split over ranks, in the words of the plugin's settings; "" where every rank holds all
+             of them
+    guards   answers of the module inside the wrapper, by name of the method:
+             `answer(module, native method, *args, **kwargs)`
     """
 
     split: str
@@ -36,8 +38,9 @@ class WholeModel(Protocol):
 class ModelWrapper(nn.Module):
     """Calls the module it wraps and gives it back on request.
 
-    Names of parameters, buffers and modules, state-dict keys and attributes are those of the wrapped module, so that scripts written for
-    the plain model (`model.config`, `model.generate`, `model.eval()`) keep working. Once sealed, attributes are set on that module too.
+    Names of parameters, buffers and modules, state-dict keys and attributes are those of the wrapped module, so that
+    scripts written for the plain model (`model.config`, `model.generate`, `model.eval()`) keep working. Once sealed,
+    attributes are set on that module too.
     """
 
     _whole: WholeModel | None = None
@@ -83,14 +86,17 @@ class ModelWrapper(nn.Module):
         """The whole model's, where this rank holds the whole model; refused where it holds a part."""
         if self._whole is not None and self._whole.split:
             raise ValueError(
-                f"model.state_dict() of {type(self.unwrap()).__name__} under {self._whole.split}: this rank holds a part of the model, "
-                "which would load nowhere else. booster.save_model(model, path) writes the whole model, as from_pretrained reads it; "
-                "booster.save(path, model=model, optimizer=optimizer) what a resume needs; model.local_state_dict() is this rank's part"
+                f"model.state_dict() of {type(self.unwrap()).__name__} under {self._whole.split}: this rank holds a "
+                "part of the model, which would load nowhere else. booster.save_model(model, path) writes the whole "
+                "model, as from_pretrained reads it; booster.save(path, model=model, optimizer=optimizer) what a "
+                "resume needs; model.local_state_dict() is this rank's part"
             )
         return self.local_state_dict(*args, **kwargs)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What this rank holds, under the names of the whole model: for the same layout only. `load_local_state_dict` takes it back."""
+        """What this rank holds, under the names of the whole model: for the same layout only.
+        `load_local_state_dict` takes it back.
+        """
         return self.unwrap().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -124,7 +130,8 @@ class ModelWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or name.startswith("__"):  # how python copies and pickles the module inside is not how to do it here
+            # how python copies and pickles the module inside is not how to do it here
+            if name == "module" or name.startswith("__"):
                 raise
             return getattr(self.unwrap(), name)
 
@@ -148,8 +155,8 @@ class ModelWrapper(nn.Module):
 
     def _refuse_new(self, name: str) -> NoReturn:
         raise ValueError(
-            f"model.{name} = ... after boost: a module or parameter that comes now would be neither laid out over the ranks nor trained; "
-            "change the model before booster.boost, and build the optimizer after the change"
+            f"model.{name} = ... after boost: a module or parameter that comes now would be neither laid out over the "
+            "ranks nor trained; change the model before booster.boost, and build the optimizer after the change"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -157,9 +164,10 @@ class ModelWrapper(nn.Module):
         if self._whole is None:
             return super().__reduce_ex__(protocol)
         raise ValueError(
-            "copying or pickling a boosted model (copy.deepcopy(model), torch.save(model, ...)): it shares buffers, hooks and groups "
-            "with its optimizer. Copy the model before booster.boost; booster.save_model(model, path) writes it; for an average of the "
-            "weights keep {name: param.detach().clone() for name, param in model.named_parameters()}, which is this rank's share"
+            "copying or pickling a boosted model (copy.deepcopy(model), torch.save(model, ...)): it shares buffers, "
+            "hooks and groups with its optimizer. Copy the model before booster.boost; booster.save_model(model, path) "
+            "writes it; for an average of the weights keep {name: param.detach().clone() for name, param in "
+            "model.named_parameters()}, which is this rank's share"
         )
 
 
@@ -168,7 +176,11 @@ def count_parameters(module: Any, only_trainable: bool, exclude_embeddings: bool
     if hasattr(module, "num_parameters"):
         count: int = module.num_parameters(only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
         return count
-    embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)} if exclude_embeddings else set()
+    embeddings = (
+        {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+        if exclude_embeddings
+        else set()
+    )
     params = (param for param in module.parameters() if id(param) not in embeddings)
     return sum(param.numel() for param in params if param.requires_grad or not only_trainable)
 
@@ -176,8 +188,9 @@ def count_parameters(module: Any, only_trainable: bool, exclude_embeddings: bool
 def guard(module: nn.Module, answers: Mapping[str, Answer], split: str) -> None:
     """Let `module` answer by `answers[name](module, native method, ...)` where it has a method of that name.
 
-    It gets a subclass of its class, so that a script that kept the plain model, or unwraps the boosted one, is answered too. A copy of
-    the module is its owner's where the weights are whole; a copy of a part does nothing that is meant for a whole model.
+    It gets a subclass of its class, so that a script that kept the plain model, or unwraps the boosted one, is answered
+    too. A copy of the module is its owner's where the weights are whole; a copy of a part does nothing that is meant
+    for a whole model.
     """
     base: Any = type(module)
     original = weakref.ref(module)
@@ -190,14 +203,22 @@ def guard(module: nn.Module, answers: Mapping[str, Answer], split: str) -> None:
             if original() is self:
                 return answer(self, native, *args, **kwargs)
             if split and name not in _HARMLESS:
-                raise ValueError(f"{name} of a copy of this rank's part of a model ({split}): call it on the model that boost returned")
+                raise ValueError(
+                    f"{name} of a copy of this rank's part of a model ({split}): call it on the model "
+                    "that boost returned"
+                )
             return native(*args, **kwargs)
 
         call.__name__ = name
         return call
 
     methods = {name: method(name, answer) for name, answer in answers.items() if hasattr(module, name)}
-    rest = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__, "_guarded": original}
+    rest = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "__qualname__": base.__qualname__,
+        "_guarded": original,
+    }
     guarded = type(base.__name__, (base,), {**methods, **rest})
     module.__class__ = guarded
 

@@ -15,16 +15,20 @@ from ..utils.tensors import local_tensor
 from .loss_guard import LossGuard
 
 NO_GRAD_SCALER = (
-    "torch.amp.GradScaler around an optimizer that boost returned: it finds no gradients to unscale. Leave the GradScaler out (or "
-    'enabled=False) and say precision="fp16" to the plugin, or Booster(mixed_precision="fp16"), which scales the loss and skips overflows'
+    "torch.amp.GradScaler around an optimizer that boost returned: it finds no gradients to unscale. Leave the "
+    "GradScaler out (or "
+    'enabled=False) and say precision="fp16" to the plugin, or Booster(mixed_precision="fp16"), which scales the loss '
+    "and skips overflows"
 )
 
 
 class OptimizerWrapper(Optimizer):
-    """One face for every plugin's optimizer: `backward, step, zero_grad, clip_grad_by_norm, clip_grad_by_value, get_grad_norm`.
+    """One face for every plugin's optimizer:
+    `backward, step, zero_grad, clip_grad_by_norm, clip_grad_by_value, get_grad_norm`.
 
-    It is a `torch.optim.Optimizer` by type, so that lr schedulers accept it, but holds no state of its own: `param_groups` and
-    `state` are those of the optimizer it wraps. A scheduler built on the original optimizer before boosting keeps driving it.
+    It is a `torch.optim.Optimizer` by type, so that lr schedulers accept it, but holds no state of its own:
+    `param_groups` and `state` are those of the optimizer it wraps. A scheduler built on the original optimizer before
+    boosting keeps driving it.
 
     `max_norm > 0` clips the global gradient norm at every `step`.
     """
@@ -35,7 +39,8 @@ class OptimizerWrapper(Optimizer):
         # Deliberately without Optimizer.__init__: parameters and defaults belong to `optim`.
         self.optim = optim
         self.max_norm = max_norm
-        self.loss_guard: LossGuard | None = None  # what to do about losses that are nan, set by the booster on the optimizer it returns
+        # what to do about losses that are nan, set by the booster on the optimizer it returns
+        self.loss_guard: LossGuard | None = None
         self._grad_norm: torch.Tensor | None = None
         self._norm_type = 2.0  # of `_grad_norm`
         self.is_stepping = False  # whether the wrapped optimizer steps because this one does
@@ -59,7 +64,9 @@ class OptimizerWrapper(Optimizer):
     def parameters(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
         self._grad_norm = None
         if self.loss_guard is not None:
             self.loss_guard.note(loss)
@@ -80,7 +87,8 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None:
             raise ValueError(
-                "step(closure=...) is not supported by a boosted optimizer: gradients are reduced once per step; call step() without it"
+                "step(closure=...) is not supported by a boosted optimizer: gradients are reduced once per step; call "
+                "step() without it"
             )
         if self.loss_guard is not None and self.loss_guard.withholds(self):
             return None
@@ -107,9 +115,13 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.parameters(), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
         self._grad_norm, self._norm_type = _whole(norm), norm_type
         return self._grad_norm
 
@@ -118,7 +130,8 @@ class OptimizerWrapper(Optimizer):
             local_tensor(grad).clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
-        """The global norm before clipping: that of the last clipped step, else of the gradients as they are. None without gradients.
+        """The global norm before clipping: that of the last clipped step, else of the gradients as they are. None
+        without gradients.
 
         A norm of another order than the one that was clipped by is that of the gradients as they are.
         """
@@ -135,7 +148,8 @@ class OptimizerWrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ValueError(
-            "add_param_group after boost is not supported: the plugin has laid out the parameters; add the group before booster.boost"
+            "add_param_group after boost is not supported: the plugin has laid out the parameters; add the group "
+            "before booster.boost"
         )
 
     # Hooks of a step run around the wrapped optimizer's, with gradients as it sees them.
@@ -148,8 +162,8 @@ class OptimizerWrapper(Optimizer):
 
     def _refuse_state_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         raise ValueError(
-            "hooks on the state dict of a boosted optimizer: its states are laid out over the ranks and would pass them by; change "
-            "the dict that state_dict() returns, or that load_state_dict(...) is given"
+            "hooks on the state dict of a boosted optimizer: its states are laid out over the ranks and would pass "
+            "them by; change the dict that state_dict() returns, or that load_state_dict(...) is given"
         )
 
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook

@@ -1,7 +1,8 @@
 """The contract between optimizers and checkpoints: which part of which parameter's master and state a rank owns.
 
-Every optimizer of this package lists its parts as `ParamShard`s, in whatever way it stores them, and takes them back by name.
-A checkpoint can so be written without communication (every rank writes what it owns) and read under any other layout.
+Every optimizer of this package lists its parts as `ParamShard`s, in whatever way it stores them, and takes them back by
+name. A checkpoint can so be written without communication (every rank writes what it owns) and read under any other
+layout.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class ParamShard:
     local_shape shape of the local tensor
     start, stop flat, row-major range of the local tensor that this rank holds
     group       number of the optimizer's param group
-    master      [stop - start] the weights that the optimizer steps on: a live view, writing to it changes the optimizer's weights
-                (call `publish_masters` afterwards)
-    state       per-element optimizer state, each [stop - start] and a live view ("exp_avg", ...); empty before the first step
-    extra       optimizer state that is not per element, by value or live view: step counts, Adafactor's row and column means (only
-                with start, stop covering the whole local tensor)
+    master      [stop - start] the weights that the optimizer steps on: a live view, writing to it changes the
+                optimizer's weights (call `publish_masters` afterwards)
+    state       per-element optimizer state, each [stop - start] and a live view ("exp_avg", ...); empty before the
+                first step
+    extra       optimizer state that is not per element, by value or live view: step counts, Adafactor's row and column
+                means (only with start, stop covering the whole local tensor)
     is_writer   whether this rank, of all that hold the same range, is the one to save it
     """
 
@@ -52,7 +54,9 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class LoadedShard:
-    """Values for one `ParamShard`: `master` and every entry of `state` have as many elements as the range; None keeps the master."""
+    """Values for one `ParamShard`: `master` and every entry of `state` have as many elements as the range; None
+    keeps the master.
+    """
 
     master: torch.Tensor | None
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """Running a model on tensors without data, to learn who reads what.
 
-The model is copied to the meta device (shapes only, no memory) and called with a small example batch. Values that its forward asks
-for on the way (`.item()`, `if mask.all()`, `nonzero`) are answered with zeros: they steer masks and expert routing, which do not
-change which module feeds which. Collectives of such tensors are answered at once, as if every rank had sent what they need.
+The model is copied to the meta device (shapes only, no memory) and called with a small example batch. Values that its
+forward asks for on the way (`.item()`, `if mask.all()`, `nonzero`) are answered with zeros: they steer masks and expert
+routing, which do not change which module feeds which. Collectives of such tensors are answered at once, as if every
+rank had sent what they need.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ class MadeUpValues(TorchDispatchMode):
         super().__init__()
         self.collectives = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         first = args[0] if args else None
-        if func.namespace == "c10d" and all(tensor.is_meta for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)):
+        if func.namespace == "c10d" and all(
+            tensor.is_meta for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)
+        ):
             self.collectives += 1
             return (first, finished_work()) if len(func._schema.returns) == 2 else finished_work()
         if isinstance(first, torch.Tensor) and first.is_meta:
@@ -45,15 +50,19 @@ class MadeUpValues(TorchDispatchMode):
                 return _nonzero(first)
             if func is _aten.index.Tensor and any(mask is not None and mask.dtype == torch.bool for mask in args[1]):
                 indices = [
-                    i for mask in args[1] for i in (_nonzero(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))
+                    i
+                    for mask in args[1]
+                    for i in (_nonzero(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))
                 ]
                 return func(first, indices)
             if func is _aten.masked_select.default:
-                return first.new_empty(torch.broadcast_shapes(first.shape, args[1].shape).numel())  # as if all were chosen
+                # as if all were chosen
+                return first.new_empty(torch.broadcast_shapes(first.shape, args[1].shape).numel())
             if func is _aten.unique_consecutive.default:
                 return first.new_empty(1), first.new_empty(0, dtype=torch.long), first.new_empty(0, dtype=torch.long)
             if func is _aten._grouped_mm.default and first.dim() == 2 and args[1].dim() == 3:
-                # Its shape rule accepts bfloat16 alone; the shape is the same for every dtype: [T, K] x [E, K, N] -> [T, N].
+                # Its shape rule accepts bfloat16 alone; the shape is the same for every dtype: [T, K] x [E, K, N] ->
+                # [T, N].
                 return first.new_empty((first.shape[0], args[1].shape[2]))
         return func(*args, **(kwargs or {}))
 
@@ -71,12 +80,16 @@ def without_data() -> Iterator[MadeUpValues]:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the meta device, in training mode, all floating parameters requiring gradients, no activation checkpointing."""
+    """A copy of `model` on the meta device, in training mode, all floating parameters requiring gradients, no
+    activation checkpointing.
+    """
     return _copy(model, lambda tensor: torch.empty_like(tensor, device="meta")).train()
 
 
 def weight_sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy whose parameters share the memory of the model's, in evaluation mode; whatever else its forward changes is its own."""
+    """A copy whose parameters share the memory of the model's, in evaluation mode; whatever else its forward changes
+    is its own.
+    """
     return _copy(model, torch.Tensor.detach).eval()
 
 

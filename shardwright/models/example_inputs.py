@@ -1,8 +1,9 @@
 """Batches for models of any modality, from what their config and the arguments of their forward say.
 
-`example_batches` gives inputs without labels, plain ones first: enough to learn which module feeds which. `training_batches` gives
-the fullest first, with labels for the model's head where it takes some: enough to compare losses and gradients. Neither knows models by
-name, so a batch is a guess, and the caller goes on to the next one when the model does not run on it.
+`example_batches` gives inputs without labels, plain ones first: enough to learn which module feeds which.
+`training_batches` gives the fullest first, with labels for the model's head where it takes some: enough to compare
+losses and gradients. Neither knows models by name, so a batch is a guess, and the caller goes on to the next one when
+the model does not run on it.
 
 Sizes: B samples, S tokens, C channels, H x W pixels, F frames.
 """
@@ -28,7 +29,9 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 
 def example_batches(model: nn.Module) -> Iterator[Batch]:
-    """Batches without labels that a transformers model may accept, likely ones first; text alone before text with images."""
+    """Batches without labels that a transformers model may accept, likely ones first; text alone before text with
+    images.
+    """
     maker = _Maker(model)
     if maker.main == "pixel_values" and "input_ids" not in maker.arguments:
         yield maker.placed(maker.images(zeros=True))
@@ -37,7 +40,10 @@ def example_batches(model: nn.Module) -> Iterator[Batch]:
     elif maker.main != "pixel_values":
         for shape in ((SAMPLES, _PLAIN_LENGTH), (1, _PLAIN_LENGTH), (SAMPLES, CHOICES, _PLAIN_LENGTH)):
             yield maker.placed(
-                {"input_ids": _counting_ids(*shape), **{key: value[: shape[0]] for key, value in maker.decoder_ids().items()}}
+                {
+                    "input_ids": _counting_ids(*shape),
+                    **{key: value[: shape[0]] for key, value in maker.decoder_ids().items()},
+                }
             )
     for inputs in maker.full():
         yield maker.placed(inputs)
@@ -63,14 +69,17 @@ def loss_of(outputs: Any) -> torch.Tensor:
         return _weighted_mean(outputs)
     if not isinstance(outputs, Mapping):
         outputs = dict(enumerate(outputs))
-    losses = [outputs[name] for name in ("loss", "mc_loss") if outputs.get(name) is not None]  # GPT-2's double heads report two
+    # GPT-2's double heads report two
+    losses = [outputs[name] for name in ("loss", "mc_loss") if outputs.get(name) is not None]
     if losses:
         return torch.stack(losses).sum()
     found: list[torch.Tensor] = []
     map_tensors(found.append, [value for key, value in outputs.items() if key != "past_key_values"])
     tensors = {id(tensor): tensor for tensor in found if tensor.is_floating_point()}
     if not tensors:
-        raise ValueError(f"outputs of {type(outputs).__name__} hold neither a loss nor a floating point tensor, only {list(outputs)}")
+        raise ValueError(
+            f"outputs of {type(outputs).__name__} hold neither a loss nor a floating point tensor, only {list(outputs)}"
+        )
     return torch.stack([_weighted_mean(tensor) for tensor in tensors.values()]).sum()
 
 
@@ -103,7 +112,9 @@ class _Maker:
         self.head = getattr(type(model), "native_class", type(model)).__name__
         param = next(model.parameters())
         self.device = param.device
-        self.dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+        self.dtype = next(
+            (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
+        )
         self.text = _text_config(self.config)
         self.vision = _part(self.config, "vision_config")
         self.audio = _part(self.config, "audio_config")
@@ -137,10 +148,18 @@ class _Maker:
             yield heard
             yield {**heard, **self.decoder_ids()}
         if takes_text:
-            for made in (self.words(), self.words(ragged=False), self.choices(), {"input_ids": self.words(ragged=False)["input_ids"][:1]}):
+            for made in (
+                self.words(),
+                self.words(ragged=False),
+                self.choices(),
+                {"input_ids": self.words(ragged=False)["input_ids"][:1]},
+            ):
                 yield made
                 if "decoder_input_ids" in self.arguments:
-                    yield {**made, **{key: value[: len(made["input_ids"])] for key, value in self.decoder_ids().items()}}
+                    yield {
+                        **made,
+                        **{key: value[: len(made["input_ids"])] for key, value in self.decoder_ids().items()},
+                    }
 
     # --- parts ---
 
@@ -184,14 +203,29 @@ class _Maker:
 
     def sound(self, zeros: bool = False) -> Batch:
         """Spectra: [B, mels, F] for encoders that halve a fixed number of frames, else [B, F, mels]."""
-        bins = next((size for name in ("num_mel_bins", "input_feat_per_channel", "feature_size") if (size := _size(self.audio, name))), 80)
+        bins = next(
+            (
+                size
+                for name in ("num_mel_bins", "input_feat_per_channel", "feature_size")
+                if (size := _size(self.audio, name))
+            ),
+            80,
+        )
         positions = _size(self.audio, "max_source_positions")
         make = torch.zeros if zeros else self._noise
         if "input_features" in self.arguments:
             halves = positions is not None and _size(self.audio, "input_feat_per_channel") is None
-            return {"input_features": make(SAMPLES, bins, 2 * positions) if halves and positions else make(SAMPLES, 32, bins)}
+            return {
+                "input_features": make(SAMPLES, bins, 2 * positions)
+                if halves and positions
+                else make(SAMPLES, 32, bins)
+            }
         frames = _size(self.audio, "max_length")
-        return {"input_values": make(SAMPLES, frames, bins)} if frames is not None and _size(self.audio, "num_mel_bins") else {}
+        return (
+            {"input_values": make(SAMPLES, frames, bins)}
+            if frames is not None and _size(self.audio, "num_mel_bins")
+            else {}
+        )
 
     def waveform(self) -> Batch:
         """[B, samples]"""
@@ -220,14 +254,20 @@ class _Maker:
         if text is not None and "next_sentence_label" in self.arguments and per_token:
             yield {**per_token, "next_sentence_label": torch.tensor([0, 1])}
         if "TokenClassification" in self.head and text is not None:
-            yield {"labels": (torch.arange(text.numel()).view(text.shape) % classes).masked_fill(per_token["labels"] == _IGNORE, _IGNORE)}
+            yield {
+                "labels": (torch.arange(text.numel()).view(text.shape) % classes).masked_fill(
+                    per_token["labels"] == _IGNORE, _IGNORE
+                )
+            }
         if "NextSentence" in self.head or "MultipleChoice" in self.head:
             yield {"labels": per_sample % CHOICES}
         if "Classification" in self.head:
             yield {"labels": per_sample}
             if classes == 1:
                 yield {"labels": per_sample.float()}
-        if getattr(self.config, "is_encoder_decoder", False) or ("input_features" in inputs and "Classification" not in self.head):
+        if getattr(self.config, "is_encoder_decoder", False) or (
+            "input_features" in inputs and "Classification" not in self.head
+        ):
             yield {"labels": targets}
         if per_token:
             yield per_token
@@ -261,7 +301,9 @@ class _Maker:
         if all(getattr(self.config, name, None) is None for name in _PLACEHOLDERS):
             return 0
         queries = (
-            _size(self.config, "num_query_tokens") or _size(self.config, "image_seq_length") or _size(self.config, "mm_tokens_per_image")
+            _size(self.config, "num_query_tokens")
+            or _size(self.config, "image_seq_length")
+            or _size(self.config, "mm_tokens_per_image")
         )
         height, width = _image_size(self.vision)
         patch = _pair(getattr(self.vision, "patch_size", 16) or 16)

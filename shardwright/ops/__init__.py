@@ -1,6 +1,7 @@
 """Autograd functions on local tensors.
 
-collective     copy, reduce, gather, split, reduce_scatter, all_to_all over a group, each with the backward that its use needs
+collective     copy, reduce, gather, split, reduce_scatter, all_to_all over a group, each with the backward that its use
+               needs
 linear         column, row and plain linears; one all-reduce for inputs that several of them share
 postponed      products with parameters in the middle of a module's own forward, whose weight gradient can wait
 weight_grad    `WeightGradStore`: weight gradients that wait for a schedule's W action

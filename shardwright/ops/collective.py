@@ -1,13 +1,14 @@
 """Collectives over one group as autograd functions on local tensors.
 
-Every function is named by what it does to the data in forward; its backward is the adjoint for the situation named in its
-docstring. `x` is this rank's tensor, n the size of `group`, k this rank's coordinate in it. A group of one costs nothing: the
-input comes back as it is.
+Every function is named by what it does to the data in forward; its backward is the adjoint for the situation named in
+its docstring. `x` is this rank's tensor, n the size of `group`, k this rank's coordinate in it. A group of one costs
+nothing: the input comes back as it is.
 
-No function writes to its input or to the gradient it is given: autograd may have saved the first and may share the second with other
-branches of the graph. In-place collectives act on tensors that the function itself has just made, so activation checkpointing
-can recompute them; torch's selective checkpointing must never *save* the output of a collective (`c10d` ops mutate their argument, and a
-saved result would not be mutated again when the region is recomputed). The regions of `ops.keeping` keep the results of forwards.
+No function writes to its input or to the gradient it is given: autograd may have saved the first and may share the
+second with other branches of the graph. In-place collectives act on tensors that the function itself has just made, so
+activation checkpointing can recompute them; torch's selective checkpointing must never *save* the output of a
+collective (`c10d` ops mutate their argument, and a saved result would not be mutated again when the region is
+recomputed). The regions of `ops.keeping` keep the results of forwards.
 
 Sizes: `sizes` lists the length of every rank's part along `dim`, in the order of the ranks. Without it, parts are as
 `torch.tensor_split` deals them when a whole tensor is split, and equal to this rank's own when parts are gathered.
@@ -22,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm import compat, turns
-from shardwright.comm.collectives import all_gather, even_sizes, reduce_scatter
-
+from ..comm import compat, turns
+from ..comm.collectives import all_gather, even_sizes, reduce_scatter
 from .keeping import keep_result
 
 Sizes = Sequence[int]
@@ -124,7 +124,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType 
     return total
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes) -> Tensor:
+def all_to_all(
+    x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes
+) -> Tensor:
     """See `all_to_all_in_group`; parts travel flattened, so any sizes do."""
     sent = [part.reshape(-1) for part in x.split(list(scatter_sizes), scatter_dim)]
     shapes = []
@@ -148,7 +150,10 @@ def _split_sizes(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes | N
     if sizes is None:
         return even_sizes(x.shape[dim], group.size())
     if len(sizes) != group.size() or sum(sizes) != x.shape[dim]:
-        raise ValueError(f"sizes={list(sizes)} must give one length for each of {group.size()} ranks and sum to {x.shape[dim]} (dim {dim})")
+        raise ValueError(
+            f"sizes={list(sizes)} must give one length for each of {group.size()} ranks and sum to "
+            f"{x.shape[dim]} (dim {dim})"
+        )
     return sizes
 
 
@@ -164,9 +169,9 @@ def _gather_sizes(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes | 
 
 
 # [Note: gradients of gradients]
-# Backward is made of the same functions: the adjoint of copying is reducing, that of gathering for replicated consumers is splitting, and
-# so on. With `create_graph=True`, which is when gradients are recorded in backward, it calls these, so that derivatives of any order are
-# right; else it computes the same without autograd.
+# Backward is made of the same functions: the adjoint of copying is reducing, that of gathering for replicated consumers
+# is splitting, and so on. With `create_graph=True`, which is when gradients are recorded in backward, it calls these,
+# so that derivatives of any order are right; else it computes the same without autograd.
 
 
 class _Copy(torch.autograd.Function):
@@ -253,10 +258,18 @@ class _ReduceScatter(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        scatter_dim: int,
+        gather_dim: int,
+        scatter_sizes: Sizes,
+        gather_sizes: Sizes,
     ) -> Tensor:
         ctx.group, ctx.dims, ctx.sizes = group, (scatter_dim, gather_dim), (scatter_sizes, gather_sizes)
-        return cast(Tensor, keep_result(lambda: all_to_all(x, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes)))
+        return cast(
+            Tensor, keep_result(lambda: all_to_all(x, group, scatter_dim, gather_dim, scatter_sizes, gather_sizes))
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

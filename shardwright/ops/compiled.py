@@ -1,7 +1,8 @@
 """Collectives of tensor-parallel layers as operators that torch.compile keeps in one graph.
 
-What eager code does around them (attributes on tensors, weak references, nodes of autograd that wait for one another) ends a graph each
-time. In a graph there is none of it: an operator of a tensor and the name of a group, with its gradient.
+What eager code does around them (attributes on tensors, weak references, nodes of autograd that wait for one another)
+ends a graph each time. In a graph there is none of it: an operator of a tensor and the name of a group, with its
+gradient.
 
     copy_in     forward  y = x                          backward  dx = sum over ranks of dy
     sum_out     forward  y = sum over ranks of x        backward  dx = dy

@@ -1,6 +1,7 @@
 """Cross entropy on logits whose vocabulary is split over the ranks of a group; the full logits never exist.
 
-Shapes: logits [N, V_local], the columns of `VocabShard` (real ids first, then padding); target [N], the same on every rank.
+Shapes: logits [N, V_local], the columns of `VocabShard` (real ids first, then padding); target [N], the same on every
+rank.
 
     Z = sum_j exp(x_j)    over all ranks' real columns        lse = log Z
     nll    = lse - x_target
@@ -9,8 +10,8 @@ Shapes: logits [N, V_local], the columns of `VocabShard` (real ids first, then p
 
     dx_j   = dloss ((1 + 2 z lse) exp(x_j - lse) - (1 - eps) [j = target] - eps / V)
 
-Forward takes two collectives of [N] and [3, N] numbers, backward takes none. Half precision is computed in fp32, fp64 stays fp64. What is
-saved for backward are the logits as they came and lse [N], not a copy in fp32.
+Forward takes two collectives of [N] and [3, N] numbers, backward takes none. Half precision is computed in fp32, fp64
+stays fp64. What is saved for backward are the logits as they came and lse [N], not a copy in fp32.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm import turns
-
+from ..comm import turns
 from .collective import reduce_from_group
 from .vocab_reads import logsumexp
 from .vocab_shard import VocabShard
@@ -40,15 +40,17 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy(full_logits, target, ...)` plus `z_loss * lse^2` per token, from this rank's columns of the logits.
+    """`F.cross_entropy(full_logits, target, ...)` plus `z_loss * lse^2` per token, from this rank's columns of the
+    logits.
 
     logits [N, V_local], target [N] -> [] or, with reduction "none", [N]; at least fp32.
     "mean" divides by the number of targets that are not ignored; without any it is nan, as in torch.
     """
     if logits.ndim != 2 or target.shape != logits.shape[:1] or logits.shape[1] != shard.local:
         raise ValueError(
-            f"vocab_cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} must be [N, {shard.local}] and [N]; "
-            "flatten leading dims first, class probabilities as target need gathered logits (gather_output=True)"
+            f"vocab_cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} must be [N, "
+            f"{shard.local}] and [N]; flatten leading dims first, class probabilities as target need gathered logits "
+            "(gather_output=True)"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"vocab_cross_entropy: reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -65,7 +67,13 @@ def vocab_cross_entropy(
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, ignore_index: int, label_smoothing: float, z_loss: float
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        shard: VocabShard,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
     ) -> Tensor:
         ignored = target == ignore_index
         foreign = (target < shard.start) | (target >= shard.start + shard.length) | ignored
@@ -113,20 +121,30 @@ class _VocabCrossEntropy(torch.autograd.Function):
         if label_smoothing:
             real -= (dlosses * (label_smoothing / shard.size)).unsqueeze(1)
         dx[:, shard.length :] = 0
-        dx.scatter_add_(1, local_target.unsqueeze(1), (dlosses * (label_smoothing - 1)).masked_fill(foreign, 0).unsqueeze(1))
+        dx.scatter_add_(
+            1, local_target.unsqueeze(1), (dlosses * (label_smoothing - 1)).masked_fill(foreign, 0).unsqueeze(1)
+        )
         dx.masked_fill_(ignored.unsqueeze(1), 0)  # not 0 * inf
         return dx.to(logits.dtype), None, None, None, None, None
 
 
 def _written_out(
-    logits: Tensor, local_target: Tensor, foreign: Tensor, ignored: Tensor, shard: VocabShard, label_smoothing: float, z_loss: float
+    logits: Tensor,
+    local_target: Tensor,
+    foreign: Tensor,
+    ignored: Tensor,
+    shard: VocabShard,
+    label_smoothing: float,
+    z_loss: float,
 ) -> Tensor:
     """The losses, of operations that autograd knows."""
     real = _promoted(logits[:, : shard.length])
     x_target = _promoted(logits.gather(1, local_target.unsqueeze(1)).squeeze(1)).masked_fill(foreign, 0)
     x_target, x_sum = reduce_from_group(torch.stack([x_target, real.sum(1)]), shard.group)
     lse = logsumexp(_promoted(logits), shard, 1)
-    losses = (1 - label_smoothing) * (lse - x_target) + label_smoothing * (lse - x_sum / shard.size) + z_loss * lse.square()
+    losses = (
+        (1 - label_smoothing) * (lse - x_target) + label_smoothing * (lse - x_sum / shard.size) + z_loss * lse.square()
+    )
     return losses.masked_fill(ignored, 0)
 
 

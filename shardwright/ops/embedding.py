@@ -9,7 +9,9 @@ from .collective import reduce_from_group
 from .vocab_shard import VocabShard
 
 
-def vocab_embedding(ids: Tensor, weight: Tensor, shard: VocabShard, padding_idx: int | None = None, *, reduce: bool = True) -> Tensor:
+def vocab_embedding(
+    ids: Tensor, weight: Tensor, shard: VocabShard, padding_idx: int | None = None, *, reduce: bool = True
+) -> Tensor:
     """Look up replicated ids; every rank contributes the rows that it holds.
 
     ids [...], weight [V_local, H] -> [..., H]
@@ -17,14 +19,15 @@ def vocab_embedding(ids: Tensor, weight: Tensor, shard: VocabShard, padding_idx:
     forward   y = sum over ranks of (weight[id - start] where this rank holds the id, else 0)
     wgrad     dweight[id - start] += dy where this rank holds the id; nothing for `padding_idx`, as in torch
 
-    `reduce=False` returns this rank's contribution, for callers that reduce-scatter it along the sequence. Ids outside the vocabulary
-    raise on all ranks alike.
+    `reduce=False` returns this rank's contribution, for callers that reduce-scatter it along the sequence. Ids outside
+    the vocabulary raise on all ranks alike.
     """
     if shard.group.size() == 1:
         return F.embedding(ids, weight, padding_idx)
     foreign = (ids < shard.start) | (ids >= shard.start + shard.length)
     invalid = (ids < 0) | (ids >= shard.size)
-    local_ids = (ids - shard.start).masked_fill(foreign, 0).masked_fill(invalid, weight.shape[0])  # the lookup refuses invalid ids
+    # the lookup refuses invalid ids
+    local_ids = (ids - shard.start).masked_fill(foreign, 0).masked_fill(invalid, weight.shape[0])
     local_padding = None
     if padding_idx is not None:
         padding_idx = padding_idx % shard.size  # torch allows negative ones

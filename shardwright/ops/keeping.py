@@ -1,42 +1,51 @@
-"""Regions that keep what is dear and recompute what is cheap: the outputs of products and of attention, and the results of collectives.
+"""Regions that keep what is dear and recompute what is cheap: the outputs of products and of attention, and the results
+of collectives.
 
-A region is a call under `torch.utils.checkpoint` whose forward and recomputation run under a pair of dispatch modes, below autograd:
+A region is a call under `torch.utils.checkpoint` whose forward and recomputation run under a pair of dispatch modes,
+below autograd:
 
     region = Region(selection)
     checkpoint(layer, x, use_reentrant=False, context_fn=region.contexts)
 
-In the forward the outputs of chosen operators are kept. In the recomputation these operators do not run: they return what was kept,
-autograd records them with their recomputed inputs, and so backward has all that it would have without a checkpoint.
+In the forward the outputs of chosen operators are kept. In the recomputation these operators do not run: they return
+what was kept, autograd records them with their recomputed inputs, and so backward has all that it would have without a
+checkpoint.
 
 [Note: what is kept]
-What counts is how many operations the recomputation of a byte takes. An output element of a product costs two for every element of
-the contraction, those of elementwise operators, norms, softmax, rotary embeddings and dropout about one, and all of them have to be
-written to memory, which on a GPU takes as long as some hundred operations. So kept are the outputs of
+What counts is how many operations the recomputation of a byte takes. An output element of a product costs two for every
+element of the contraction, those of elementwise operators, norms, softmax, rotary embeddings and dropout about one, and
+all of them have to be written to memory, which on a GPU takes as long as some hundred operations. So kept are the
+outputs of
 
-    products      linears, batched and grouped products, convolutions, if an output has no more than MOST_PER_OPERAND elements for every
-                  element of its two operands: one that has more comes from a short contraction, as the scores of eager attention over
-                  long sequences do (head size), and the second product of LoRA (rank)
+    products      linears, batched and grouped products, convolutions, if an output has no more than MOST_PER_OPERAND
+                  elements for every element of its two operands: one that has more comes from a short contraction, as
+                  the scores of eager attention over long sequences do (head size), and the second product of LoRA
+                  (rank)
     attention     fused kernels, whatever their library
 
-and everything else is recomputed. A user's own choice is a function of the operator's name, or a list of names ("aten.mm").
+and everything else is recomputed. A user's own choice is a function of the operator's name, or a list of names
+("aten.mm").
 
 [Note: what is needed]
-Of the outputs of chosen operators only those are kept that autograd saves, or that an operator reads which is recomputed before the last
-tensor that autograd saves, where a recomputation ends. The last product of a block, which is added to the residual stream, is neither.
-In the recomputation memory without values stands for it. What no operator reads in the region may be read by something that is none, a
-kernel of somebody's own or `Tensor.numpy`, or be looked at later where a module has kept it: if the recomputation gets there, it is kept.
+Of the outputs of chosen operators only those are kept that autograd saves, or that an operator reads which is
+recomputed before the last tensor that autograd saves, where a recomputation ends. The last product of a block, which is
+added to the residual stream, is neither. In the recomputation memory without values stands for it. What no operator
+reads in the region may be read by something that is none, a kernel of somebody's own or `Tensor.numpy`, or be looked at
+later where a module has kept it: if the recomputation gets there, it is kept.
 
 [Note: in-place]
-A kept output is the same memory that the forward goes on with. Where an operator writes to it, it is copied before. A collective in
-place (`keep_result(..., into=)`) is the exception: what is kept then is its result, and the product returns that at once. What is edited
-after the region has returned is found by its version, and refused.
+A kept output is the same memory that the forward goes on with. Where an operator writes to it, it is copied before. A
+collective in place (`keep_result(..., into=)`) is the exception: what is kept then is its result, and the product
+returns that at once. What is edited after the region has returned is found by its version, and refused.
 
 [Note: collectives]
-`keep_result` runs a collective once: the recomputation takes its result. Collectives that do not come through it (in modules of a script's
-own) run again, in the same order on every rank. c10d operators do not say which arguments they write to, so all of theirs count.
+`keep_result` runs a collective once: the recomputation takes its result. Collectives that do not come through it (in
+modules of a script's own) run again, in the same order on every rank. c10d operators do not say which arguments they
+write to, so all of theirs count.
 
 [Note: random numbers]
-An operator that drew random numbers and does not run again must leave the generator as it did: its state is kept with the output.
+An operator that drew random numbers and does not run again must leave the generator as it did: its state is kept with
+the output.
 
 A second backward through a region (`retain_graph=True`) recomputes everything: what was kept has been given away.
 """
@@ -53,18 +62,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwright.comm.compat import alias, saved_tensors_hooks_in_use, schema_of
-from shardwright.utils.pytree import TorchDispatchMode
+from ..comm.compat import alias, saved_tensors_hooks_in_use, schema_of
+from ..utils.pytree import TorchDispatchMode
 
 MOST_PER_OPERAND = 8
 ATTENTION = "aten._scaled_dot_product_flash_attention"
 
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_addmm_activation", "_int_mm", "_scaled_mm", "mkldnn_linear"})
-_WITHOUT_DATA = frozenset({"_unsafe_view", "_reshape_alias"})  # return the memory that they are given, but do not say so
+_PRODUCTS = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_addmm_activation", "_int_mm", "_scaled_mm", "mkldnn_linear"}
+)
+# return the memory that they are given, but do not say so
+_WITHOUT_DATA = frozenset({"_unsafe_view", "_reshape_alias"})
 
 EDITED = (
-    "an output of {name} that a selectively recomputed layer keeps was edited in place after the layer had returned, so that the backward "
-    "pass would compute with other values; edit a copy of what the layer returns, or recompute the whole layer (num_ckpt_layers_per_stage=)"
+    "an output of {name} that a selectively recomputed layer keeps was edited in place after the layer had returned, "
+    "so that the backward pass would compute with other values; edit a copy of what the layer returns, or recompute "
+    "the whole layer (num_ckpt_layers_per_stage=)"
 )
 
 
@@ -74,9 +87,11 @@ class _Facts(NamedTuple):
     name      namespace and name
     chosen    its outputs are candidates
     reads     it computes with the values of its arguments
-    hides     it returns the memory of its argument, but as a tensor that knows nothing of the argument's edits, nor it of theirs
+    hides     it returns the memory of its argument, but as a tensor that knows nothing of the argument's edits, nor it
+              of theirs
     written   positions and names of the arguments that it writes to; None: all of them
-    dropout   position and name of the argument that says whether it draws random numbers; (-1, ""): it always does; None: it never does
+    dropout   position and name of the argument that says whether it draws random numbers; (-1, ""): it always does;
+              None: it never does
     """
 
     name: str
@@ -88,7 +103,9 @@ class _Facts(NamedTuple):
 
 
 class Selection:
-    """Which operators' outputs are kept: by cost, or those whose names `chosen` accepts. Views and what writes in place never are."""
+    """Which operators' outputs are kept: by cost, or those whose names `chosen` accepts. Views and what writes in
+    place never are.
+    """
 
     def __init__(self, chosen: Callable[[str], bool] | Collection[str] | None = None) -> None:
         self._by_cost = chosen is None
@@ -119,7 +136,9 @@ class Selection:
         namespace, _, short = schema.name.partition("::")
         name = f"{namespace}.{short}"
         returns = [value.alias_info for value in schema.returns]
-        is_view = short in _WITHOUT_DATA or (bool(returns) and all(info is not None and not info.is_write for info in returns))
+        is_view = short in _WITHOUT_DATA or (
+            bool(returns) and all(info is not None and not info.is_write for info in returns)
+        )
         written = tuple(
             (place, argument.name)
             for place, argument in enumerate(schema.arguments)
@@ -140,7 +159,9 @@ def is_dear(name: str) -> bool:
     if "backward" in name or "bwd" in name:
         return False
     short = name.rpartition(".")[2]
-    return short in _PRODUCTS or "grouped_mm" in short or "convolution" in short or "attention" in name or "attn" in name
+    return (
+        short in _PRODUCTS or "grouped_mm" in short or "convolution" in short or "attention" in name or "attn" in name
+    )
 
 
 class _Value:
@@ -180,7 +201,9 @@ class _Value:
 
 @dataclass(slots=True)
 class _Output:
-    """What one chosen operator or collective returned; `values` stand in `structure` for its tensors, None: it was not kept."""
+    """What one chosen operator or collective returned; `values` stand in `structure` for its tensors, None: it was
+    not kept.
+    """
 
     name: str
     structure: Any = None
@@ -282,8 +305,9 @@ class Region:
         if self._next >= len(self._outputs) or self._outputs[self._next].name != name:
             there = self._outputs[self._next].name if self._next < len(self._outputs) else "nothing"
             raise ValueError(
-                f"a selectively recomputed layer called {name} where its forward had called {there}: it computes something else "
-                "when it runs again; let it depend on nothing but its inputs, or leave it out of the recomputation"
+                f"a selectively recomputed layer called {name} where its forward had called {there}: it computes "
+                "something else when it runs again; let it depend on nothing but its inputs, or leave it out of the "
+                "recomputation"
             )
         output = self._outputs[self._next]
         self._outputs[self._next] = _Output(name)  # given away

@@ -10,23 +10,25 @@ Shapes, with T tokens in any number of leading dims, n the size of the group:
 
 [Note: one all-reduce for linears that share an input]
 
-dx of a column linear is a partial sum, to be all-reduced. q, k and v read the same x; gate and up do. Reducing each dx would send three
-times what one reduction of the sum sends, so all column linears called on the *same tensor object* take it through one shared node:
+dx of a column linear is a partial sum, to be all-reduced. q, k and v read the same x; gate and up do. Reducing each dx
+would send three times what one reduction of the sum sends, so all column linears called on the *same tensor object*
+take it through one shared node:
 
     (x1, w1) = Open(x, W_first)
     y_first  = linear(x1, w1)           the first caller
     y_other  = linear(x1, W_other)      every later caller
 
-Autograd itself counts the users of x1: the backward of Open runs when dx of all of them has been summed, however many they are and
-whichever of them the loss depends on. It starts the all-reduce of the sum. The first caller's backward has left (x, dy) for it instead of
-computing dW, so Open computes that dW = dy^T x while the collective is in flight, waits, and returns both. Everything reaches autograd as
-ordinary gradients: accumulation hooks fire, `torch.autograd.grad` works, nothing depends on the engine's order of execution. x knows
-x1 by a weak reference that the first caller's node keeps alive, so nothing outlives the graph, and x1 is not used again once x was
-modified in place.
+Autograd itself counts the users of x1: the backward of Open runs when dx of all of them has been summed, however many
+they are and whichever of them the loss depends on. It starts the all-reduce of the sum. The first caller's backward has
+left (x, dy) for it instead of computing dW, so Open computes that dW = dy^T x while the collective is in flight, waits,
+and returns both. Everything reaches autograd as ordinary gradients: accumulation hooks fire, `torch.autograd.grad`
+works, nothing depends on the engine's order of execution. x knows x1 by a weak reference that the first caller's node
+keeps alive, so nothing outlives the graph, and x1 is not used again once x was modified in place.
 
-Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes projections that a
-cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not depend on one of them; a
-copy-to-group at the boundary of the module (`ops.collective.copy_to_group`, right where the consumers are not linears) cannot overlap.
+Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes
+projections that a cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not
+depend on one of them; a copy-to-group at the boundary of the module (`ops.collective.copy_to_group`, right where the
+consumers are not linears) cannot overlap.
 """
 
 from __future__ import annotations
@@ -39,9 +41,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.comm import turns
-from shardwright.comm.compat import outputs_are_recorded
-
+from ..comm import turns
+from ..comm.compat import outputs_are_recorded
 from .collective import copy_to_group, reduce_from_group, reduce_scatter_to_group
 from .keeping import keep_result, num_active
 from .weight_grad import active_store, add_product, deferral_possible, store_for
@@ -49,7 +50,9 @@ from .weight_grad import active_store, add_product, deferral_possible, store_for
 _SHARED = "_shardwright_shared_input"
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *, transposed: bool = False) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *, transposed: bool = False
+) -> Tensor:
     """Column-parallel linear on a replicated x; the output is this rank's columns.
 
     forward   y = x W^T + b
@@ -86,8 +89,8 @@ def row_linear(
     dgrad     dx = dy W
     wgrad     dW = dy^T x, db = sum over tokens of dy
 
-    With `scatter_dim` the sum is reduce-scattered along that dim instead (sequence parallelism): y and dy hold this rank's part of the
-    tokens, dy is gathered in backward, and db is partial over the group.
+    With `scatter_dim` the sum is reduce-scattered along that dim instead (sequence parallelism): y and dy hold this
+    rank's part of the tokens, dy is gathered in backward, and db is partial over the group.
     """
     if group.size() == 1:
         return linear(x, weight, bias, transposed=transposed)
@@ -133,11 +136,13 @@ def _shared_input(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
     return shared.opened() if shared is not None and shared.version == x._version else None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None = None) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None = None
+) -> Tensor:
     """`weight` is what autograd differentiates, `param` the module's own parameter, which may be the same object.
 
-    All column linears on a shared input come through here, with or without a link: when a checkpointed region is recomputed, x may
-    have been shared by then, and what is saved for backward must not depend on who comes first.
+    All column linears on a shared input come through here, with or without a link: when a checkpointed region is
+    recomputed, x may have been shared by then, and what is saved for backward must not depend on who comes first.
     """
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -158,7 +163,13 @@ def _weight_grad(x: Tensor, dy: Tensor, transposed: bool) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, params: tuple[Tensor, Tensor | None], transposed: bool, link: _Link | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        params: tuple[Tensor, Tensor | None],
+        transposed: bool,
+        link: _Link | None,
     ) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
@@ -181,7 +192,9 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():  # gradients of gradients: nothing is postponed or left for others
                 dw = _weight_grad(flat_x, flat_dy, transposed)
             elif (store := store_for(param)) is not None:
-                store.put(param, lambda into: add_product(*_factors(flat_x, flat_dy, transposed), into), (flat_x, flat_dy))
+                store.put(
+                    param, lambda into: add_product(*_factors(flat_x, flat_dy, transposed), into), (flat_x, flat_dy)
+                )
             elif ctx.link is not None:
                 ctx.link.operands = (flat_x, flat_dy)
                 # Stands in for dW, which _Open computes.
@@ -203,7 +216,8 @@ class _Open(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, link: _Link, transposed: bool) -> tuple[Tensor, Tensor]:
         ctx.link, ctx.transposed = link, transposed
         ctx.set_materialize_grads(False)
-        x, weight = x.detach(), weight.detach()  # aliases, but not views: x may change in place when nothing else needs it
+        # aliases, but not views: x may change in place when nothing else needs it
+        x, weight = x.detach(), weight.detach()
         if not ctx.needs_input_grad[1]:
             ctx.mark_non_differentiable(weight)
         return x, weight
@@ -214,7 +228,8 @@ class _Open(torch.autograd.Function):
         if torch.is_grad_enabled():  # see [Note: gradients of gradients] in `ops.collective`
             return None if dx is None else reduce_from_group(dx, link.group), dw, None, None
         if dx is not None:
-            # Only linears use x1, and the gradients of linears are fresh matrices or fresh sums of them: reducing in place is safe.
+            # Only linears use x1, and the gradients of linears are fresh matrices or fresh sums of them: reducing in
+            # place is safe.
             dx = dx.contiguous()
             reduction = dist.all_reduce(dx, group=link.group, async_op=True)
         if dw is not None and link.operands is not None:

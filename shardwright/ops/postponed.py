@@ -1,8 +1,8 @@
 """Products with parameters, and lookups in them, whose weight gradient a `WeightGradStore` can postpone.
 
-`ops.linear` serves modules that are linears. Everything else multiplies in the middle of its own forward: routers and heads with
-`F.linear`, experts with `F.linear` on a slice of a stacked parameter, with `torch.bmm` on rows of it, or with a grouped product. So its
-forward runs under `PostponeWeightGrads`, which answers those calls:
+`ops.linear` serves modules that are linears. Everything else multiplies in the middle of its own forward: routers and
+heads with `F.linear`, experts with `F.linear` on a slice of a stacked parameter, with `torch.bmm` on rows of it, or
+with a grouped product. So its forward runs under `PostponeWeightGrads`, which answers those calls:
 
     linear    x [..., I]      W [O, I]        y = x W^T (+ b)
     matmul    x [..., I]      W [I, O]        y = x W
@@ -10,8 +10,9 @@ forward runs under `PostponeWeightGrads`, which answers those calls:
     grouped   x [T, I]        W [E, I, O]     y_t = x_t W_e for the rows t of group e
     lookup    ids [...]       W [V, H]        y = W[ids]
 
-W is a parameter, a view of one (a slice, a transpose), or rows of one that an index picked; any other tensor, and every call with
-arguments that are not known here, is torch's business. dW of a view or of rows is added to the elements that they are.
+W is a parameter, a view of one (a slice, a transpose), or rows of one that an index picked; any other tensor, and every
+call with arguments that are not known here, is torch's business. dW of a view or of rows is added to the elements that
+they are.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ class PostponeWeightGrads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows: dict[int, tuple[Tensor, int, Use]] = {}  # by id: what indexing made (kept, so that the id stays its own), its version
+        # by id: what indexing made (kept, so that the id stays its own), its version
+        self._rows: dict[int, tuple[Tensor, int, Use]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -220,7 +222,12 @@ class PostponeWeightGrads(TorchFunctionMode):
 
 def _view_of_parameter(view: Tensor) -> Use | None:
     param = view._base
-    if not isinstance(param, Parameter) or not param.requires_grad or not param.is_contiguous() or view.dtype != param.dtype:
+    if (
+        not isinstance(param, Parameter)
+        or not param.requires_grad
+        or not param.is_contiguous()
+        or view.dtype != param.dtype
+    ):
         return None
     dims = sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True) if size != 1)
     reach = 1
@@ -228,7 +235,9 @@ def _view_of_parameter(view: Tensor) -> Use | None:
         if stride < reach:  # elements that overlap, as in an expanded view
             return None
         reach = stride * size
-    return Use(param, Strided(tuple(view.shape), view.stride(), int(view.storage_offset()) - int(param.storage_offset())))
+    return Use(
+        param, Strided(tuple(view.shape), view.stride(), int(view.storage_offset()) - int(param.storage_offset()))
+    )
 
 
 # The arguments have torch's names; an answer declines (NotImplemented) what it does not know.
@@ -247,7 +256,12 @@ def _answer_linear(mode: PostponeWeightGrads, input: Any = None, weight: Any = N
 def _answer_matmul(mode: PostponeWeightGrads, input: Any = None, other: Any = None, **unknown: Any) -> Any:
     if unknown:
         return NotImplemented
-    if isinstance(input, Tensor) and isinstance(other, Tensor) and input.dim() == other.dim() == 3 and input.shape[0] == other.shape[0]:
+    if (
+        isinstance(input, Tensor)
+        and isinstance(other, Tensor)
+        and input.dim() == other.dim() == 3
+        and input.shape[0] == other.shape[0]
+    ):
         return _answer_bmm(mode, input, other)
     use = mode.use_of(other)
     if use is None or other.dim() != 2 or not isinstance(input, Tensor) or input.dim() < 2:
@@ -265,9 +279,17 @@ def _answer_bmm(mode: PostponeWeightGrads, input: Any = None, mat2: Any = None, 
     return NotImplemented
 
 
-def _answer_grouped(mode: PostponeWeightGrads, mat_a: Any = None, mat_b: Any = None, *, offs: Any = None, **others: Any) -> Any:
+def _answer_grouped(
+    mode: PostponeWeightGrads, mat_a: Any = None, mat_b: Any = None, *, offs: Any = None, **others: Any
+) -> Any:
     use = mode.use_of(mat_b)
-    if use is None or offs is None or mat_a.dim() != 2 or mat_b.dim() != 3 or any(other is not None for other in others.values()):
+    if (
+        use is None
+        or offs is None
+        or mat_a.dim() != 2
+        or mat_b.dim() != 3
+        or any(other is not None for other in others.values())
+    ):
         return NotImplemented
     return _Product.apply(mat_a, mat_b, use, _Grouped(offs))
 
@@ -291,7 +313,12 @@ def _answer_embedding(
 
 def _answer_getitem(mode: PostponeWeightGrads, whole: Any, index: Any) -> Any:
     use = mode.use_of(whole)
-    if use is None or use.part is not None or not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+    if (
+        use is None
+        or use.part is not None
+        or not isinstance(index, Tensor)
+        or index.dtype not in (torch.int64, torch.int32)
+    ):
         return NotImplemented
     rows = whole[index]
     mode.note_rows(rows, Use(use.param, Rows(index)))

@@ -1,11 +1,12 @@
 """Sum the gradients of what several ranks hold: replicated parameters with partial gradients, rows that ranks share.
 
     replicated, applied to sharded activations      the gradient of each rank is a part of the sum (`ParamSpec.partial`)
-    rows held by several ranks (key/value heads)    the gradient of each holder is a part of the sum (`ParamSpec.shared_runs`)
+    rows held by several ranks (key/value heads)    the gradient of each holder is a part of the sum
+    (`ParamSpec.shared_runs`)
 
-`sync_shared_gradients` sums all of them after backward, by one all-reduce of one flat buffer per dtype; plugins call it once per step.
-`sum_in_backward` sums each as backward computes it, so that a plain training loop needs no call. Where a rank does not hold a run, its part
-of the buffer is zero.
+`sync_shared_gradients` sums all of them after backward, by one all-reduce of one flat buffer per dtype; plugins call it
+once per step. `sum_in_backward` sums each as backward computes it, so that a plain training loop needs no call. Where a
+rank does not hold a run, its part of the buffer is zero.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.ops.collective import reduce_from_group
-from shardwright.spec import get_spec
+from ..spec import get_spec
+from .collective import reduce_from_group
 
 _SUMMED = "_shardwright_summed_in_backward"
 
@@ -27,12 +28,13 @@ _SUMMED = "_shardwright_summed_in_backward"
 def sync_shared_gradients(params: Iterable[Tensor], group: dist.ProcessGroup, axis: str = "tp") -> None:
     """After backward, make the gradients of shared parameters and rows those of the whole model.
 
-    params  parameters of this rank, in the same order on all ranks of `group`. A gradient that is missing counts as zero and is
-            created when another rank has one; where no rank has one, none is made
+    params  parameters of this rank, in the same order on all ranks of `group`. A gradient that is missing counts as
+            zero and is created when another rank has one; where no rank has one, none is made
     group   the ranks along `axis`
 
-    Call it once per step, after the last microbatch: summing is linear, so accumulated gradients need one call. It must be the same
-    call on all ranks; without shared parameters it communicates nothing. Parameters of `sum_in_backward` are left alone.
+    Call it once per step, after the last microbatch: summing is linear, so accumulated gradients need one call. It must
+    be the same call on all ranks; without shared parameters it communicates nothing. Parameters of `sum_in_backward`
+    are left alone.
     """
     if group.size() == 1:
         return
@@ -48,9 +50,11 @@ def sync_shared_gradients(params: Iterable[Tensor], group: dist.ProcessGroup, ax
 
 
 def sum_in_backward(params: Iterable[Tensor], group: dist.ProcessGroup, axis: str = "tp") -> None:
-    """From now on, every backward makes the gradients of shared parameters and rows those of the whole model, before it adds them up.
+    """From now on, every backward makes the gradients of shared parameters and rows those of the whole model, before it
+    adds them up.
 
-    params  leaves; in backward all ranks of `group` must reach the same of them, in the same order, as they do when they run the same model
+    params  leaves; in backward all ranks of `group` must reach the same of them, in the same order, as they do when
+            they run the same model
     """
     if group.size() == 1:
         return
@@ -64,7 +68,9 @@ def sum_in_backward(params: Iterable[Tensor], group: dist.ProcessGroup, axis: st
 
 
 class _Summing(NamedTuple):
-    """The hook of one parameter: local gradient -> with what ranks share summed; differentiable like any collective here."""
+    """The hook of one parameter: local gradient -> with what ranks share summed; differentiable like any collective
+    here.
+    """
 
     runs: list[_Run]
     group: dist.ProcessGroup
@@ -74,7 +80,9 @@ class _Summing(NamedTuple):
             return reduce_from_group(grad, self.group)
         sizes = [torch.Size(run.shape).numel() for run in self.runs]
         parts = [
-            grad.new_zeros(size) if run.offset is None else grad.narrow(_dim(run), run.offset, run.shape[_dim(run)]).reshape(-1)
+            grad.new_zeros(size)
+            if run.offset is None
+            else grad.narrow(_dim(run), run.offset, run.shape[_dim(run)]).reshape(-1)
             for run, size in zip(self.runs, sizes, strict=True)
         ]
         summed = reduce_from_group(torch.cat(parts), self.group).split(sizes)

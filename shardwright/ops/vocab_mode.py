@@ -1,7 +1,8 @@
 """Bring the vocabulary-parallel loss to heads that compute `CrossEntropyLoss` inline.
 
-A sharded head returns logits [..., V_local]; the unchanged forward of the model then calls `logits.view(-1, config.vocab_size)` and
-`F.cross_entropy`. Inside `vocab_parallel_loss()` these two mean what their author meant:
+A sharded head returns logits [..., V_local]; the unchanged forward of the model then calls
+`logits.view(-1, config.vocab_size)` and `F.cross_entropy`. Inside `vocab_parallel_loss()` these two mean what their
+author meant:
 
     with vocab_parallel_loss():                 # around the forward of the model
         ...
@@ -9,13 +10,15 @@ A sharded head returns logits [..., V_local]; the unchanged forward of the model
         ...
         loss = F.cross_entropy(logits.float().view(-1, V), labels)
 
-Nothing is guessed from shapes. The head marks its output with the shard and the dim that holds the vocabulary; functions that move, slice
-or rescale logits hand the mark on, so a hidden size that happens to equal V_local is never mistaken for a vocabulary. A function that mixes
-the vocabulary (sort, kl_div, ...) would be wrong on a shard, and what a function that is not known here does to it cannot be told:
-both raise `SplitVocabularyError` instead. `whole_logits` gathers the columns for those who need all of them.
+Nothing is guessed from shapes. The head marks its output with the shard and the dim that holds the vocabulary;
+functions that move, slice or rescale logits hand the mark on, so a hidden size that happens to equal V_local is never
+mistaken for a vocabulary. A function that mixes the vocabulary (sort, kl_div, ...) would be wrong on a shard, and what
+a function that is not known here does to it cannot be told: both raise `SplitVocabularyError` instead. `whole_logits`
+gathers the columns for those who need all of them.
 
-In the hands of a script the logits are `ShardedLogits`, and what scripts commonly read off them (argmax, topk, log_softmax, gather, ...) is
-computed over the ranks (`ops.vocab_reads`). Inside the mode it is refused: there, those who follow a loss must see what it is made of.
+In the hands of a script the logits are `ShardedLogits`, and what scripts commonly read off them (argmax, topk,
+log_softmax, gather, ...) is computed over the ranks (`ops.vocab_reads`). Inside the mode it is refused: there, those
+who follow a loss must see what it is made of.
 
 The mode is entered when a tensor is marked, not before: the layers below the head run without its overhead.
 """
@@ -49,10 +52,11 @@ def _names(text: str) -> frozenset[str]:
 
 # Functions that keep every dim where it is. Scalars and unmarked tensors may take part.
 _ELEMENTWISE = _names(
-    """float half bfloat16 double to type type_as alias cpu cuda requires_grad_ add sub mul div neg tanh sigmoid clamp clip abs square sqrt
-    exp log pow relu true_divide add_ sub_ mul_ div_ tanh_ clamp_ masked_fill masked_fill_ where nan_to_num dropout softplus __add__
-    __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
-    zeros_like ones_like full_like empty_like isnan isinf isfinite eq ne gt ge lt le __eq__ __ne__ __gt__ __ge__ __lt__ __le__"""
+    """float half bfloat16 double to type type_as alias cpu cuda requires_grad_ add sub mul div neg tanh sigmoid clamp
+    clip abs square sqrt exp log pow relu true_divide add_ sub_ mul_ div_ tanh_ clamp_ masked_fill masked_fill_ where
+    nan_to_num dropout softplus __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__
+    __pow__ __iadd__ __isub__ __imul__ __itruediv__ zeros_like ones_like full_like empty_like isnan isinf isfinite eq ne
+    gt ge lt le __eq__ __ne__ __gt__ __ge__ __lt__ __le__"""
 )
 # Functions that deal rows: their `dim` (first of the arguments at this place) must not be the vocabulary.
 _DEAL_ROWS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1, "unbind": 1, "select": 1}
@@ -61,28 +65,31 @@ _JOIN_ROWS = _names("cat concat concatenate stack")
 _CREATORS = _names("""new_zeros new_ones new_empty new_full new_tensor""")
 # The host sees this rank's columns alone.
 _READ_BY_HOST = _names(
-    """tolist numpy __array__ __reduce_ex__ __dlpack__ item __bool__ __float__ __int__ __index__ equal allclose __contains__"""
+    """tolist numpy __array__ __reduce_ex__ __dlpack__ item __bool__ __float__ __int__ __index__ equal allclose
+    __contains__"""
 )
 # What has no tensor for a result and may be asked all the same: of this rank's columns (shape, numel) or of any tensor.
 _FACTS = _names(
-    """shape dtype device layout ndim size numel nelement dim ndimension stride storage_offset element_size itemsize nbytes data_ptr
-    untyped_storage _version type get_device requires_grad is_leaf grad_fn grad names output_nr retains_grad is_contiguous is_complex
-    is_floating_point is_signed is_inference is_pinned is_shared is_conj is_neg has_names is_coalesced is_same_size _is_view is_nested
-    is_sparse is_sparse_csr is_quantized is_cuda is_cpu is_meta is_xpu is_mps is_mkldnn is_vulkan is_ipu is_maia is_xla is_hpu is_mtia
-    backward register_hook retain_grad register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks
-    __len__ __repr__ __str__ __format__ __hash__ __dir__ __dlpack_device__ record_stream result_type can_cast"""
+    """shape dtype device layout ndim size numel nelement dim ndimension stride storage_offset element_size itemsize
+    nbytes data_ptr untyped_storage _version type get_device requires_grad is_leaf grad_fn grad names output_nr
+    retains_grad is_contiguous is_complex is_floating_point is_signed is_inference is_pinned is_shared is_conj is_neg
+    has_names is_coalesced is_same_size _is_view is_nested is_sparse is_sparse_csr is_quantized is_cuda is_cpu is_meta
+    is_xpu is_mps is_mkldnn is_vulkan is_ipu is_maia is_xla is_hpu is_mtia backward register_hook retain_grad
+    register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks __len__ __repr__ __str__ __format__
+    __hash__ __dir__ __dlpack_device__ record_stream result_type can_cast"""
 )
 # Functions that are wrong on a shard when their `dim` argument is the vocabulary.
 _OVER_A_DIM = _names(
-    """softmax log_softmax gumbel_softmax logsumexp argmax argmin topk sort argsort max min amax amin sum mean norm std var cumsum gather
-    scatter index_select take_along_dim median mode kthvalue prod any all"""
+    """softmax log_softmax gumbel_softmax logsumexp argmax argmin topk sort argsort max min amax amin sum mean norm std
+    var cumsum gather scatter index_select take_along_dim median mode kthvalue prod any all"""
 )
-# How many arguments of theirs come before `dim`, where it is not the logits alone: k, the order, the settings of the noise.
+# How many arguments of theirs come before `dim`, where it is not the logits alone: k, the order, the settings of the
+# noise.
 _BEFORE_DIM = {"topk": 2, "kthvalue": 2, "norm": 2, "gumbel_softmax": 4}
 # Functions that read the last dim as the features.
 _WITH_FEATURES = _names(
-    """nll_loss kl_div binary_cross_entropy_with_logits mse_loss multi_margin_loss layer_norm rms_norm normalize linear matmul mm bmm
-    __matmul__"""
+    """nll_loss kl_div binary_cross_entropy_with_logits mse_loss multi_margin_loss layer_norm rms_norm normalize linear
+    matmul mm bmm __matmul__"""
 )
 
 
@@ -93,12 +100,15 @@ class SplitVocabularyError(ValueError):
 class _Mark(NamedTuple):
     shard: VocabShard
     dim: int  # that holds the vocabulary, counted from the front
-    promote: bool = False  # `.float()` was asked for; the loss computes in fp32 anyway, so the copy is made only if something else needs it
+    # `.float()` was asked for; the loss computes in fp32 anyway, so the copy is made only if something else needs it
+    promote: bool = False
 
 
 def mark_vocab_sharded(logits: Tensor, shard: VocabShard, dim: int = -1) -> Tensor:
     """Note that `logits` hold this rank's part of the vocabulary along `dim`; returns `logits`."""
-    assert logits.shape[dim] == shard.local, f"{tuple(logits.shape)} does not hold {shard.local} columns along dim {dim}"
+    assert logits.shape[dim] == shard.local, (
+        f"{tuple(logits.shape)} does not hold {shard.local} columns along dim {dim}"
+    )
     setattr(logits, _MARK, _Mark(shard, dim % logits.ndim))
     if _scopes:
         _scopes[-1].enter()
@@ -172,13 +182,16 @@ class _VocabMode(TorchFunctionMode):
 
 
 class ShardedLogits(Tensor):
-    """Marked logits in the hands of a script, where no mode is entered: the same functions mean the same, or are refused."""
+    """Marked logits in the hands of a script, where no mode is entered: the same functions mean the same, or are
+    refused.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # What it maps gets tensors without marks; that it looks at the dims of its arguments is all there is to see of it.
+        # What it maps gets tensors without marks; that it looks at the dims of its arguments is all there is to see of
+        # it.
         if func is Tensor.dim and sys._getframe(1).f_globals.get("__name__") == "torch._functorch.vmap":
             raise _unsupported("vmap", getattr(args[0], _MARK))
         with without_torch_function():
@@ -235,7 +248,9 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         if mark.dim != logits.ndim - 1:
             raise _unsupported(f"{name} while the vocabulary is not the last dim", mark)
         return _hand_on_by_size(func(*args, **kwargs), mark)
-    if name in ("contiguous", "detach", "clone") or any(getattr(func, "__self__", None) is held for held in (Tensor.data, Tensor.grad)):
+    if name in ("contiguous", "detach", "clone") or any(
+        getattr(func, "__self__", None) is held for held in (Tensor.data, Tensor.grad)
+    ):
         return _hand_on(func(*args, **kwargs), mark)
     if func == get_base:  # FSDP2 asks whether an output is a view
         return func(*args, **kwargs)
@@ -247,12 +262,17 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return _join_rows(func, name, mark, *args, **kwargs)
     if by_script and name in READS and args and args[0] is logits and _runs_over(mark, logits.ndim, args, kwargs, name):
         return _read(name, mark, *args, **kwargs)
-    if name in _WITH_FEATURES | _READ_BY_HOST or (name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs, name)):
+    if name in _WITH_FEATURES | _READ_BY_HOST or (
+        name in _OVER_A_DIM and _runs_over(mark, logits.ndim, args, kwargs, name)
+    ):
         raise _unsupported(name.strip("_"), mark)
     if mark.promote and name in _ELEMENTWISE | _OVER_A_DIM:
         args = [arg.float() if arg is logits else arg for arg in args]
     if name in _ELEMENTWISE and mark.dim == logits.ndim - 1:  # BART adds a bias [1, V] behind its head
-        args = [arg if arg is logits or not isinstance(arg, Tensor) or hasattr(arg, _MARK) else mark.shard.columns(arg) for arg in args]
+        args = [
+            arg if arg is logits or not isinstance(arg, Tensor) or hasattr(arg, _MARK) else mark.shard.columns(arg)
+            for arg in args
+        ]
     if name in ("to", "type_as") and args[0] is not logits:  # which only say how
         return func(*args, **kwargs)
     result = func(*args, **kwargs)
@@ -265,7 +285,12 @@ def _on_marked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         raise _unsupported(asked.strip("_"), mark)
     for leaf in tensors:
         if name not in _CREATORS:
-            if name not in _OVER_A_DIM or mark.dim != logits.ndim - 1 or not leaf.ndim or leaf.shape[-1] != mark.shard.local:
+            if (
+                name not in _OVER_A_DIM
+                or mark.dim != logits.ndim - 1
+                or not leaf.ndim
+                or leaf.shape[-1] != mark.shard.local
+            ):
                 raise _unsupported(asked, mark)
             _hand_on(leaf, mark._replace(dim=leaf.ndim - 1))
     return result
@@ -296,7 +321,10 @@ def _hand_on_broadcast(result: Any, mark: _Mark, ndim: int, args: Sequence[Any])
     behind = ndim - mark.dim
     others = (arg for arg in args if isinstance(arg, Tensor) and hasattr(arg, _MARK))
     if any(arg.ndim - getattr(arg, _MARK).dim != behind for arg in others) or result.shape[-behind] != mark.shard.local:
-        raise _unsupported("a function of logits whose vocabularies are in different dims, or of tensors that do not go with them,", mark)
+        raise _unsupported(
+            "a function of logits whose vocabularies are in different dims, or of tensors that do not go with them,",
+            mark,
+        )
     return _hand_on(result, mark._replace(dim=result.ndim - behind))
 
 
@@ -361,7 +389,9 @@ def _deal_rows(func: Callable[..., Any], name: str, mark: _Mark, logits: Tensor,
     return pytree.tree_map(lambda part: _hand_on(part, mark), func(logits, *args, **kwargs))
 
 
-def _join_rows(func: Callable[..., Tensor], name: str, mark: _Mark, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _join_rows(
+    func: Callable[..., Tensor], name: str, mark: _Mark, tensors: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
     marks = {getattr(tensor, _MARK, None) for tensor in tensors}
     given = kwargs.get("dim", kwargs.get("axis", args[0] if args else 0))
     dim = given % (tensors[0].ndim + (name == "stack"))
@@ -385,7 +415,9 @@ def _read(name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> 
     given = {**dict(zip(_ARGUMENTS[name], args, strict=False)), **kwargs}
     given["dim"] = given.pop("axis", given.get("dim"))
     keepdim = bool(given.get("keepdim", False))
-    if not isinstance(given["dim"], int | tuple | list) and not (given["dim"] is None and name in ("sum", "mean", "any", "all", "topk")):
+    if not isinstance(given["dim"], int | tuple | list) and not (
+        given["dim"] is None and name in ("sum", "mean", "any", "all", "topk")
+    ):
         raise _unsupported(f"{name} without dim", mark)
     if name == "gather":
         return vocab_reads.gather(promoted, mark.shard, dim, given["index"])
@@ -395,12 +427,19 @@ def _read(name: str, mark: _Mark, logits: Tensor, *args: Any, **kwargs: Any) -> 
         return vocab_reads.logsumexp(promoted, mark.shard, dim, keepdim)
     if name == "topk":
         largest = bool(given.get("largest", True))
-        return torch.return_types.topk(vocab_reads.topk(promoted, mark.shard, dim, given["k"], largest))  # type: ignore[attr-defined]
+        found = vocab_reads.topk(promoted, mark.shard, dim, given["k"], largest)
+        return torch.return_types.topk(found)  # type: ignore[attr-defined]
     if name in ("sum", "mean", "any", "all"):
         several = given["dim"] if isinstance(given["dim"], tuple | list) else (given["dim"],)
-        dims = tuple(range(logits.ndim)) if given["dim"] is None or not several else tuple(one % logits.ndim for one in several)
+        dims = (
+            tuple(range(logits.ndim))
+            if given["dim"] is None or not several
+            else tuple(one % logits.ndim for one in several)
+        )
         if name == "mean" and not (given.get("dtype") or promoted.dtype).is_floating_point:
-            raise RuntimeError(f"mean(): the input dtype must be a floating point dtype, not {promoted.dtype}; use .float().mean()")
+            raise RuntimeError(
+                f"mean(): the input dtype must be a floating point dtype, not {promoted.dtype}; use .float().mean()"
+            )
         if name in ("any", "all"):  # how many are true, or are not
             counted = promoted != 0 if name == "any" else promoted == 0
             number = vocab_reads.total(counted, mark.shard, dims, keepdim, None, dim)
@@ -433,7 +472,11 @@ def _is_only(dim: Any) -> bool:
 
 
 def _runs_over(mark: _Mark, ndim: int, args: Sequence[Any], kwargs: dict[str, Any], name: str = "") -> bool:
-    given = [arg for arg in args[_BEFORE_DIM.get(name, 1) :] if isinstance(arg, int | tuple | list) and not isinstance(arg, bool)]
+    given = [
+        arg
+        for arg in args[_BEFORE_DIM.get(name, 1) :]
+        if isinstance(arg, int | tuple | list) and not isinstance(arg, bool)
+    ]
     dim = kwargs.get("dim", kwargs.get("axis", given[0] if given else None))
     if dim is None:
         return name != "topk" or mark.dim == ndim - 1
@@ -470,7 +513,12 @@ def sharded_cross_entropy(
         raise _unsupported(f"cross_entropy over dim {class_dim} while the vocabulary is dim {mark.dim}", mark)
     flat = input.movedim(class_dim, -1).reshape(-1, mark.shard.local)
     loss = vocab_cross_entropy(
-        flat, target.reshape(-1), mark.shard, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        flat,
+        target.reshape(-1),
+        mark.shard,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
     )
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -478,6 +526,6 @@ def sharded_cross_entropy(
 def _unsupported(what: str, mark: _Mark) -> SplitVocabularyError:
     return SplitVocabularyError(
         f"{what} is not possible on logits of which this rank holds {mark.shard.local} of {mark.shard.size} columns; "
-        "gather them on all ranks of the group (shardformer.layer.whole_logits(logits), or parallel_output=False for all outputs), or use "
-        "vocab_cross_entropy"
+        "gather them on all ranks of the group (shardformer.layer.whole_logits(logits), or parallel_output=False for "
+        "all outputs), or use vocab_cross_entropy"
     )

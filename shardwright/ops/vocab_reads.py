@@ -1,8 +1,10 @@
-"""What scripts read off logits whose vocabulary is split over the ranks of a group: numbers of the whole vocabulary, without gathering it.
+"""What scripts read off logits whose vocabulary is split over the ranks of a group: numbers of the whole vocabulary,
+without gathering it.
 
-`x` holds this rank's columns along `dim`, real ids first, then padding, which nothing here looks at. All functions are collective. What
-comes back is the same on every rank, but for `log_softmax` and `softmax`, which keep the columns where they are. Gradients flow to x, from
-consumers that compute the same on every rank. Half precision is computed in fp32 and returned as it came, as torch does.
+`x` holds this rank's columns along `dim`, real ids first, then padding, which nothing here looks at. All functions are
+collective. What comes back is the same on every rank, but for `log_softmax` and `softmax`, which keep the columns where
+they are. Gradients flow to x, from consumers that compute the same on every rank. Half precision is computed in fp32
+and returned as it came, as torch does.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def _padded(real: Tensor, shard: VocabShard, dim: int) -> Tensor:
 
 
 def gather(x: Tensor, shard: VocabShard, dim: int, index: Tensor) -> Tensor:
-    """`whole.gather(dim, index)` with ids of the whole vocabulary, the same on every rank. Invalid ids raise on all of them."""
+    """`whole.gather(dim, index)` with ids of the whole vocabulary, the same on every rank. Invalid ids raise on all
+    of them.
+    """
     foreign = (index < shard.start) | (index >= shard.start + shard.length)
     invalid = (index < 0) | (index >= shard.size)
     local = (index - shard.start).masked_fill(foreign, 0).masked_fill(invalid, shard.local)  # gather refuses these
@@ -82,7 +86,9 @@ def topk(x: Tensor, shard: VocabShard, dim: int, k: int, largest: bool = True) -
     return gather(x, shard, dim, ids), ids
 
 
-def total(x: Tensor, shard: VocabShard, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, vocab_dim: int) -> Tensor:
+def total(
+    x: Tensor, shard: VocabShard, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None, vocab_dim: int
+) -> Tensor:
     """`whole.sum(dims)`, the vocabulary's dim among them."""
     real = _real(x, shard, vocab_dim)
     if dtype is None and not real.is_floating_point():

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.spec import ParamSpec
+from ..spec import ParamSpec
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """One rank's rows of an embedding, or columns of the logits: `length` real ids from `start` on, then padding up to `local`.
+    """One rank's rows of an embedding, or columns of the logits: `length` real ids from `start` on, then padding up to
+    `local`.
 
     group    the ranks that share the vocabulary
     size     number of ids in the whole vocabulary, padding not counted
@@ -58,7 +59,8 @@ class VocabShard:
         return cls(group, spec.full_shape[spec.dim], start, length, sum(piece.length for piece in pieces))
 
     def columns(self, operand: Tensor) -> Tensor:
-        """This rank's columns of an operand [..., V] that goes with logits [..., V/n], zeros in the padding; others are left as they are.
+        """This rank's columns of an operand [..., V] that goes with logits [..., V/n], zeros in the padding; others are
+        left as they are.
 
         A parameter is refused: every rank would have a part of its gradient.
         """
@@ -66,7 +68,7 @@ class VocabShard:
             return operand
         if operand.requires_grad:
             raise ValueError(
-                f"a tensor of shape {list(operand.shape)} that is trained meets logits of which this rank holds {self.local} of "
-                f"{self.size} columns; shard it as the head is, or use parallel_output=False"
+                f"a tensor of shape {list(operand.shape)} that is trained meets logits of which this rank holds "
+                f"{self.local} of {self.size} columns; shard it as the head is, or use parallel_output=False"
             )
         return torch.nn.functional.pad(operand.narrow(-1, self.start, self.length), (0, self.local - self.length))

@@ -1,7 +1,8 @@
 """Weight gradients that wait: the backward of a product returns dx at once and leaves dW for later.
 
-Zero-bubble schedules split the backward of a stage into I (input gradients, which the previous stage waits for) and W (weight
-gradients, which nobody waits for). The functions of `ops.linear` and `ops.postponed` ask `store_for(parameter)` in their backward:
+Zero-bubble schedules split the backward of a stage into I (input gradients, which the previous stage waits for) and W
+(weight gradients, which nobody waits for). The functions of `ops.linear` and `ops.postponed` ask `store_for(parameter)`
+in their backward:
 
     none active     dW is computed and returned to autograd as usual
     a store active  (parameter, x, dy) goes to the store and autograd sees no gradient for the parameter
@@ -12,18 +13,22 @@ gradients, which nobody waits for). The functions of `ops.linear` and `ops.postp
     ...
     store.run((chunk, microbatch))                  # W: parameter.grad is complete
 
-`run` accumulates into `parameter.grad` as autograd would: in place where there is a gradient (a view of a flat buffer stays one), in
-`parameter.grad_dtype` where that is set. A product adds itself to a gradient of its own dtype as it multiplies, which spares writing and
-reading dW and rounds as the kernel does; else the result is bitwise that of the immediate backward, as long as a parameter is used once.
+`run` accumulates into `parameter.grad` as autograd would: in place where there is a gradient (a view of a flat buffer
+stays one), in `parameter.grad_dtype` where that is set. A product adds itself to a gradient of its own dtype as it
+multiplies, which spares writing and reading dW and rounds as the kernel does; else the result is bitwise that of the
+immediate backward, as long as a parameter is used once.
 
-The gradient of a parameter with a script's hooks does not wait: autograd, which would call them without one in I, accumulates it there.
-Only hooks that are made for it (`told_late`) fire when `run` has come to the last gradient of a parameter in a queue, and also in I.
+The gradient of a parameter with a script's hooks does not wait: autograd, which would call them without one in I,
+accumulates it there. Only hooks that are made for it (`told_late`) fire when `run` has come to the last gradient of a
+parameter in a queue, and also in I.
 
 [Note: memory of what waits]
-A postponed gradient holds x and dy until it is computed, so a store has a limit in bytes. What exceeds it is computed at once, the
-oldest first: the same gradients in the same order, only earlier than the schedule's W asks, which then finds less to do.
+A postponed gradient holds x and dy until it is computed, so a store has a limit in bytes. What exceeds it is computed
+at once, the oldest first: the same gradients in the same order, only earlier than the schedule's W asks, which then
+finds less to do.
 
-Activation checkpointing: tensors that autograd unpacks are detached aliases, so the queue holds the `Parameter` object itself.
+Activation checkpointing: tensors that autograd unpacks are detached aliases, so the queue holds the `Parameter` object
+itself.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardwright.comm.compat import has_hooks_on_gradient, post_accumulate_hooks
+from ..comm.compat import has_hooks_on_gradient, post_accumulate_hooks
 
 
 class Part(Protocol):
@@ -68,12 +73,13 @@ class _Waiting(NamedTuple):
 
 
 _EDITED = (
-    "the gradient of a weight of shape {shape} waits, as pp_style 'zb', 'zbv' and 'dualpipev' have it, and what it is computed from was "
-    "edited in place meanwhile, as a buffer is that every forward updates: multiply with a copy of it (buffer.clone()), or let nothing "
-    "wait (deferred_bytes=0)"
+    "the gradient of a weight of shape {shape} waits, as pp_style 'zb', 'zbv' and 'dualpipev' have it, and what it is "
+    "computed from was edited in place meanwhile, as a buffer is that every forward updates: multiply with a copy of "
+    "it (buffer.clone()), or let nothing wait (deferred_bytes=0)"
 )
 
-_active: list[WeightGradStore | None] = []  # innermost last; process-wide, because on CUDA backward runs on a thread of the engine
+# innermost last; process-wide, because on CUDA backward runs on a thread of the engine
+_active: list[WeightGradStore | None] = []
 _any_store = False
 _told_late: weakref.WeakSet[Callable[[Tensor], None]] = weakref.WeakSet()
 
@@ -90,7 +96,8 @@ class WeightGradStore:
         self.limit = limit
         self.bytes = self.peak = 0
         self._queues: dict[Hashable, deque[_Waiting]] = {}
-        self._met: dict[Hashable, dict[Parameter, int]] = {}  # whose hooks `run` is to fire, with how many gradients still wait
+        # whose hooks `run` is to fire, with how many gradients still wait
+        self._met: dict[Hashable, dict[Parameter, int]] = {}
         self._users: Counter[int] = Counter()  # of memory, by address
         self._key: Hashable = None
         global _any_store
@@ -112,7 +119,9 @@ class WeightGradStore:
 
         held    the tensors that have to wait for it
         """
-        memory = tuple((storage.data_ptr(), storage.nbytes()) for tensor in held for storage in (tensor.untyped_storage(),))
+        memory = tuple(
+            (storage.data_ptr(), storage.nbytes()) for tensor in held for storage in (tensor.untyped_storage(),)
+        )
         for address, size in memory:
             if not self._users[address]:
                 self.bytes += size
@@ -129,7 +138,8 @@ class WeightGradStore:
     def run(self, key: Hashable = None) -> None:
         """Compute and accumulate the gradients of queue `key`, in the order in which backward met them."""
         met, queue = self._met.get(key, {}), self._queues.get(key, ())
-        for param in [param for param, waiting in met.items() if not waiting]:  # those whose gradients were computed before
+        # those whose gradients were computed before
+        for param in [param for param, waiting in met.items() if not waiting]:
             _fire_hooks(param)
         while queue:
             param = self._take(key, queue)
@@ -148,7 +158,9 @@ class WeightGradStore:
             self.run(key)
 
     def run_one_of_others(self) -> bool:
-        """Compute the oldest gradient of another queue than the one being filled, if there is one: work for while a message travels."""
+        """Compute the oldest gradient of another queue than the one being filled, if there is one: work for while a
+        message travels.
+        """
         return self._run_first(lambda key: key != self._key)
 
     def discard(self) -> None:
@@ -174,7 +186,8 @@ class WeightGradStore:
 
     @torch.no_grad()  # the computation too: x and dy may belong to graphs
     def _take(self, key: Hashable, queue: deque[_Waiting]) -> Parameter:
-        param, part, compute, held, tensors, versions = queue.popleft()  # which frees x and dy before the next gradient is computed
+        # which frees x and dy before the next gradient is computed
+        param, part, compute, held, tensors, versions = queue.popleft()
         for address, size in held:
             self._users[address] -= 1
             if not self._users[address]:
@@ -203,7 +216,9 @@ def active_store() -> WeightGradStore | None:
 
 
 def told_late(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Mark a post-accumulate hook that may be called when there is no gradient yet, and again when `run` has accumulated it."""
+    """Mark a post-accumulate hook that may be called when there is no gradient yet, and again when `run` has
+    accumulated it.
+    """
     _told_late.add(hook)
     return hook
 
@@ -219,8 +234,8 @@ def store_for(param: Tensor | None) -> WeightGradStore | None:
 def deferral_possible() -> bool:
     """Whether a store was ever made, so that a forward made now may meet one in its backward.
 
-    Plain linears take torch's own, cheaper backward until then. A forward made before the first store computes its weight gradients at
-    once, which is correct, only not postponed; make the store before the first forward.
+    Plain linears take torch's own, cheaper backward until then. A forward made before the first store computes its
+    weight gradients at once, which is correct, only not postponed; make the store before the first forward.
     """
     return _any_store
 
@@ -234,7 +249,9 @@ def _accumulate(param: Parameter, part: Part | None, compute: Compute) -> None:
     """`param.grad += dW` the way autograd does it, without its hooks."""
     whole = param.grad
     if part is not None and whole is None:
-        whole = param.grad = torch.zeros(param.shape, dtype=getattr(param, "grad_dtype", None) or param.dtype, device=param.device)
+        whole = param.grad = torch.zeros(
+            param.shape, dtype=getattr(param, "grad_dtype", None) or param.dtype, device=param.device
+        )
     grad = compute(whole if part is None or whole is None else part.view(whole))
     if grad is None:
         return

@@ -13,7 +13,8 @@ from torch.optim import Adam
 
 
 class HybridAdam(Adam):
-    """Adam (`adamw_mode=False`: weight decay enters the gradient) or AdamW (`adamw_mode=True`: it shrinks the weights), fused.
+    """Adam (`adamw_mode=False`: weight decay enters the gradient) or AdamW (`adamw_mode=True`: it shrinks the weights),
+    fused.
 
     Parameters may lie on the CPU or on a GPU, also some on each.
     """
@@ -35,11 +36,13 @@ class HybridAdam(Adam):
         amsgrad: bool = False,
     ) -> None:
         if not bias_correction:
-            raise ValueError("bias_correction=False: torch's fused Adam always corrects the bias; use bias_correction=True")
+            raise ValueError(
+                "bias_correction=False: torch's fused Adam always corrects the bias; use bias_correction=True"
+            )
         if nvme_offload_fraction or nvme_offload_dir is not None:
             raise ValueError(
-                f"nvme_offload_fraction={nvme_offload_fraction}, nvme_offload_dir={nvme_offload_dir!r}: states are not offloaded to disk; "
-                "use 0.0 and None, and the plugin's cpu_offload=True to move them to host memory"
+                f"nvme_offload_fraction={nvme_offload_fraction}, nvme_offload_dir={nvme_offload_dir!r}: states are not "
+                "offloaded to disk; use 0.0 and None, and the plugin's cpu_offload=True to move them to host memory"
             )
         super().__init__(
             model_params,  # type: ignore[arg-type]

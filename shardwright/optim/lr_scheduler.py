@@ -10,12 +10,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class CosineAnnealingWarmupLR(LambdaLR):
-    """Linear from lr / (warmup_steps + 1) to lr over `warmup_steps`, then half a cosine from lr to `eta_min` at `total_steps`.
+    """Linear from lr / (warmup_steps + 1) to lr over `warmup_steps`, then half a cosine from lr to `eta_min` at
+    `total_steps`.
 
     The cosine spans `total_steps - warmup_steps` steps; afterwards the rate stays at `eta_min`.
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
+    ) -> None:
         _check(total_steps, warmup_steps)
         self.total_steps, self.warmup_steps, self.eta_min = total_steps, warmup_steps, eta_min
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]

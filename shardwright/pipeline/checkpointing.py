@@ -1,11 +1,11 @@
 """Activation checkpointing of the layers of a stage.
 
-Layers are checkpointed here and not by the model's own switch, which sits at different places in different versions of transformers:
-a checkpointed layer is run through `torch.utils.checkpoint` (non-reentrant) at its call, so that everything inside, hooks included,
-is recomputed exactly once when the backward pass first needs it.
+Layers are checkpointed here and not by the model's own switch, which sits at different places in different versions of
+transformers: a checkpointed layer is run through `torch.utils.checkpoint` (non-reentrant) at its call, so that
+everything inside, hooks included, is recomputed exactly once when the backward pass first needs it.
 
-A selectively recomputed layer keeps what is dear to compute, the outputs of products and attention and the results of collectives, and
-recomputes the rest (`ops.keeping`). So it runs no product and no collective twice.
+A selectively recomputed layer keeps what is dear to compute, the outputs of products and attention and the results of
+collectives, and recomputes the rest (`ops.keeping`). So it runs no product and no collective twice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.keeping import Region, Selection
-from .past_keys import is_past
 from .saved_bytes import note_checkpointed
+from .slices.past_keys import is_past
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Which layers the stages of one rank recompute: the first `whole` ones of a stage, and in part the `selective` ones behind them."""
+    """Which layers the stages of one rank recompute: the first `whole` ones of a stage, and in part the `selective`
+    ones behind them.
+    """
 
     whole: Mapping[int, int] = field(default_factory=dict)
     selective: Mapping[int, int] = field(default_factory=dict)
@@ -38,14 +40,17 @@ class Recomputation:
 class PipelineGradientCheckpointConfig:
     """How many layers of each stage are recomputed in the backward pass instead of being kept, as a whole or in part.
 
-    gradient_checkpointing_ratio    share of every stage's layers, 0 to 1, rounded down; the stage's first layers are taken
-    num_ckpt_layers_per_stage       layers of each stage instead: one number per stage (pp_size x num_model_chunks), or one per rank,
-                                    which then counts over the rank's chunks in order
-    selective_ratio                 share of every stage's layers that keep the outputs of products and attention and recompute only the
-                                    rest: those behind the ones that are recomputed as a whole, as far as there are so many
+    gradient_checkpointing_ratio    share of every stage's layers, 0 to 1, rounded down; the stage's first layers are
+                                    taken
+    num_ckpt_layers_per_stage       layers of each stage instead: one number per stage (pp_size x num_model_chunks), or
+                                    one per rank, which then counts over the rank's chunks in order
+    selective_ratio                 share of every stage's layers that keep the outputs of products and attention and
+                                    recompute only the rest: those behind the ones that are recomputed as a whole, as
+                                    far as there are so many
     num_selective_layers_per_stage  layers of each stage instead, counted as above
-    selective_keep                  operators whose outputs selectively recomputed layers keep: names, as ["aten.mm", "aten.addmm"], or a
-                                    function from a name to whether it is kept; None: by cost (see `ops.keeping`)
+    selective_keep                  operators whose outputs selectively recomputed layers keep: names, as ["aten.mm",
+                                    "aten.addmm"], or a function from a name to whether it is kept; None: by cost (see
+                                    `ops.keeping`)
 
     At least one number must be given, and of the first two, and of the second two, at most one.
     """
@@ -63,23 +68,26 @@ class PipelineGradientCheckpointConfig:
             given += (ratio is not None) + (numbers is not None)
             if ratio is not None and numbers is not None:
                 raise ValueError(
-                    f"PipelineGradientCheckpointConfig needs exactly one of {ratio_name}={ratio!r} and {numbers_name}={numbers!r}"
+                    f"PipelineGradientCheckpointConfig needs exactly one of {ratio_name}={ratio!r} and "
+                    f"{numbers_name}={numbers!r}"
                 )
             if ratio is not None and not 0 <= ratio <= 1:
                 raise ValueError(f"{ratio_name}={ratio!r} must be a share from 0 to 1")
-            if numbers is not None and any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
+            if numbers is not None and any(
+                not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers
+            ):
                 raise ValueError(f"{numbers_name}={list(numbers)!r} must hold whole numbers of at least 0")
         if not given:
             raise ValueError(
                 "PipelineGradientCheckpointConfig needs exactly one of gradient_checkpointing_ratio=None and "
-                "num_ckpt_layers_per_stage=None, or of selective_ratio= and num_selective_layers_per_stage=, or one of each; "
-                "gradient_checkpointing_ratio=1.0 recomputes all layers"
+                "num_ckpt_layers_per_stage=None, or of selective_ratio= and num_selective_layers_per_stage=, or one of "
+                "each; gradient_checkpointing_ratio=1.0 recomputes all layers"
             )
         whole, in_part = self.gradient_checkpointing_ratio or 0.0, self.selective_ratio or 0.0
         if whole + in_part > 1:
             raise ValueError(
-                f"gradient_checkpointing_ratio={whole!r} and selective_ratio={in_part!r} are shares of the same layers and sum to "
-                f"{whole + in_part:g}, but they can be 1 at most; selective_ratio={1 - whole:g} would work"
+                f"gradient_checkpointing_ratio={whole!r} and selective_ratio={in_part!r} are shares of the same layers "
+                f"and sum to {whole + in_part:g}, but they can be 1 at most; selective_ratio={1 - whole:g} would work"
             )
         self._check_keep()
 
@@ -88,19 +96,24 @@ class PipelineGradientCheckpointConfig:
         if keep is None:
             return
         names = () if callable(keep) or isinstance(keep, str) else tuple(keep)
-        if not callable(keep) and (not names or any(not isinstance(name, str) or name.count(".") != 1 for name in names)):
+        if not callable(keep) and (
+            not names or any(not isinstance(name, str) or name.count(".") != 1 for name in names)
+        ):
             raise ValueError(
-                f"selective_keep={keep!r} must be names of operators with their namespace, as ['aten.mm', 'aten.addmm'], or a function "
-                "that is given such a name and says whether its outputs are kept; None keeps products and attention"
+                f"selective_keep={keep!r} must be names of operators with their namespace, as ['aten.mm', "
+                "'aten.addmm'], or a function that is given such a name and says whether its outputs are kept; None "
+                "keeps products and attention"
             )
         if self.selective_ratio is None and self.num_selective_layers_per_stage is None:
             raise ValueError(
-                f"selective_keep={keep!r} says what selectively recomputed layers keep, but there are none; give selective_ratio= or "
-                "num_selective_layers_per_stage= too, or leave it out"
+                f"selective_keep={keep!r} says what selectively recomputed layers keep, but there are none; give "
+                "selective_ratio= or num_selective_layers_per_stage= too, or leave it out"
             )
 
     def of(self, stages: Sequence[range], rank: int, held: Sequence[int]) -> Recomputation:
-        """What the stages in `held`, those of pipeline rank `rank`, recompute. `stages` are the units of all stages of the pipeline."""
+        """What the stages in `held`, those of pipeline rank `rank`, recompute. `stages` are the units of all stages
+        of the pipeline.
+        """
         whole = self.layers_of(stages, rank, held)
         return Recomputation(whole, self._selective_of(stages, rank, held, whole), Selection(self.selective_keep))
 
@@ -114,18 +127,30 @@ class PipelineGradientCheckpointConfig:
         lengths = [len(units) for units in stages]
         return _given("num_ckpt_layers_per_stage", self.num_ckpt_layers_per_stage, lengths, rank, held)
 
-    def _selective_of(self, stages: Sequence[range], rank: int, held: Sequence[int], whole: Mapping[int, int]) -> dict[int, int]:
+    def _selective_of(
+        self, stages: Sequence[range], rank: int, held: Sequence[int], whole: Mapping[int, int]
+    ) -> dict[int, int]:
         if self.selective_ratio is not None:
-            return {stage: min(int(self.selective_ratio * len(stages[stage])), len(stages[stage]) - whole[stage]) for stage in held}
+            return {
+                stage: min(int(self.selective_ratio * len(stages[stage])), len(stages[stage]) - whole[stage])
+                for stage in held
+            }
         left = [len(units) - whole.get(stage, 0) for stage, units in enumerate(stages)]
         return _given("num_selective_layers_per_stage", self.num_selective_layers_per_stage, left, rank, held)
 
 
-_PAIRS = (("gradient_checkpointing_ratio", "num_ckpt_layers_per_stage"), ("selective_ratio", "num_selective_layers_per_stage"))
+_PAIRS = (
+    ("gradient_checkpointing_ratio", "num_ckpt_layers_per_stage"),
+    ("selective_ratio", "num_selective_layers_per_stage"),
+)
 
 
-def _given(name: str, numbers: Sequence[int] | None, layers: Sequence[int], rank: int, held: Sequence[int]) -> dict[int, int]:
-    """The user's numbers for the stages in `held`, which pipeline rank `rank` holds; `layers` are those that each stage has."""
+def _given(
+    name: str, numbers: Sequence[int] | None, layers: Sequence[int], rank: int, held: Sequence[int]
+) -> dict[int, int]:
+    """The user's numbers for the stages in `held`, which pipeline rank `rank` holds; `layers` are those that each
+    stage has.
+    """
     if numbers is None:
         return dict.fromkeys(held, 0)
     numbers = list(numbers)
@@ -147,7 +172,10 @@ def _given(name: str, numbers: Sequence[int] | None, layers: Sequence[int], rank
         )
     available = sum(layers[stage] for stage in held)
     if numbers[rank] > available:
-        raise ValueError(f"{name}={numbers}: rank {rank} has {available} layers{besides}, so {numbers[rank]} of them cannot be {what}")
+        raise ValueError(
+            f"{name}={numbers}: rank {rank} has {available} layers{besides}, so {numbers[rank]} of them "
+            f"cannot be {what}"
+        )
     chosen, left = {}, numbers[rank]
     for stage in held:
         chosen[stage] = min(left, layers[stage])
@@ -155,13 +183,16 @@ def _given(name: str, numbers: Sequence[int] | None, layers: Sequence[int], rank
     return chosen
 
 
-def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+def without_cache(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Inputs of a layer without a cache of keys and values, and whether they have one all the same.
 
-    A layer that writes to a cache would write to it again when it is recomputed. Models make one in every forward (`use_cache` is on
-    unless a config says otherwise); in training, as under transformers' own checkpointing, no layer is given it then. A cache that is
-    filled, whose size shows in masks (`is_compileable`), or that a model in eval mode makes, is used: its layers must not be recomputed.
-    What stands for the slices before (`past_keys`) is none of these, and stays.
+    A layer that writes to a cache would write to it again when it is recomputed. Models make one in every forward
+    (`use_cache` is on unless a config says otherwise); in training, as under transformers' own checkpointing, no layer
+    is given it then. A cache that is filled, whose size shows in masks (`is_compileable`), or that a model in eval mode
+    makes, is used: its layers must not be recomputed. What stands for the slices before (`past_keys`) is none of these,
+    and stays.
     """
 
     def is_cache(value: Any) -> bool:

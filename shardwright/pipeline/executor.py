@@ -7,15 +7,13 @@ result = executor.execute(data_iter, criterion, optimizer, return_loss=True, ret
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..cluster import job
 from ..cluster.same_batch import SameBatch, describe
@@ -25,248 +23,25 @@ from ..comm.shape_rules import MessageKey, ShapeRule, split_sizes
 from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
-from . import schedules
-from .balance import ChainCosts
-from .bounded_cut import BoundedCut, room_to_wait
-from .checkpointing import PipelineGradientCheckpointConfig, Recomputation
-from .images import check_images, find_towers
-from .layer_chain import Unit, find_units
-from .loss_check import LossCheck
-from .loss_weight import GlobalLoss, check_grad
-from .lowering import lower
-from .message_shapes import MessageShapes
-from .microbatch import batch_size, items_of
-from .partition import chain_costs, given_units, partition_units, sequence_length
-from .placement import Placement
-from .rank_memory import Deferral
-from .ready import as_microbatches
-from .router_logits import RouterLogits, find_router_logits, without_router_logits
-from .router_loss import RouterLoss
+from .batch.images import check_images
+from .batch.microbatch import batch_size, items_of
+from .batch.ready import as_microbatches
+from .batch.step_inputs import StepInputs
+from .cut.plan import CutModel
+from .cut.tied import sync_tied_gradients
+from .hoisting.message_shapes import MessageShapes
+from .loss.check import LossCheck
+from .loss.router_loss import RouterLoss
+from .loss.weight import GlobalLoss, check_grad
+from .planning.lowering import lower
+from .planning.simulate import Costs
+from .planning.sliced_schedule import get_sliced
 from .runtime import Gathering, PipelineRuntime, Reduction, Unfinished
 from .schedules import Schedule
-from .search import Found, search, transfers
-from .sequence_slices import SlicedInputs, SliceOutputs, SliceRule
-from .simulate import Costs
-from .slice_check import slice_rule
-from .sliced_schedule import get_sliced
-from .stage import Payload, StagedModel
+from .settings import PipelineSettings
+from .slices.sequence_slices import SlicedInputs, SliceOutputs
+from .stage import Payload
 from .step import Step
-from .step_inputs import StepInputs
-from .survey import Survey, survey_model
-from .tied import TiedGroup, find_tied_groups, sync_tied_gradients
-
-
-@dataclass(frozen=True)
-class PipelineSettings:
-    """How a model is cut and a batch is run.
-
-    pp_style, num_model_chunks   schedule and stages per rank; "auto" searches for both (`search`)
-    num_microbatches             microbatches of a batch (fewer for a batch with fewer samples)
-    microbatch_size              or samples per microbatch; with neither a batch is one microbatch
-    num_sequence_slices          parts into which every microbatch is cut along its sequence
-    num_layers_per_stage         layers of each of the pp_size x num_model_chunks stages; None: balanced by cost
-    gradient_checkpoint_config   which layers are recomputed; None: all of them if the model's own checkpointing is on, else none
-    overlap_p2p                  receive while computing; the numbers are the same without
-    enable_metadata_cache        describe a message only where its shapes do not follow from earlier ones; False: describe every message
-    deferred_bytes               what weight gradients that a zero-bubble schedule postpones may hold on a rank; None: what fits into
-                                 the memory that 1F1B needs
-    offload_activations          share of the activations of every stage that waits in host memory between forward and backward, or one per
-                                 stage; None: none
-    auto_memory                  activations that "auto" may hold, over those that 1f1b holds with layers dealt evenly
-    cut_memory                   the same of a schedule named by hand: the cut keeps to it; None: it follows time alone
-    layer_costs                  time of every layer, forward and backward, in any unit, as measured; None: estimated
-    """
-
-    pp_style: str = "1f1b"
-    num_model_chunks: int = 1
-    num_microbatches: int | None = None
-    microbatch_size: int | None = None
-    num_layers_per_stage: Sequence[int] | None = None
-    gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
-    overlap_p2p: bool = True
-    enable_metadata_cache: bool = True
-    deferred_bytes: int | None = None
-    layer_costs: Sequence[float] | None = None
-    offload_activations: float | Sequence[float] | None = None
-    auto_memory: float = 1.5
-    cut_memory: float | None = None
-    num_sequence_slices: int = 1
-
-    def offloaded(self, num_stages: int) -> Sequence[float] | None:
-        """`offload_activations` by stage; None where nothing leaves."""
-        given = self.offload_activations
-        shares = [float(given)] * num_stages if isinstance(given, int | float) else given
-        return shares if shares is not None and any(shares) else None
-
-
-@dataclass(frozen=True)
-class CutModel:
-    """What one rank holds after the cut.
-
-    staged       the model with its stages
-    placement    where all stages live
-    tied_groups  parameters that several ranks hold: the same list on every rank
-    rank         this rank's position in the pipeline
-    loss_check, costs, pp_style, slices   see `CutPlan`
-    """
-
-    staged: StagedModel
-    placement: Placement
-    tied_groups: tuple[TiedGroup, ...]
-    rank: int
-    loss_check: LossCheck | None = None
-    costs: ChainCosts | None = None
-    pp_style: str = "1f1b"
-    slices: SliceRule | None = None
-
-    @property
-    def holds_last_stage(self) -> bool:
-        return self.placement.rank_of(self.placement.num_stages - 1) == self.rank
-
-
-@dataclass(frozen=True)
-class CutPlan:
-    """Where a model will be cut: the same on every rank, found without changing the model.
-
-    units, survey  the chain of layers and the facts about them (no survey with one stage)
-    placement      where all stages live
-    stages         units of every stage
-    checkpointed   per pipeline rank: recomputed layers of its stages
-    tied_groups    parameters that several ranks hold
-    loss_check     finds out what losses do before they run; None where one microbatch on one rank is everything
-    costs          of the units, by which the model was cut; None with one stage
-    pp_style       the schedule, by name
-    found          what the search found, where that was asked for
-    routers        whose logits the last stage collects; None: it collects none
-    towers         modules that run for images alone; None where the dry run had no images
-    slices         how microbatches are cut along the sequence; None: they are not
-    """
-
-    units: tuple[Unit, ...]
-    survey: Survey | None
-    placement: Placement
-    stages: tuple[range, ...]
-    checkpointed: tuple[Recomputation, ...]
-    tied_groups: tuple[TiedGroup, ...]
-    loss_check: LossCheck | None = None
-    costs: ChainCosts | None = None
-    pp_style: str = "1f1b"
-    found: Found | None = None
-    routers: RouterLogits | None = None
-    towers: frozenset[str] | None = None
-    slices: SliceRule | None = None
-
-    def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
-        """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
-        held = self.placement.stages_of(rank)
-        staged = StagedModel(model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers, self.towers)
-        return CutModel(staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style, self.slices)
-
-
-def plan_cut(
-    model: nn.Module,
-    settings: PipelineSettings,
-    num_ranks: int = 1,
-    *,
-    layer_lists: Sequence[str] | None = None,
-    example_inputs: Any = None,
-    deferred: float = 0.0,
-    message_copies: int = 1,
-    working: torch.dtype | None = None,
-    probes: Callable[[], Iterable[nn.Module]] = tuple,
-) -> CutPlan:
-    """Plan the stages of `model`, whole and not sharded yet. Communicates nothing; the same input errors are raised on every rank.
-
-    layer_lists     names of the ModuleLists to cut along, where they cannot be found (a policy's word)
-    example_inputs  a batch for models whose inputs cannot be guessed
-    deferred        share of the weight gradients that a zero-bubble schedule can put off, for pp_style="auto" and bounds
-    message_copies  ranks that share a layer's arithmetic but send all of its output each, for pp_style="auto"
-    working         dtype that layers compute in; None: that of the model
-    probes          small models with numbers that are like this one, to try on what only numbers tell
-    """
-    config = settings.gradient_checkpoint_config
-    if config is None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
-    if num_ranks == 1:
-        return _plan_one_stage(model, settings, config, layer_lists)
-    with without_router_logits(model):  # they travel by themselves, not as something that the tail reads inside of layers
-        survey = survey_model(model, layer_lists, example_inputs)
-    length = sequence_length(example_inputs)
-    routers = find_router_logits(model, survey.units, example_inputs)
-
-    def costs_of(placement: Placement) -> ChainCosts:
-        return chain_costs(model, survey, placement, measured=settings.layer_costs, config=config, length=length)
-
-    numbers = settings.deferred_bytes, settings.num_microbatches
-    deferral = Deferral(deferred, room_to_wait(*numbers, model, survey, example_inputs is not None, working))
-    found = None
-    if settings.pp_style == "auto":
-        assert settings.num_microbatches is not None
-        measured, taps = settings.layer_costs is not None, () if routers is None else tuple(tap.unit for tap in routers.taps)
-        exchanged = transfers(model, costs_of(Placement(num_ranks)), survey, message_copies, measured, taps)
-        found = search(
-            num_ranks,
-            survey.num_units,
-            settings.num_microbatches,
-            costs_of,
-            partial(partition_units, survey),
-            transfers=exchanged,
-            deferral=deferral,
-            allowed=settings.auto_memory,
-            offloaded=(settings.offloaded(1) or [0.0])[0],
-        )
-        style, placement, stages = found.best.pp_style, found.best.placement, found.best.stages
-    else:
-        style, placement = settings.pp_style, schedules.get_placement(settings.pp_style, num_ranks, settings.num_model_chunks)
-        if settings.num_layers_per_stage is not None:
-            stages = given_units(survey, settings.num_layers_per_stage, placement.num_stages)
-        else:
-            away, parts = settings.offloaded(placement.num_stages), settings.num_sequence_slices
-            bounded = BoundedCut(style, settings.num_microbatches, settings.cut_memory, deferral, away, parts)
-            stages = bounded.partition(survey, costs_of, placement, pairs=message_copies > 1)
-    costs = costs_of(placement)
-    checkpointed = tuple(
-        config.of(stages, rank, placement.stages_of(rank)) if config is not None else Recomputation() for rank in range(num_ranks)
-    )
-    tied = tuple(find_tied_groups(survey, stages, placement))
-    check = LossCheck.of(model, survey.units)
-    towers = find_towers(model, survey.outside, survey.example)
-    slices = slice_rule(model, survey, settings.num_sequence_slices, probes) if settings.num_sequence_slices > 1 else None
-    return CutPlan(survey.units, survey, placement, tuple(stages), checkpointed, tied, check, costs, style, found, routers, towers, slices)
-
-
-def _plan_one_stage(
-    model: nn.Module, settings: PipelineSettings, config: PipelineGradientCheckpointConfig | None, layer_lists: Sequence[str] | None
-) -> CutPlan:
-    needed = config is not None or settings.num_layers_per_stage is not None or layer_lists is not None
-    try:
-        units = find_units(model, layer_lists)
-    except ValueError:
-        if needed:
-            raise
-        units = []
-    stages = (range(len(units)),)
-    numbers = settings.num_layers_per_stage
-    if numbers is not None and (any(number < 1 for number in numbers) or sum(numbers) != len(units)):
-        raise ValueError(f"num_layers_per_stage={list(numbers)} must sum to the model's {len(units)} layers; [{len(units)}] would work")
-    checkpointed = config.of(stages, 0, [0]) if config is not None else Recomputation()
-    one = settings.microbatch_size is None and settings.num_microbatches in (None, 1)
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    check = None if one and alone else LossCheck.of(model, units)
-    return CutPlan(tuple(units), None, Placement(1), stages, (checkpointed,), (), check)
-
-
-def cut_model(
-    model: nn.Module,
-    settings: PipelineSettings,
-    rank: int = 0,
-    num_ranks: int = 1,
-    *,
-    layer_lists: Sequence[str] | None = None,
-    example_inputs: Any = None,
-) -> CutModel:
-    """Plan and cut in one go, for a model that is not sharded; see `plan_cut`."""
-    return plan_cut(model, settings, num_ranks, layer_lists=layer_lists, example_inputs=example_inputs).apply(model, rank)
 
 
 def _as_they_are(inputs: Any) -> Any:
@@ -284,16 +59,19 @@ class PipelineExecutor:
     reduction     of the gradients of this rank's chunks; see `PipelineRuntime`
     gathering     of their weights
     gathered      of how many chunks weights are there at once, with `gathering`
-    grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch when they are
-                  *summed* over data-parallel ranks; a plugin that averages them passes the number of these ranks
+    grad_factor   what the loss is multiplied by for the backward pass only. Gradients are those of the global batch
+                  when they are *summed* over data-parallel ranks; a plugin that averages them passes the number of
+                  these ranks
     device        where batches are moved; None: where the model's parameters are
     postpone_weights  see `PipelineRuntime`
-    pairs         layers wait for other ranks, so that a forward and a backward at the same time hide it; else pairs run one after the other
+    pairs         layers wait for other ranks, so that a forward and a backward at the same time hide it; else pairs run
+                  one after the other
     same_batch    the check that all ranks of the replica are given the same batch; None: they are not compared
     split_heads   modules, by name, that return logits of which every rank of a tensor-parallel group holds some columns
     equal_numbers ranks of the loss group communicate in every microbatch, so all need equally many
     keeps_documents_apart  whether the model does, in a packed row; asked when there is one
-    cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch as it is
+    cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch
+                  as it is
     numbers       context of every forward of a stage, with random numbers of its own
     """
 
@@ -337,14 +115,18 @@ class PipelineExecutor:
         self._pairs = pairs
         self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
-        self._schedule = lru_cache(maxsize=8)(self._lowered)  # a loader with ever new batch sizes must not fill the memory with schedules
+        # a loader with ever new batch sizes must not fill the memory with schedules
+        self._schedule = lru_cache(maxsize=8)(self._lowered)
         self._step: Step | None = None
         self._generation = job.generation()
         self.comm: PipeComm | None = None
         self.runtime: PipelineRuntime | None = None
         if cut.placement.num_ranks > 1:
             if pipe_group is None:
-                raise ValueError(f"the model is cut for {cut.placement.num_ranks} pipeline ranks; pass their process group as pipe_group")
+                raise ValueError(
+                    f"the model is cut for {cut.placement.num_ranks} pipeline ranks; pass their process "
+                    "group as pipe_group"
+                )
             self.comm = PipeComm(pipe_group, message_groups)
             self.comm.warm_up()
             self.comm.caches = settings.enable_metadata_cache
@@ -372,9 +154,11 @@ class PipelineExecutor:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run the next batch of `data_iter`: forward, and backward when an optimizer is given and gradients are enabled.
+        """Run the next batch of `data_iter`: forward, and backward when an optimizer is given and gradients are
+        enabled.
 
-        Returns {"loss": loss of the global batch or None, "outputs": merged outputs or None}, both on the rank with the last stage only.
+        Returns {"loss": loss of the global batch or None, "outputs": merged outputs or None}, both on the rank with the
+        last stage only.
         """
         with job.step():
             return self._execute(data_iter, criterion, optimizer, return_loss, return_outputs)
@@ -409,7 +193,9 @@ class PipelineExecutor:
         want_outputs: bool,
     ) -> dict[str, Any]:
         if not hasattr(data_iter, "__next__"):
-            raise ValueError(f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)")
+            raise ValueError(
+                f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)"
+            )
         training = optimizer is not None and torch.is_grad_enabled()
         given = next(data_iter)
         batch, microbatches = self._split(given, self._batch_device())
@@ -420,7 +206,9 @@ class PipelineExecutor:
         if self._same_batch is not None:
             self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
         split = bool(self._split_heads)
-        loss = GlobalLoss(batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss)
+        loss = GlobalLoss(
+            batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss
+        )
         # On the host they are made only if masks must be compared and reading them on the device would wait for it.
         inputs = self._inputs(microbatches, lambda: self._split(given, None)[1])
         step = Step(microbatches, loss, optimizer, inputs)
@@ -458,17 +246,22 @@ class PipelineExecutor:
             return
         check = self._loss_check
         if check is None and step.loss.is_ready and self.runtime is None and not self._split_heads:
-            # One rank that was told of no microbatches, and the whole model is here. A model that cannot be copied is asked every time.
+            # One rank that was told of no microbatches, and the whole model is here. A model that cannot be copied is
+            # asked every time.
             check = self._loss_check = LossCheck.of(self.cut.staged.model, self.cut.staged.units)
         if check is None:
             step.loss.refuse_uncounted()
             return
         check.follow_mode(self.cut.staged.model.training)
         keys, loss = step.shape_keys(), step.loss
-        loss.checked = check.check(loss.criterion, step.microbatches, keys, loss.is_watched, step.training, loss.is_ready)
+        loss.checked = check.check(
+            loss.criterion, step.microbatches, keys, loss.is_watched, step.training, loss.is_ready
+        )
 
     def sync_tied_gradients(self) -> None:
-        """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing, clipping or stepping."""
+        """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing,
+        clipping or stepping.
+        """
         sync_tied_gradients(self.cut.staged.model, self.cut.tied_groups, self.cut.rank, self._tied_process_groups)
 
     def _run_alone(self, step: Step) -> None:
@@ -520,7 +313,9 @@ class PipelineExecutor:
         )
 
     def forward(self, stage: int, received: Payload | None, index: int) -> Any:
-        """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of the loss."""
+        """Forward of one stage for one microbatch: what travels on, or on the last stage the microbatch's part of
+        the loss.
+        """
         step = self._step
         assert step is not None
         staged = self.cut.staged
@@ -529,7 +324,9 @@ class PipelineExecutor:
                 payload = staged.run_slice(stage, received, step.inputs, index)
             return payload if stage < staged.num_stages - 1 else self._behind_slice(step, step.inputs, payload, index)
         with self.numbers():
-            passed_on, output = staged.run_microbatch(stage, received, step.inputs, index, partial(self._watched, step, index))
+            passed_on, output = staged.run_microbatch(
+                stage, received, step.inputs, index, partial(self._watched, step, index)
+            )
         return passed_on if passed_on is not None else self._part_of_loss(step, output, index)
 
     def _behind_slice(self, step: Step, inputs: SlicedInputs, payload: Payload, index: int) -> Any:
@@ -582,7 +379,9 @@ class PipelineExecutor:
 
     def _batch_device(self) -> torch.device:
         if self._device is None:
-            self._device = next((parameter.device for parameter in self.cut.staged.model.parameters()), torch.device("cpu"))
+            self._device = next(
+                (parameter.device for parameter in self.cut.staged.model.parameters()), torch.device("cpu")
+            )
         return self._device
 
 

@@ -1,4 +1,6 @@
-"""What is done to the modules of a model that is cut into stages: other classes, tensors without memory, lists that keep their slices."""
+"""What is done to the modules of a model that is cut into stages: other classes, tensors without memory, lists that
+keep their slices.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,27 @@ from ..models.dry_run import without_data
 from ..utils import pytree
 
 
-def change_class(module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def change_class(
+    module: nn.Module, around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
     """Give `module` a subclass of its class whose call is `around(original call, args, kwargs)`.
 
-    Neither a hook nor `forward` would do: hooks run inside or outside of transformers' checkpointing by version, and replacing
-    `forward` on the instance hides what a subclass of the class does there.
+    Neither a hook nor `forward` would do: hooks run inside or outside of transformers' checkpointing by version, and
+    replacing `forward` on the instance hides what a subclass of the class does there.
     """
     base = type(module)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(lambda *a, **k: base.__call__(self, *a, **k), args, kwargs)
 
-    module.__class__ = type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__})
+    module.__class__ = type(
+        base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__, "__doc__": base.__doc__}
+    )
 
 
 def release(module: nn.Module, table: dict[str, Any], name: str) -> None:
-    """Leave a tensor without memory under the name, so that shape, dtype and device stay readable, but no parameter or buffer.
+    """Leave a tensor without memory under the name, so that shape, dtype and device stay readable, but no parameter or
+    buffer.
 
     One element stands for all; it is NaN, so that a forward that computed with it after all could not go unnoticed.
     """
@@ -42,7 +49,9 @@ def stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | No
 
 
 def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Output of `module` as meta tensors, for inputs like these: its call runs once with every tensor on the meta device."""
+    """Output of `module` as meta tensors, for inputs like these: its call runs once with every tensor on the meta
+    device.
+    """
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (table, name, tensor)
         for owner in module.modules()
@@ -63,7 +72,9 @@ def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs
 
 
 def keep_slices(layers: nn.Module) -> None:
-    """Let a ModuleList return one ModuleList per slice: models slice their layers in every forward, which registers all of them anew."""
+    """Let a ModuleList return one ModuleList per slice: models slice their layers in every forward, which registers
+    all of them anew.
+    """
     assert isinstance(layers, nn.ModuleList)
     base = type(layers)
     kept: dict[tuple[Any, ...], nn.ModuleList] = {}
@@ -77,7 +88,9 @@ def keep_slices(layers: nn.Module) -> None:
             kept[key] = base(wanted)
         return kept[key]
 
-    layers.__class__ = type(base.__name__, (base,), {"__getitem__": __getitem__, "__module__": base.__module__, "__doc__": base.__doc__})
+    layers.__class__ = type(
+        base.__name__, (base,), {"__getitem__": __getitem__, "__module__": base.__module__, "__doc__": base.__doc__}
+    )
 
 
 def disable_own_checkpointing(model: nn.Module) -> None:

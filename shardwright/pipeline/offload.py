@@ -8,21 +8,23 @@
     offload.wait(key)              before its B or I
 
 [Note: what leaves]
-What autograd saves during F, storage by storage: a storage is copied once, whole, however many views of it are saved (queries, keys and
-values of one projection). It leaves if nothing but the graph of this microbatch holds it, because only then it is memory that becomes
-free: parameters, buffers, the batch, masks that are made once per step, and the tensors that travel between stages stay, as does what a
-module keeps on itself. So do storages of less than SMALLEST bytes, which are not worth a copy. Inputs of recomputed layers are saved like
-anything else, and leave, as far as they are positional arguments.
+What autograd saves during F, storage by storage: a storage is copied once, whole, however many views of it are saved
+(queries, keys and values of one projection). It leaves if nothing but the graph of this microbatch holds it, because
+only then it is memory that becomes free: parameters, buffers, the batch, masks that are made once per step, and the
+tensors that travel between stages stay, as does what a module keeps on itself. So do storages of less than SMALLEST
+bytes, which are not worth a copy. Inputs of recomputed layers are saved like anything else, and leave, as far as they
+are positional arguments.
 
 [Note: who waits for whom]
-Copies run on two streams, one per direction, behind what was being computed when they were asked for. The computation waits for a copy out
-before it lets go of the memory, one compute action later, and for a copy back before the backward. Both are events on streams: the host
-never waits, and so what is freed when does not depend on how far ahead it is. Memory is taken and given back on the
-stream of the computation alone. On a CPU the same copies are plain ones.
+Copies run on two streams, one per direction, behind what was being computed when they were asked for. The computation
+waits for a copy out before it lets go of the memory, one compute action later, and for a copy back before the backward.
+Both are events on streams: the host never waits, and so what is freed when does not depend on how far ahead it is.
+Memory is taken and given back on the stream of the computation alone. On a CPU the same copies are plain ones.
 
 [Note: edits in place]
-A hook on saved tensors takes over from torch the check that they are what they were. A tensor that was edited in F after it was
-saved stays, and its backward raises what torch would; once a storage is about to leave, nobody else holds it.
+A hook on saved tensors takes over from torch the check that they are what they were. A tensor that was edited in F
+after it was saved stays, and its backward raises what torch would; once a storage is about to leave, nobody else holds
+it.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ BLOCK = 1 << 24  # bytes; torch rounds pinned memory up to a power of two
 _ALIGNED = 64
 
 _EDITED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] is at version {now}; "
-    "expected version {then} instead."
+    "one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] "
+    "is at version {now}; expected version {then} instead."
 )
 
 
@@ -59,7 +61,8 @@ class _Saved:
     __slots__ = ("__weakref__", "look", "memory", "tensor", "version")
 
     def __init__(self, tensor: Tensor, memory: _Memory | None) -> None:
-        alone = memory is None and tensor.is_leaf  # else an alias is one user of the memory more, and an output would keep its own graph
+        # else an alias is one user of the memory more, and an output would keep its own graph
+        alone = memory is None and tensor.is_leaf
         self.tensor: Tensor | None = tensor if alone else tensor.detach()
         self.version = tensor._version
         self.memory = memory
@@ -131,7 +134,9 @@ class _Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, to: list[Tensor], source: list[Tensor], after: list[Any]) -> Any:
-        """Begin when what was asked to be computed so far is done, and the events `after` are past; returns the event of the end."""
+        """Begin when what was asked to be computed so far is done, and the events `after` are past; returns the
+        event of the end.
+        """
         if self._stream is None:
             torch._foreach_copy_(to, source)
             return None
@@ -257,7 +262,9 @@ class ActivationOffload:
         number = -(-num_bytes // BLOCK)
         taken, self._free = self._free[:number], self._free[number:]
         pinned = self._device.type == "cuda"
-        return taken + [_Block(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)) for _ in range(number - len(taken))]
+        return taken + [
+            _Block(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)) for _ in range(number - len(taken))
+        ]
 
 
 def _memory_of(tensor: Tensor, found: dict[int, weakref.ref[_Memory]]) -> _Memory | None:
@@ -280,7 +287,9 @@ def _unpack(saved: _Saved) -> Tensor:
     if saved.is_edited:
         assert saved.tensor is not None
         raise RuntimeError(
-            _EDITED.format(kind=saved.tensor.type(), shape=list(saved.tensor.shape), now=saved.tensor._version, then=saved.version)
+            _EDITED.format(
+                kind=saved.tensor.type(), shape=list(saved.tensor.shape), now=saved.tensor._version, then=saved.version
+            )
         )
     if saved.tensor is not None:
         return saved.tensor

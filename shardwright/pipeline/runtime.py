@@ -2,17 +2,18 @@
 
 [Note: what is held, and until when]
     received tensors   from the post of their receive to the backward (they are leaves whose gradients go back)
-    output tensors     until they have been received, at the latest when their gradients come back; the backward needs only
-                       their place in the graph (`GradientEdge`)
-    the graph          from F to B or I, in host memory meanwhile between OFFLOAD and RELOAD; then the weight-gradient store holds what W
-                       needs (FB and the B behind it run as one action, see `two_at_once`)
+    output tensors     until they have been received, at the latest when their gradients come back; the backward needs
+                       only their place in the graph (`GradientEdge`)
+    the graph          from F to B or I, in host memory meanwhile between OFFLOAD and RELOAD; then the weight-gradient
+                       store holds what W needs (FB and the B behind it run as one action, see `two_at_once`)
     gradients to send  until they have been sent
 So memory follows the activations in flight, which the schedule bounds, and never the number of microbatches.
 
 [Note: when another rank fails]
-A rank that raises names rank, stage, chunk, microbatch and action. In a job started by `launch` all others hear of it within a second and
-their groups are closed, so that they stop waiting; they raise that rank's story (`cluster.job.step`). Without `launch` the others
-learn of it when the connections close with the process of the rank, on NCCL only by the timeout of the group.
+A rank that raises names rank, stage, chunk, microbatch and action. In a job started by `launch` all others hear of it
+within a second and their groups are closed, so that they stop waiting; they raise that rank's story
+(`cluster.job.step`). Without `launch` the others learn of it when the connections close with the process of the rank,
+on NCCL only by the timeout of the group.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from ..comm.p2p import PipeComm
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..comm.shape_rules import MessageKey, split_sizes
 from ..ops.weight_grad import WeightGradStore
-from .actions import COMPUTE, Kind, table
 from .offload import ActivationOffload
-from .placement import Placement
+from .planning.actions import COMPUTE, Kind, table
+from .planning.placement import Placement
 from .saved_bytes import measure
 from .schedules import Schedule
 from .timeline import Recorder
@@ -45,29 +46,34 @@ from .two_at_once import TwoAtOnce
 class StageProgram(Protocol):
     """What one stage computes for one microbatch.
 
-    forward  receives what the stage before returned for this microbatch (None on the first stage) and returns what the next
-             stage receives: nested dicts, lists and tuples of tensors, None and plain constants (str, int, float, bool).
-             Received floating-point tensors require grad where they did on the sending stage, as leaves of this stage's graph.
-             The last stage returns the loss of the microbatch, a scalar already weighted so that the loss of the step is the
-             sum over microbatches; in a forward-only step it may return None. Outputs that the user wants to see are
-             kept by the program itself.
+    forward  receives what the stage before returned for this microbatch (None on the first stage) and returns what the
+             next stage receives: nested dicts, lists and tuples of tensors, None and plain constants (str, int, float,
+             bool). Received floating-point tensors require grad where they did on the sending stage, as leaves of this
+             stage's graph. The last stage returns the loss of the microbatch, a scalar already weighted so that the
+             loss of the step is the sum over microbatches; in a forward-only step it may return None. Outputs that the
+             user wants to see are kept by the program itself.
 
-    A program reads the microbatch's own inputs (token ids, masks, labels) by its index; only boundary tensors travel. On the last stage,
-    where the loss waits for microbatches that come later (slices of a sequence), it returns `Unfinished`.
+    A program reads the microbatch's own inputs (token ids, masks, labels) by its index; only boundary tensors travel.
+    On the last stage, where the loss waits for microbatches that come later (slices of a sequence), it returns
+    `Unfinished`.
     """
 
     def forward(self, received: Any, microbatch: int) -> Any: ...
 
 
 class Unfinished(NamedTuple):
-    """Outputs of a microbatch, and what returns gradients of those that require them, asked for when its backward runs."""
+    """Outputs of a microbatch, and what returns gradients of those that require them, asked for when its backward
+    runs.
+    """
 
     outputs: Sequence[Tensor]
     gradients: Callable[[], list[Tensor]]
 
 
 class BackwardByGrad(Protocol):
-    """Backward from outputs with given gradients. Outputs are `GradientEdge`s, which torch.autograd.backward takes like tensors."""
+    """Backward from outputs with given gradients. Outputs are `GradientEdge`s, which torch.autograd.backward takes
+    like tensors.
+    """
 
     def __call__(self, tensors: Sequence[GradientEdge], grads: Sequence[Tensor], /) -> None: ...
 
@@ -75,8 +81,8 @@ class BackwardByGrad(Protocol):
 class Reduction(Protocol):
     """Reduces the weight gradients of this rank's chunks over its data-parallel peers.
 
-    begin   a microbatch's gradients are about to be made: those of all the chunk's parameters, or of the given ones only; others are
-            there. With `last` they are the last of the step
+    begin   a microbatch's gradients are about to be made: those of all the chunk's parameters, or of the given ones
+            only; others are there. With `last` they are the last of the step
     end     they are made. With `last` this is the action REDUCE
     finish  those of all chunks are made
     """
@@ -150,9 +156,11 @@ class PipelineRuntime:
     backward          of the loss of a microbatch (a loss scaler goes here); default `loss.backward()`
     backward_by_grad  of the other stages; default `torch.autograd.backward`
     reduction         told when weight gradients are made
-    gathering         told when weights are needed, where they are not there all the time; schedules then have GATHER and FREE
+    gathering         told when weights are needed, where they are not there all the time; schedules then have GATHER
+                      and FREE
     postpone_weights  whether W actions compute weight gradients. False computes them in I
-    deferred_bytes    what postponed weight gradients may hold; None: what they can hold without more memory than 1F1B needs
+    deferred_bytes    what postponed weight gradients may hold; None: what they can hold without more memory than 1F1B
+                      needs
     parameters        of the stages, which are no activations
     """
 
@@ -209,14 +217,17 @@ class PipelineRuntime:
         self._offload = ActivationOffload()
         self._start_step((), False, False)
 
-    def run(self, schedule: Schedule, shape_keys: Sequence[Hashable], *, overlap: bool = True, slices: int = 1) -> StepResult:
+    def run(
+        self, schedule: Schedule, shape_keys: Sequence[Hashable], *, overlap: bool = True, slices: int = 1
+    ) -> StepResult:
         """One step.
 
         schedule    lowered lists of all ranks (`lowering.lower`), the same on every rank
-        shape_keys  for every microbatch something that is equal exactly for microbatches whose messages have equal shapes, the
-                    same on every rank (the shapes of its inputs)
+        shape_keys  for every microbatch something that is equal exactly for microbatches whose messages have equal
+                    shapes, the same on every rank (the shapes of its inputs)
         overlap     as given to `lower`; False waits for every transfer where it stands
-        slices      so many microbatches, the last of which goes backward first, make one; its gradients are reduced together
+        slices      so many microbatches, the last of which goes backward first, make one; its gradients are reduced
+                    together
         """
         if schedule.placement != self.placement:
             raise ValueError(f"the schedule is for {schedule.placement}, the runtime has {self.placement}")
@@ -224,14 +235,18 @@ class PipelineRuntime:
         kinds = {action.kind for action in actions}
         count = 1 + max(action.microbatch for action in actions)
         if len(shape_keys) != count:
-            raise ValueError(f"{len(shape_keys)} shape keys for a schedule of {count} microbatches; give one per microbatch")
+            raise ValueError(
+                f"{len(shape_keys)} shape keys for a schedule of {count} microbatches; give one per microbatch"
+            )
         training = Kind.B in kinds or Kind.I in kinds
         if Kind.I in kinds and self._postpone_weights and self.weight_grads is None:
             # Linears postpone only what runs forward while a store exists.
             self.weight_grads = WeightGradStore(math.inf if self._deferred_bytes is None else self._deferred_bytes)
         self._start_step(shape_keys, training, overlap)
         self._slices = slices
-        self._to_come = Counter(action.stage for action in actions if action.kind in (Kind.B, Kind.W) and action.microbatch % slices == 0)
+        self._to_come = Counter(
+            action.stage for action in actions if action.kind in (Kind.B, Kind.W) and action.microbatch % slices == 0
+        )
         self._to_leave = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD}
         step = 0
         handlers, recorder = self._handlers, self.recorder
@@ -331,11 +346,18 @@ class PipelineRuntime:
             self._largest = max(self._largest, sum(self._bytes_of(own, microbatch) for own in self._programs))
 
     def _forward_of(self, stage: int, received: Any, microbatch: int) -> Any:
-        """The stage's forward; what it keeps for the backward is measured the first time that it matters and a shape occurs."""
+        """The stage's forward; what it keeps for the backward is measured the first time that it matters and a shape
+        occurs.
+        """
         forward = self._programs[stage].forward
         key = self._key(stage, microbatch)
         taking = self._offload.taking((stage, microbatch)) if (stage, microbatch) in self._to_leave else nullcontext()
-        if not self._training or self.weight_grads is None or self._deferred_bytes is not None or key in self._graph_bytes:
+        if (
+            not self._training
+            or self.weight_grads is None
+            or self._deferred_bytes is not None
+            or key in self._graph_bytes
+        ):
             with taking:
                 return forward(received, microbatch)
         with measure(self._parameters()) as saved, taking:
@@ -350,9 +372,13 @@ class PipelineRuntime:
             return None
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"the last stage must return the loss of the microbatch, a scalar tensor; it returned {shape}")
+            raise ValueError(
+                f"the last stage must return the loss of the microbatch, a scalar tensor; it returned {shape}"
+            )
         if self._training and not loss.requires_grad:
-            raise ValueError("the loss does not require grad: every parameter of the last stages is frozen, or it was detached")
+            raise ValueError(
+                "the loss does not require grad: every parameter of the last stages is frozen, or it was detached"
+            )
         self._losses.append(loss.detach())
         return loss
 
@@ -384,7 +410,9 @@ class PipelineRuntime:
         self._num_live -= 1
 
     @contextmanager
-    def _making_gradients(self, stage: int, microbatch: int, of: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
+    def _making_gradients(
+        self, stage: int, microbatch: int, of: Collection[torch.nn.Parameter] | None
+    ) -> Iterator[None]:
         if microbatch % self._slices:
             yield
             return
@@ -397,10 +425,11 @@ class PipelineRuntime:
             self._reduction.end(chunk, last)
 
     def _room_for_weights(self, stage: int, microbatch: int) -> int:
-        """Bytes that 1F1B would hold at its peak, on its first rank, less those of the graphs that are held here and now.
+        """Bytes that 1F1B would hold at its peak, on its first rank, less those of the graphs that are held here and
+        now.
 
-        1F1B's first rank holds min(m, p) microbatches of as many layers as this rank has. The one whose input gradients are about
-        to be computed gives its memory to what it postpones.
+        1F1B's first rank holds min(m, p) microbatches of as many layers as this rank has. The one whose input gradients
+        are about to be computed gives its memory to what it postpones.
         """
         others = self._live_bytes - self._bytes_of(stage, microbatch)
         return min(len(self._shapes), self.comm.size) * self._largest - others
@@ -418,12 +447,17 @@ class PipelineRuntime:
             else:
                 _, grads = self._take((Kind.B, stage, microbatch))
                 if self._overlap:
-                    self.comm.has_arrived(self._sent.pop((stage, microbatch)), self._rank_of[stage + 1])  # let go of the outputs
+                    # let go of the outputs
+                    self.comm.has_arrived(self._sent.pop((stage, microbatch)), self._rank_of[stage + 1])
         self._wait_weights(stage)
         self._offload.wait((stage, microbatch))
         if self.recorder is not None:
             self.recorder.inputs_arrived()
-        with self.weight_grads.deferring((stage, microbatch)) if defer and self.weight_grads is not None else nullcontext():
+        with (
+            self.weight_grads.deferring((stage, microbatch))
+            if defer and self.weight_grads is not None
+            else nullcontext()
+        ):
             if loss is not None:
                 self._backward(loss)
             elif outputs:  # else every parameter up to here is frozen
@@ -497,7 +531,9 @@ class PipelineRuntime:
     # Failure ---------------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
-        """Let go of everything but what the backend still reads and writes, so that the error does not keep activations alive."""
+        """Let go of everything but what the backend still reads and writes, so that the error does not keep
+        activations alive.
+        """
         self.comm.discard(self._receives.values())
         self._start_step((), False, False)
         self._offload.discard()
@@ -516,6 +552,7 @@ class PipelineRuntime:
         number, place = divmod(action.microbatch, slices)
         doing += f", microbatch {number}{f', slice {place}' if slices > 1 else ''})" if action.microbatch >= 0 else ")"
         return PipelineError(
-            f"{doing} failed on {job.this_rank()}: {type(error).__name__}: {error}\n{table(schedule.actions, (self.comm.rank, step))}",
+            f"{doing} failed on {job.this_rank()}: {type(error).__name__}: "
+            f"{error}\n{table(schedule.actions, (self.comm.rank, step))}",
             doing,
         )

@@ -4,8 +4,8 @@
         loss = forward()
     saved.bytes
 
-Counted are the tensors that autograd saves, each memory once and parameters not at all, and the inputs of checkpointed regions. It is
-the same number on every device, and does not depend on what else the process holds.
+Counted are the tensors that autograd saves, each memory once and parameters not at all, and the inputs of checkpointed
+regions. It is the same number on every device, and does not depend on what else the process holds.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def measure(parameters: Iterable[Tensor]) -> Iterator[SavedBytes]:
 
 
 def note_checkpointed(inputs: Any) -> None:
-    """What is kept where no hook of `measure` sees it: inputs of a checkpointed region, and what other hooks inside of these take."""
+    """What is kept where no hook of `measure` sees it: inputs of a checkpointed region, and what other hooks inside
+    of these take.
+    """
     for saved in _measuring:
         saved.note(inputs)

@@ -1,16 +1,16 @@
 """Cutting a model into stages without touching its forward.
 
-The model keeps its module tree: every layer stays where it is, so list lengths, names, layer indices and state-dict keys stay
-right. What a rank does not hold is released (its parameters become shapes without memory that no longer count as parameters), and the
-modules on the way change their class in place:
+The model keeps its module tree: every layer stays where it is, so list lengths, names, layer indices and state-dict
+keys stay right. What a rank does not hold is released (its parameters become shapes without memory that no longer count
+as parameters), and the modules on the way change their class in place:
 
     a gate before the stage      returns what the stage received in its place
     a layer of the stage         runs, through activation checkpointing if it is one of those that recompute
     the stage's last gate        ends the forward, which is left by an exception
     a module outside the layers  whose output this stage does not read returns zeros (embeddings behind the first stage)
 
-One model serves all stages (chunks) of a rank: `StagedModel.run(stage, ...)` says which one the modules play. A weight used by two
-stages of one rank is therefore one parameter.
+One model serves all stages (chunks) of a rank: `StagedModel.run(stage, ...)` says which one the modules play. A weight
+used by two stages of one rank is therefore one parameter.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ import torch
 from torch import nn
 
 from ..models.dry_run import forward_defaults
+from ..models.layer_chain import Unit
 from ..utils import pytree
 from ..utils.tensors import map_tensors
+from .batch.images import without_patches
+from .batch.step_inputs import StepInputs
 from .checkpointing import Recomputation, run_checkpointed, run_selectively, without_cache
-from .entry import ENTRY
-from .images import without_patches
+from .cut.entry import ENTRY
+from .cut.survey import Survey
+from .hoisting.layer_calls import LayerCalls
+from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
+from .hoisting.reads import HostReads, Watch
 from .in_place import change_class, disable_own_checkpointing, keep_slices, output_shapes, release, stand_in
-from .layer_calls import LayerCalls
-from .layer_chain import Unit
-from .layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
-from .reads import HostReads, Watch
-from .router_logits import RouterLogits
-from .sequence_slices import Payload, SlicedInputs
-from .step_inputs import StepInputs
-from .survey import Survey
+from .loss.router_logits import RouterLogits
+from .slices.sequence_slices import Payload, SlicedInputs
 
 PLAIN_CALL = (
-    "this model is split into pipeline stages, so it cannot be called directly: one rank holds only some of its layers. Use\n"
+    "this model is split into pipeline stages, so it cannot be called directly: one rank holds only some of its "
+    "layers. Use\n"
     "    outputs = booster.execute_pipeline(data_iter, model, criterion, optimizer, return_loss=True)\n"
-    "with data_iter an iterator over batches and criterion(outputs, inputs) -> loss; leave the optimizer out to evaluate"
+    "with data_iter an iterator over batches and criterion(outputs, inputs) -> loss; leave the optimizer out to "
+    "evaluate"
 )
 
 
@@ -63,9 +65,11 @@ class StageRun:
     live: frozenset[str]  # modules outside the layers whose output this stage reads
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
     written: frozenset[int] = frozenset()  # units whose outputs the model writes to
-    outputs: dict[int, Any] = field(default_factory=dict)  # unit of the stage, or entry -> its output, where a later stage reads it
+    # unit of the stage, or entry -> its output, where a later stage reads it
+    outputs: dict[int, Any] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
-    router_logits: dict[int, torch.Tensor] | None = None  # by their number, of the layers so far; None: nobody collects them
+    # by their number, of the layers so far; None: nobody collects them
+    router_logits: dict[int, torch.Tensor] | None = None
     enter_tail: Callable[[Any], None] | None = None
     trace: Trace | None = None  # instead of layers
     in_model: bool = True  # whether layers are called by the model's forward
@@ -74,7 +78,9 @@ class StageRun:
     past: Any = None  # keys and values of the slices before this one
 
     def output_before(self, unit: int) -> Any:
-        """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads its own."""
+        """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads
+        its own.
+        """
         known = next(known for known in self.received if known >= unit)  # ascending
         output = self.received[known]
         # What the model writes to the outputs of several layers must not meet in one tensor.
@@ -85,7 +91,8 @@ class StagedModel:
     """This rank's stages of one model.
 
     model    cut in place
-    survey   facts about it; None when one stage holds all (nothing is cut then, and models that cannot be surveyed work)
+    survey   facts about it; None when one stage holds all (nothing is cut then, and models that cannot be surveyed
+             work)
     stages   units of all stages of the pipeline
     held     indices of the stages of this rank
     checkpointed  layers of the held stages that are recomputed in the backward pass
@@ -111,7 +118,8 @@ class StagedModel:
         self.stages = tuple(stages)
         self.held = tuple(held)
         self.checkpointed = checkpointed or Recomputation()
-        # Of the thread: layers that a backward recomputes on another one, while a forward runs, play no stage (`two_at_once`).
+        # Of the thread: layers that a backward recomputes on another one, while a forward runs, play no stage
+        # (`two_at_once`).
         self._of_thread = threading.local()
         self.routers = routers
         self.towers = towers
@@ -131,7 +139,8 @@ class StagedModel:
             self._release_foreign(survey)
             self._install_stubs(survey)
             change_class(model, lambda call, args, kwargs: self._root_call(call, args, kwargs))
-            # A module outside the layers that a stage reads may gather its weights, which has to happen as often on every rank.
+            # A module outside the layers that a stage reads may gather its weights, which has to happen as often on
+            # every rank.
             between = [stage for stage in held if 0 < stage < len(stages) - 1 and not self._live[stage]]
             self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between})
             self._reads = HostReads(self._calls.state, self._calls.unchanged_since)
@@ -152,12 +161,16 @@ class StagedModel:
         self._of_thread.run = run
 
     def run(
-        self, stage: int, received: Payload | None, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        self,
+        stage: int,
+        received: Payload | None,
+        batch: Any,
+        tail: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> tuple[Payload | None, Any]:
         """Forward of `stage`: (what travels to the next stage, None), or on the last stage (None, the model's output).
 
-        `tail` gives, for what the last layer returned, a context for the part of the last stage's forward behind it (for None, one for the
-        whole forward of a model without units).
+        `tail` gives, for what the last layer returned, a context for the part of the last stage's forward behind it
+        (for None, one for the whole forward of a model without units).
         """
         return self._run(self._prepared(stage, received, batch), batch, tail)
 
@@ -169,7 +182,9 @@ class StagedModel:
         index: int,
         tail: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     ) -> tuple[Payload | None, Any]:
-        """The same for microbatch `index` of a step. What comes before the layers is computed once per step where it can be."""
+        """The same for microbatch `index` of a step. What comes before the layers is computed once per step where it
+        can be.
+        """
         run = self._prepared(stage, received, inputs.microbatches[index])
         return self._run_prepared(run, inputs, index, tail)
 
@@ -184,7 +199,9 @@ class StagedModel:
         assert payload is not None
         return payload
 
-    def run_tail(self, payload: Payload, inputs: StepInputs, index: int, tail: Callable[[Any], AbstractContextManager[Any]]) -> Any:
+    def run_tail(
+        self, payload: Payload, inputs: StepInputs, index: int, tail: Callable[[Any], AbstractContextManager[Any]]
+    ) -> Any:
         """What comes behind the last layer, for all of microbatch `index`: the model's output."""
         behind = range(len(self.units), len(self.units))
         run = self._prepared(self.num_stages - 1, payload, inputs.microbatches[index], behind)
@@ -196,7 +213,9 @@ class StagedModel:
     ) -> tuple[Payload | None, Any]:
         stage = run.stage
         if self._calls is not None and not run.is_last:
-            calls = self._calls.find(stage, run.received, inputs, index, lambda trace: self._trace(run, trace, inputs.batch(index)))
+            calls = self._calls.find(
+                stage, run.received, inputs, index, lambda trace: self._trace(run, trace, inputs.batch(index))
+            )
             if calls is not None:
                 run.in_model, self.current = False, run
                 try:
@@ -223,7 +242,9 @@ class StagedModel:
         look = (run.stage, run.low, metas, context(self._own_device()), self._calls.modes)
         return self._reads.of_forward(look, inputs, index, batch)
 
-    def _prepared(self, stage: int, received: Payload | None, batch: Any, units: range | None = None, ends: bool = True) -> StageRun:
+    def _prepared(
+        self, stage: int, received: Payload | None, batch: Any, units: range | None = None, ends: bool = True
+    ) -> StageRun:
         """What a stage, or `units` of it, plays. ends: the last stage goes on behind its layers."""
         self._follow_device()
         units = self.stages[stage] if units is None else units
@@ -240,7 +261,9 @@ class StagedModel:
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
         return run
 
-    def _run(self, run: StageRun, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]]) -> tuple[Payload | None, Any]:
+    def _run(
+        self, run: StageRun, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]]
+    ) -> tuple[Payload | None, Any]:
         with ExitStack() as stack:
             if run.is_last and not self.units:
                 stack.enter_context(tail(None))
@@ -256,7 +279,9 @@ class StagedModel:
                 self.current = None
         if not run.is_last:
             last = self.units[max(run.high - 1, 0)].gate
-            raise RuntimeError(f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {run.stage}")
+            raise RuntimeError(
+                f"{type(self.model).__name__} returned without running {last}, the end of pipeline stage {run.stage}"
+            )
         return None, output
 
     def _watched_call(self, run: StageRun, batch: Any) -> Any:
@@ -269,7 +294,8 @@ class StagedModel:
             except Exception:
                 if not run.watch.is_active:  # in a layer, or behind the last one
                     raise
-                self._reads = None  # there is code that does not run under modes of torch; an error of its own comes again
+                # there is code that does not run under modes of torch; an error of its own comes again
+                self._reads = None
             finally:
                 run.watch.end()
             run.watch = None
@@ -282,7 +308,9 @@ class StagedModel:
                 self._call(self._seen_by(run, batch))
         except (TraceEnd, Unfit):
             pass
-        except Exception:  # the model's own code, which may check the numbers of stand-ins: what it has called before counts
+        except (
+            Exception
+        ):  # the model's own code, which may check the numbers of stand-ins: what it has called before counts
             pass
         finally:
             self.current = None
@@ -304,7 +332,9 @@ class StagedModel:
                     module.__dict__[name] = stand_in(module.__dict__[name], device)
 
     def _own_device(self) -> torch.device:
-        """Of a parameter that this rank holds; where it is gets remembered, since modules of other stages stand before it."""
+        """Of a parameter that this rank holds; where it is gets remembered, since modules of other stages stand
+        before it.
+        """
         module, name = self._anchor
         if module._parameters.get(name) is None:  # the first time, or a parametrization has taken its place
             places = ((module, name) for module in self.model.modules() for name in module._parameters)
@@ -328,11 +358,11 @@ class StagedModel:
         return self.model(batch, **defaults)
 
     def _pack(self, run: StageRun) -> Payload:
-        """Tensors of every unit's output that is read behind the stage, units ascending; last all their numbers, if there are any.
-        Before them the logits of all routers so far.
+        """Tensors of every unit's output that is read behind the stage, units ascending; last all their numbers, if
+        there are any. Before them the logits of all routers so far.
 
-        Numbers travel as a tensor, since what is not data is sent only with the first message of a shape. Reading them again
-        waits for the device, which layers that return numbers have done themselves if they computed these on it.
+        Numbers travel as a tensor, since what is not data is sent only with the first message of a shape. Reading them
+        again waits for the device, which layers that return numbers have done themselves if they computed these on it.
         """
         assert self.survey is not None
         tensors: list[torch.Tensor] = []
@@ -359,7 +389,9 @@ class StagedModel:
             received, numbers = tuple(tensors), _decode(encoded)
         found, start, used = {}, 0, 0
         for unit, template in templates.items():
-            found[unit] = template.build(received[start : start + template.num_tensors], numbers[used : used + template.num_numbers])
+            found[unit] = template.build(
+                received[start : start + template.num_tensors], numbers[used : used + template.num_numbers]
+            )
             start, used = start + template.num_tensors, used + template.num_numbers
         assert start == len(received), (start, len(received))
         return found
@@ -388,7 +420,9 @@ class StagedModel:
                         self._released.append((module, name, path + name))
 
     def cast_released(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """What stands for released parameters gets the dtypes that parameters, by full name, work in: stubs compute in them."""
+        """What stands for released parameters gets the dtypes that parameters, by full name, work in: stubs compute
+        in them.
+        """
         for module, name, full_name in self._released:
             if full_name in dtypes:
                 tensor = module.__dict__[name]
@@ -412,7 +446,12 @@ class StagedModel:
                 return run.trace.call(index, is_layer, is_gate, call, args, kwargs)
             if index == 0 and is_layer and run.in_model:
                 args, kwargs = self._at_entry(run, args, kwargs)
-            if is_gate and index < max(run.low, run.begin) and run.router_logits is not None and self.routers is not None:
+            if (
+                is_gate
+                and index < max(run.low, run.begin)
+                and run.router_logits is not None
+                and self.routers is not None
+            ):
                 self.routers.replay(index, run.router_logits)
             if is_gate and index < run.begin:
                 return run.output_before(index)
@@ -440,7 +479,9 @@ class StagedModel:
         return call_unit
 
     def _at_entry(self, run: StageRun, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """In front of the first layer: the end of a stage without layers, and where the next one puts what it has received."""
+        """In front of the first layer: the end of a stage without layers, and where the next one puts what it has
+        received.
+        """
         if run.high and ENTRY not in run.received:
             return args, kwargs
         assert self.survey is not None
@@ -454,7 +495,9 @@ class StagedModel:
         raise StageExit
 
     def _run_layer(self, stage: int, place: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the layer at a place of a stage, through activation checkpointing if it is one of those; place -1 is no layer."""
+        """Call the layer at a place of a stage, through activation checkpointing if it is one of those; place -1 is
+        no layer.
+        """
         whole, selective = self.checkpointed.of(stage)
         if place < 0 or not whole + selective or not torch.is_grad_enabled():
             return call(*args, **kwargs)
@@ -470,7 +513,9 @@ class StagedModel:
         for stage in self.held:
             read = survey.modules(self.stages, stage)
             # A module that contains one that is read runs itself.
-            self._live[stage] = frozenset(name for name in survey.outside if any(m == name or m.startswith(f"{name}.") for m in read))
+            self._live[stage] = frozenset(
+                name for name in survey.outside if any(m == name or m.startswith(f"{name}.") for m in read)
+            )
         unread = {alias for name in survey.unread for alias in survey.names[name]}
         covered: tuple[str, ...] = ()
         for name in survey.outside:
@@ -493,8 +538,9 @@ class StagedModel:
                 return call(*args, **kwargs)
             if not known:
                 raise ValueError(
-                    f"{name} runs on this batch, but did not in the dry run from which the pipeline stages were cut; pass a batch like "
-                    "this one as example_inputs= to the plugin, so that every stage that needs it gets it"
+                    f"{name} runs on this batch, but did not in the dry run from which the pipeline stages were cut; "
+                    "pass a batch like this one as example_inputs= to the plugin, so that every stage that needs it "
+                    "gets it"
                 )
             if run.trace is not None:
                 return run.trace.stub(lambda: imitate(call, args, kwargs))
@@ -502,12 +548,18 @@ class StagedModel:
 
         def imitate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+            key = (
+                spec,
+                tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
+            )
             if key not in shapes:
                 shapes[key] = pytree.tree_flatten(output_shapes(module, call, args, kwargs))
             device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
             found, structure = shapes[key]
-            zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+            zeros = [
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in found
+            ]
             return pytree.tree_unflatten(zeros, structure)
 
         return call_stub

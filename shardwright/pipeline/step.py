@@ -9,10 +9,10 @@ import torch
 from ..cluster.same_batch import describe
 from ..ops.vocab_mode import as_scripts_see
 from ..utils.tensors import map_tensors
-from .loss_weight import GlobalLoss
-from .microbatch import batch_size, items_of, merge_outputs
-from .sequence_slices import SlicedInputs, SliceOutputs
-from .step_inputs import StepInputs
+from .batch.microbatch import batch_size, items_of, merge_outputs
+from .batch.step_inputs import StepInputs
+from .loss.weight import GlobalLoss
+from .slices.sequence_slices import SlicedInputs, SliceOutputs
 
 
 class Step:
@@ -32,14 +32,17 @@ class Step:
 
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
-        return [(*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches]
+        return [
+            (*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches
+        ]
 
     def message_keys(self) -> list[tuple[Any, ...]]:
         """The same for what travels and is kept of a microbatch, or of its slices."""
         inputs = self.inputs
         if not isinstance(inputs, SlicedInputs):
             return self.shape_keys()
-        routers, count = self.loss.router_loss is not None, inputs.num_slices  # numbers in keys are sizes, so places are words
+        # numbers in keys are sizes, so places are words
+        routers, count = self.loss.router_loss is not None, inputs.num_slices
         return [
             (*describe(items_of(inputs.by_length(index))), routers, f"slice {index % count} of {count}")
             for index in range(len(inputs.microbatches))

@@ -22,10 +22,10 @@ import torch
 
 from ..comm.collectives import all_gather, gather_sizes
 from ..comm.p2p import PipeComm
-from .actions import COMPUTE, Action, Kind
-from .placement import Placement
+from .planning.actions import COMPUTE, Action, Kind
+from .planning.placement import Placement
+from .planning.simulate import Costs, simulate
 from .schedules import Schedule
-from .simulate import Costs, simulate
 
 
 class MeasuredSpan(NamedTuple):
@@ -43,8 +43,8 @@ class MeasuredSpan(NamedTuple):
 class Recorder:
     """Takes the time of every action of the latest step of one rank.
 
-    On a CPU it reads the clock; on CUDA it records events, which cost no synchronisation until `spans` reads them. Each action is also
-    a range of torch's profiler, under its name.
+    On a CPU it reads the clock; on CUDA it records events, which cost no synchronisation until `spans` reads them. Each
+    action is also a range of torch's profiler, under its name.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -78,7 +78,10 @@ class Recorder:
         """The actions of the latest step, in order."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [MeasuredSpan(action, *(self._seconds(mark) for mark in (start, ready, end))) for action, start, ready, end in self._marks]
+        return [
+            MeasuredSpan(action, *(self._seconds(mark) for mark in (start, ready, end)))
+            for action, start, ready, end in self._marks
+        ]
 
     def gather(self, comm: PipeComm, placement: Placement) -> Timeline:
         """The timeline of all ranks; all ranks of the pipeline must call it.
@@ -88,8 +91,12 @@ class Recorder:
         own = json.dumps([(str(action), start, ready, end) for action, start, ready, end in self.spans()])
         data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8).to(comm.device)
         sizes = gather_sizes(len(data), comm.group, comm.device)
-        texts = all_gather(data, comm.group, sizes=sizes).cpu().split(sizes)  # a collective: no two ranks connect for it
-        ranks = [[MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(bytes(text.tolist()))] for text in texts]
+        # a collective: no two ranks connect for it
+        texts = all_gather(data, comm.group, sizes=sizes).cpu().split(sizes)
+        ranks = [
+            [MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(bytes(text.tolist()))]
+            for text in texts
+        ]
         return Timeline(placement, ranks)
 
     def _now(self) -> Any:
@@ -119,7 +126,9 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Part of the ranks' time in which they did not compute."""
-        work = sum(span.end - span.ready for spans in self.ranks for span in spans if span.action.kind in COMPUTE - {Kind.FB})
+        work = sum(
+            span.end - span.ready for spans in self.ranks for span in spans if span.action.kind in COMPUTE - {Kind.FB}
+        )
         return 1 - work / (len(self.ranks) * self.makespan)
 
     def mean_costs(self) -> Costs:
@@ -154,7 +163,9 @@ class Timeline:
         """The same schedule as the simulator runs it with the measured mean costs: no jitter, transfers free."""
         compute = [[span.action for span in spans if span.action.kind in COMPUTE] for spans in self.ranks]
         spans = simulate(Schedule(self.placement, compute), self.mean_costs()).spans
-        return Timeline(self.placement, [[MeasuredSpan(a, start, start, end) for a, start, end in rank] for rank in spans])
+        return Timeline(
+            self.placement, [[MeasuredSpan(a, start, start, end) for a, start, end in rank] for rank in spans]
+        )
 
     def summary(self) -> str:
         """One line: measured against ideal."""
@@ -165,7 +176,9 @@ class Timeline:
         )
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """Events of the Chrome trace format: one process per rank; waiting, transfers and the forwards of pairs on threads of their own."""
+        """Events of the Chrome trace format: one process per rank; waiting, transfers and the forwards of pairs on
+        threads of their own.
+        """
         events: list[dict[str, Any]] = []
         threads = {"compute": 0, "wait": 1, "transfer": 2, "beside": 3}
         for rank, spans in enumerate(self.ranks):

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from .actions import COMPUTE, Kind
+from .planning.actions import COMPUTE, Kind
 from .timeline import Timeline
 
 COLORS = {
@@ -64,7 +64,9 @@ def _bars(timeline: Timeline) -> Iterator[_Bar]:
             if action.kind in COLORS:
                 chunk = timeline.placement.chunk_of(action.stage)
                 label = str(action.microbatch) if action.microbatch >= 0 else ""
-                tip = f"{action}: {1000 * (end - ready):.3f} ms (rank {rank}, chunk {chunk}, from {1000 * ready:.3f} ms)"
+                tip = (
+                    f"{action}: {1000 * (end - ready):.3f} ms (rank {rank}, chunk {chunk}, from {1000 * ready:.3f} ms)"
+                )
                 half = {"top": 0.5 * joined, "height": 0.5} if joined or action.kind is Kind.FB else {}
                 yield _Bar(rank, ready, end, COLORS[action.kind], label, tip, **half)
             joined = action.kind is Kind.FB
@@ -84,7 +86,8 @@ def _svg(timeline: Timeline, seconds: float) -> str:
         y, height = rank * _ROW + 1 + top * _BAR, share * _BAR
         outline = ' stroke="#333" stroke-width="1"' if "chunk 0" not in tip and color != WAIT else ""
         parts.append(
-            f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{color}"{outline}/>'
+            f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
+            f'fill="{color}"{outline}/>'
         )
         if label and width > 7 * len(label):
             parts.append(f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" class="label">{label}</text>')
@@ -115,7 +118,11 @@ def figure(timeline: Timeline) -> str:
     ideal = timeline.ideal()
     seconds = max(timeline.makespan, ideal.makespan)
     kinds = {span.action.kind for spans in timeline.ranks for span in spans}
-    keys = [f'<span class="key" style="background:{COLORS[kind]}">{name}</span>' for kind, name in LEGEND.items() if kind in kinds]
+    keys = [
+        f'<span class="key" style="background:{COLORS[kind]}">{name}</span>'
+        for kind, name in LEGEND.items()
+        if kind in kinds
+    ]
     keys.append(f'<span class="key" style="background:{WAIT};color:#333">waiting for input</span>')
     outlined = " outlined: second and later chunks," if timeline.placement.num_chunks > 1 else ""
     return f"""<p>{" ".join(keys)}{outlined} numbers: microbatches</p>
@@ -129,12 +136,13 @@ def page(timeline: Timeline, title: str = "Pipeline step") -> str:
     """The HTML page as text; it loads nothing from elsewhere."""
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1.5em; color: #222; background: #fff }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1.5em; color: #222;
+  background: #fff }}
 {STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 {figure(timeline)}
-<p>The bubble is the part of the ranks' time in which they did not compute. The ideal runs the same schedule with every action as long
-as it took on average, without jitter and with free transfers. Point at a bar to see its times.</p>
+<p>The bubble is the part of the ranks' time in which they did not compute. The ideal runs the same schedule with every
+action as long as it took on average, without jitter and with free transfers. Point at a bar to see its times.</p>
 </body></html>
 """
 
@@ -150,7 +158,9 @@ def write_png(timeline: Timeline, path: str | Path, title: str = "Pipeline step"
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("write_png needs matplotlib (pip install matplotlib); write_page makes an HTML page without it") from error
+        raise ValueError(
+            "write_png needs matplotlib (pip install matplotlib); write_page makes an HTML page without it"
+        ) from error
     ideal = timeline.ideal()
     figure = Figure(figsize=(14, 1.6 + 0.7 * len(timeline.ranks)), layout="constrained")
     FigureCanvasAgg(figure)

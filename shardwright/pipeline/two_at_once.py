@@ -1,31 +1,36 @@
-"""A forward and a backward of one rank at the same time, so that the collectives of the one pass while the other computes.
+"""A forward and a backward of one rank at the same time, so that the collectives of the one pass while the other
+computes.
 
-Both are ordinary Python: any model's forward, and autograd. So they run on two threads, the forward on the caller's and the backward on
-one made for it, of which only one goes on at any time. The turn changes where a collective has been launched (`comm.turns`), strictly back
-and forth until one of the two has ended:
+Both are ordinary Python: any model's forward, and autograd. So they run on two threads, the forward on the caller's and
+the backward on one made for it, of which only one goes on at any time. The turn changes where a collective has been
+launched (`comm.turns`), strictly back and forth until one of the two has ended:
 
-    forward    compute, launch, pass on                          compute, launch, pass on                          compute ...
+    forward    compute, launch, pass on                          compute, launch, pass on
+               compute ...
     backward                            compute, launch, pass on                          compute, launch, pass on
 
-The order of everything, launches included, thus follows from the two computations alone and is the same on all ranks that share them. If
-the forward launches nothing, no other thread takes part: the backward then runs behind it.
+The order of everything, launches included, thus follows from the two computations alone and is the same on all ranks
+that share them. If the forward launches nothing, no other thread takes part: the backward then runs behind it.
 
 [Note: what belongs to one of the two]
-threads     torch keeps grad mode, autocast, modes, the current device and its stream per thread: the backward gets the caller's as they
-            were before the forward (`Surroundings`). On CUDA autograd runs backwards on threads of its own, so whoever is not the
-            caller's thread takes the turns of the backward. What a forward of ours notes about itself is kept per thread as well
-random      both draw from the global generators, which therefore change hands with the turn. The forward goes on with the numbers it
-            would have had alone; the backward starts from the state before the pair, sets the generators where it recomputes a layer,
-            and leaves nothing behind. So masks of dropout, and every result, are bit by bit those of the forward followed by the backward
-streams     on CUDA both use the caller's stream, where one waits for a collective only behind what the other has launched. Memory is
-            therefore used again in the order of that stream, as in a single computation
+threads     torch keeps grad mode, autocast, modes, the current device and its stream per thread: the backward gets the
+            caller's as they were before the forward (`Surroundings`). On CUDA autograd runs backwards on threads of its
+            own, so whoever is not the caller's thread takes the turns of the backward. What a forward of ours notes
+            about itself is kept per thread as well
+random      both draw from the global generators, which therefore change hands with the turn. The forward goes on with
+            the numbers it would have had alone; the backward starts from the state before the pair, sets the generators
+            where it recomputes a layer, and leaves nothing behind. So masks of dropout, and every result, are bit by
+            bit those of the forward followed by the backward
+streams     on CUDA both use the caller's stream, where one waits for a collective only behind what the other has
+            launched. Memory is therefore used again in the order of that stream, as in a single computation
 
 [Note: what fails]
-An error of one ends the other where it next passes on or gets its turn, by an exception that `except Exception` does not catch; then it
-is raised by `run`, and `failed_forward` says whose it is. A collective that was on its way is left alone, as in any step that fails.
+An error of one ends the other where it next passes on or gets its turn, by an exception that `except Exception` does
+not catch; then it is raised by `run`, and `failed_forward` says whose it is. A collective that was on its way is left
+alone, as in any step that fails.
 
-A forward that itself runs a backward on CUDA (`torch.autograd.grad` inside a model) would wait for autograd's thread, which may be waiting
-for its turn: such models need a schedule without pairs.
+A forward that itself runs a backward on CUDA (`torch.autograd.grad` inside a model) would wait for autograd's thread,
+which may be waiting for its turn: such models need a schedule without pairs.
 """
 
 from __future__ import annotations
@@ -98,7 +103,8 @@ class TwoAtOnce:
         self.failed_forward = False
         self.changes = 0
         self._jobs: SimpleQueue[Callable[[], None] | None] | None = None
-        self._wakes: tuple[SimpleQueue[None], SimpleQueue[None]] = SimpleQueue(), SimpleQueue()  # by which one gives the other the turn
+        # by which one gives the other the turn
+        self._wakes: tuple[SimpleQueue[None], SimpleQueue[None]] = SimpleQueue(), SimpleQueue()
         self._caller = 0
         self._turn = FORWARD
         self._begun = self._stopping = False
@@ -111,7 +117,13 @@ class TwoAtOnce:
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Both, to their ends. An error of either is raised when neither runs any more."""
         self._caller = threading.get_ident()
-        self._turn, self._begun, self._stopping, self._ended, self.failed_forward = FORWARD, False, False, [False, False], True
+        self._turn, self._begun, self._stopping, self._ended, self.failed_forward = (
+            FORWARD,
+            False,
+            False,
+            [False, False],
+            True,
+        )
         self._backward, self._surroundings, self._states = backward, Surroundings(), [None, get_states()]
         self._wakes = SimpleQueue(), SimpleQueue()
         try:
@@ -195,7 +207,9 @@ class TwoAtOnce:
 
 
 def _end(jobs: SimpleQueue[Any], thread: threading.Thread) -> None:
-    """When the object is gone, or the process about to end: a thread that wakes later finds an interpreter that is taken apart."""
+    """When the object is gone, or the process about to end: a thread that wakes later finds an interpreter that is
+    taken apart.
+    """
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(1.0)

@@ -7,7 +7,7 @@ from typing import Any
 from .._moved import missing_name
 from .base import Boosted, Plugin
 from .deepspeed import DeepSpeedPlugin
-from .hybrid_parallel import HybridParallelPlugin
+from .hybrid.plugin import HybridParallelPlugin
 from .low_level_zero import LowLevelZeroPlugin
 from .registry import make_plugin, register_plugin
 from .torch_ddp import TorchDDPPlugin

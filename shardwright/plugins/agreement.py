@@ -1,10 +1,12 @@
-"""Whether all ranks run the same script: looked at once in `boost` and once in the first step, by one small exchange each.
+"""Whether all ranks run the same script: looked at once in `boost` and once in the first step, by one small exchange
+each.
 
-Each rank describes what it was given as a table of short texts ("optimizer.param_groups[0].lr": "0.001"). Ranks exchange a digest of the
-table; only where digests differ do they exchange the tables and name what differs, on which rank.
+Each rank describes what it was given as a table of short texts ("optimizer.param_groups[0].lr": "0.001"). Ranks
+exchange a digest of the table; only where digests differ do they exchange the tables and name what differs, on which
+rank.
 
-Weights are compared among the ranks of the first data-parallel replica: the other replicas take theirs from it. A few elements of every
-parameter stand for all of it, since models from different seeds differ everywhere.
+Weights are compared among the ranks of the first data-parallel replica: the other replicas take theirs from it. A few
+elements of every parameter stand for all of it, since models from different seeds differ everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.utils.data import DataLoader
 from .._version import __version__
 from ..comm.handle import count_orphans, settle_orphans
 from ..shardformer.same_weights import facts_of_weights, hash_of
-from .dealing import length_of
+from .data.dealing import length_of
 
 _SHOWN = 4  # differences named in a message
 _ENVIRONMENT = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
@@ -66,14 +68,20 @@ def difference(tables: Mapping[int, Facts], places: Mapping[int, str]) -> str:
         for rank, table in others:
             if table.get(name) != reference.get(name):
                 mine, theirs = reference.get(name, "not there"), table.get(name, "not there")
-                found.append(f"{name} is {mine} on rank {first} ({places[first]}) and {theirs} on rank {rank} ({places[rank]})")
+                found.append(
+                    f"{name} is {mine} on rank {first} ({places[first]}) and {theirs} on rank {rank} ({places[rank]})"
+                )
                 break
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more
 
 
-def agree_on_boost(plugin: Any, model: nn.Module, optimizer: Any = None, dataloader: Any = None, lr_scheduler: Any = None) -> None:
-    """ValueError on all ranks where they were given different things. Collective over all ranks: after what each can check alone."""
+def agree_on_boost(
+    plugin: Any, model: nn.Module, optimizer: Any = None, dataloader: Any = None, lr_scheduler: Any = None
+) -> None:
+    """ValueError on all ranks where they were given different things. Collective over all ranks: after what each can
+    check alone.
+    """
     if not several():
         return
     facts = _facts_of_run() | _facts_of_job(plugin, model, optimizer, dataloader, lr_scheduler)
@@ -87,20 +95,23 @@ def agree_on_boost(plugin: Any, model: nn.Module, optimizer: Any = None, dataloa
     if len({record[:DIGEST] for record in records}) > 1:
         tables = exchange_facts({**facts, "place": place_of(plugin)})
         raise ValueError(
-            f"ranks were given different things to boost: {named(tables, range(len(tables)))}. Every rank must run the same script with "
-            "the same arguments in the same environment"
+            f"ranks were given different things to boost: {named(tables, range(len(tables)))}. Every rank must run the "
+            "same script with the same arguments in the same environment"
         )
     if len({records[rank][DIGEST : 2 * DIGEST] for rank in first}) > 1:
         tables = exchange_facts({**weights, "place": place_of(plugin)})
         raise ValueError(
-            f"ranks that share one replica of the model have different weights: {named(tables, first)}. Each would keep its part of its "
-            "own, which together are no model: seed all ranks alike before the model is built (launch_from_torch(seed=...) does, "
-            "torch.manual_seed(seed + rank) does not), or load the same checkpoint on all of them"
+            f"ranks that share one replica of the model have different weights: {named(tables, first)}. Each would "
+            "keep its part of its own, which together are no model: seed all ranks alike before the model is built "
+            "(launch_from_torch(seed=...) does, torch.manual_seed(seed + rank) does not), or load the same checkpoint "
+            "on all of them"
         )
 
 
 def agree_on_arguments(owner: str, arguments: Mapping[str, Any]) -> None:
-    """ValueError on all ranks where plugins get different arguments, before process groups are made from them, which would hang."""
+    """ValueError on all ranks where plugins get different arguments, before process groups are made from them, which
+    would hang.
+    """
     if not several():
         return
     facts: Facts = {}
@@ -108,7 +119,10 @@ def agree_on_arguments(owner: str, arguments: Mapping[str, Any]) -> None:
         describe(name, value, facts)
     if len(set(exchange(digest(facts)))) > 1:
         tables = exchange_facts({**facts, "place": "global rank"})
-        raise ValueError(f"{owner} has different arguments on different ranks: {named(tables, range(len(tables)))}; pass the same on all")
+        raise ValueError(
+            f"{owner} has different arguments on different ranks: {named(tables, range(len(tables)))}; "
+            "pass the same on all"
+        )
 
 
 def named(tables: Sequence[Facts], ranks: Sequence[int]) -> str:
@@ -121,7 +135,9 @@ def place_of(plugin: Any) -> str:
     mesh = getattr(plugin, "mesh", None)
     if mesh is None:
         return f"dp {plugin.data_parallel[1]}"
-    return ", ".join(f"{axis} {mesh.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or mesh.size("sp") > 1)
+    return ", ".join(
+        f"{axis} {mesh.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or mesh.size("sp") > 1
+    )
 
 
 # The tables.
@@ -167,7 +183,11 @@ def _facts_of_job(plugin: Any, model: nn.Module, optimizer: Any, dataloader: Any
         describe(f"optimizer.param_groups[{number}]", {**rest, "number of parameters": len(group["params"])}, facts)
     facts["lr_scheduler"] = _name(lr_scheduler)
     if hasattr(lr_scheduler, "state_dict"):
-        describe("lr_scheduler", {**lr_scheduler.state_dict(), "lr_lambdas": getattr(lr_scheduler, "lr_lambdas", None)}, facts)
+        describe(
+            "lr_scheduler",
+            {**lr_scheduler.state_dict(), "lr_lambdas": getattr(lr_scheduler, "lr_lambdas", None)},
+            facts,
+        )
     facts["dataloader"] = _name(dataloader)
     if isinstance(dataloader, DataLoader):
         facts["dataloader.batch_size"] = str(dataloader.batch_size)
@@ -181,7 +201,9 @@ def _facts_of_job(plugin: Any, model: nn.Module, optimizer: Any, dataloader: Any
 
 
 def describe(name: str, value: Any, facts: Facts) -> None:
-    """Enter the plain data that `value` is made of; of other objects only the class, since they may be alike and yet print differently."""
+    """Enter the plain data that `value` is made of; of other objects only the class, since they may be alike and yet
+    print differently.
+    """
     if value is None or isinstance(value, str | int | float | torch.dtype | torch.device):
         facts[name] = repr(value)
     elif isinstance(value, torch.Tensor):
@@ -209,7 +231,8 @@ def describe(name: str, value: Any, facts: Facts) -> None:
 
 
 _WITH_ATTRIBUTES = ("plugin", "mixed_precision")
-_OF_THIS_MACHINE = ("_name_or_path", "transformers_version")  # entries of configs: where they were read, and what wrote them
+# entries of configs: where they were read, and what wrote them
+_OF_THIS_MACHINE = ("_name_or_path", "transformers_version")
 _OF_THIS_RANK = ("mesh", "stage_manager", "layout")  # attributes of plugins that say where a rank is
 
 

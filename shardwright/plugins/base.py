@@ -20,9 +20,9 @@ from ..optim.kind import check_closures
 from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
 from ..utils.overlap import overlapping
-from .dataloader import build_dataloader
+from .data.dataloader import build_dataloader
+from .data.own_loader import check_dataloader, shard_dataloader
 from .lora import whole_tensor
-from .own_loader import check_dataloader, shard_dataloader
 
 
 class Boosted(NamedTuple):
@@ -87,7 +87,9 @@ class Plugin(ABC, metaclass=ExplainedArguments):
 
     @property
     def split(self) -> str:
-        """How weights are split over ranks, in the words of the plugin's settings; "" where every rank holds all of them."""
+        """How weights are split over ranks, in the words of the plugin's settings; "" where every rank holds all of
+        them.
+        """
         return ""
 
     @property
@@ -127,7 +129,7 @@ class Plugin(ABC, metaclass=ExplainedArguments):
         distributed_sampler_cls: type[Sampler] | None = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader of this rank's share of `dataset`; see `shardwright.plugins.dataloader.build_dataloader`."""
+        """A loader of this rank's share of `dataset`; see `shardwright.plugins.data.dataloader.build_dataloader`."""
         num_replicas, rank = self.data_parallel
         return build_dataloader(
             dataset,
@@ -144,7 +146,9 @@ class Plugin(ABC, metaclass=ExplainedArguments):
         )
 
     def shard_dataloader(self, dataloader: Any) -> Any:
-        """A DataLoader that was written for one process, dealt out to data-parallel ranks: what `boost` does with the one it is given."""
+        """A DataLoader that was written for one process, dealt out to data-parallel ranks: what `boost` does with
+        the one it is given.
+        """
         return None if dataloader is None else shard_dataloader(dataloader, *self.data_parallel)
 
     def check_dataloader(self, dataloader: Any) -> None:
@@ -163,9 +167,9 @@ class Plugin(ABC, metaclass=ExplainedArguments):
     ) -> dict[str, Any]:
         name = type(self).__name__
         raise ValueError(
-            f"execute_pipeline with {name}: this plugin has no pipeline. Use HybridParallelPlugin(tp_size=..., pp_size=...), whose "
-            "execute_pipeline works for every pp_size including 1, or write the step out: "
-            "loss = criterion(model(**batch), batch); booster.backward(loss, optimizer); optimizer.step()"
+            f"execute_pipeline with {name}: this plugin has no pipeline. Use HybridParallelPlugin(tp_size=..., "
+            "pp_size=...), whose execute_pipeline works for every pp_size including 1, or write the step out: loss = "
+            "criterion(model(**batch), batch); booster.backward(loss, optimizer); optimizer.step()"
         )
 
 
@@ -182,7 +186,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def require_process_group(plugin: str) -> None:
     if not dist.is_initialized():
-        raise ValueError(f"{plugin} needs a process group: call shardwright.launch_from_torch() first (it works under plain python too)")
+        raise ValueError(
+            f"{plugin} needs a process group: call shardwright.launch_from_torch() first (it works under "
+            "plain python too)"
+        )
 
 
 def require_parameters(model: nn.Module) -> None:
@@ -191,14 +198,19 @@ def require_parameters(model: nn.Module) -> None:
 
 
 def require_own_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer over tensors that are not parameters of `model`: it would step something nobody computes gradients for."""
+    """Refuse an optimizer over tensors that are not parameters of `model`: it would step something nobody computes
+    gradients for.
+    """
     if optimizer is None:
         return
     check_closures(optimizer)
     own = {id(param) for param in model.parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
-        raise ValueError(f"optimizer={type(optimizer).__name__} has no parameters: build it on model.parameters() before booster.boost")
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} has no parameters: build it on model.parameters() "
+            "before booster.boost"
+        )
     foreign = sum(id(param) not in own for param in params)
     if foreign:
         raise ValueError(
@@ -217,10 +229,14 @@ def require_separate_parameters(model: nn.Module, optimizer: Optimizer | None) -
     for one, other in overlapping(named.items()):
         if named[one] in trained or named[other] in trained:
             alike = named[one].data_ptr() == named[other].data_ptr() and named[one].shape == named[other].shape
-            tie = f"tie them as one parameter before the optimizer is built (model.{other} = model.{one}), or " if alike else ""
+            tie = (
+                (f"tie them as one parameter before the optimizer is built (model.{other} = model.{one}), or ")
+                if alike
+                else ""
+            )
             raise ValueError(
-                f"parameters {one} and {other} are two parameters in the same memory, which would train apart here: {tie}give one memory "
-                f"of its own (model.{other}.data = model.{other}.data.clone())"
+                f"parameters {one} and {other} are two parameters in the same memory, which would train apart here: "
+                f"{tie}give one memory of its own (model.{other}.data = model.{other}.data.clone())"
             )
 
 

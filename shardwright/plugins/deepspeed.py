@@ -1,7 +1,7 @@
 """Training through DeepSpeed with an existing ds_config, so that its users can come over one step at a time.
 
-DeepSpeed is optional and imported only here. Nothing is compiled: an optimizer named in the config becomes torch's own AdamW unless
-the config says otherwise (`"torch_adam": false`).
+DeepSpeed is optional and imported only here. Nothing is compiled: an optimizer named in the config becomes torch's own
+AdamW unless the config says otherwise (`"torch_adam": false`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ class DeepSpeedOptimizer(OptimizerWrapper):
         self.engine = engine
         self.require_sync = True
 
-    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
         if inputs is not None:
-            raise ValueError("backward(inputs=...) is not supported by DeepSpeedPlugin: its engine reduces the gradients of all parameters")
+            raise ValueError(
+                "backward(inputs=...) is not supported by DeepSpeedPlugin: its engine reduces the "
+                "gradients of all parameters"
+            )
         if self.engine.gradient_accumulation_steps() == 1:
             self.engine.set_gradient_accumulation_boundary(self.require_sync)
         if self.loss_guard is not None:
@@ -61,11 +66,14 @@ class DeepSpeedOptimizer(OptimizerWrapper):
         retain_graph: bool = False,
     ) -> None:
         raise ValueError(
-            "backward_by_grad is not supported by DeepSpeedPlugin: backward must start at a loss; use HybridParallelPlugin for pipelines"
+            "backward_by_grad is not supported by DeepSpeedPlugin: backward must start at a loss; use "
+            "HybridParallelPlugin for pipelines"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The engine's step: with gradient_accumulation_steps > 1 in the config it acts on every so-manieth call only."""
+        """The engine's step: with gradient_accumulation_steps > 1 in the config it acts on every so-manieth call
+        only.
+        """
         if closure is not None:
             return super().step(closure)
         if self.loss_guard is not None and self.loss_guard.withholds(self):
@@ -76,11 +84,17 @@ class DeepSpeedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the engine clears gradients in its step."""
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        raise ValueError(f"clip_grad_by_norm({max_norm}): DeepSpeed clips in its step; set config['gradient_clipping'] = {max_norm}")
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        raise ValueError(
+            f"clip_grad_by_norm({max_norm}): DeepSpeed clips in its step; set config['gradient_clipping'] = {max_norm}"
+        )
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        raise ValueError("clip_grad_by_value is not supported by DeepSpeed; set config['gradient_clipping'] to clip by norm")
+        raise ValueError(
+            "clip_grad_by_value is not supported by DeepSpeed; set config['gradient_clipping'] to clip by norm"
+        )
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
         """The 2-norm of the last step; None before the first, and at stage 0 in fp32, where DeepSpeed keeps none."""
@@ -91,18 +105,20 @@ class DeepSpeedOptimizer(OptimizerWrapper):
 
 
 class DeepSpeedPlugin(Plugin):
-    """`config` is a ds_config: a dict or the path of a json file. ZeRO 0 to 3, offload and AutoTP (`tensor_parallel`) are its business.
+    """`config` is a ds_config: a dict or the path of a json file. ZeRO 0 to 3, offload and AutoTP (`tensor_parallel`)
+    are its business.
 
     Changes made to the config, none of which changes the numbers:
-    "auto"                       train_micro_batch_size_per_gpu and gradient_accumulation_steps become 1, other "auto" entries are
-                                 left to DeepSpeed's defaults
+    "auto"                       train_micro_batch_size_per_gpu and gradient_accumulation_steps become 1, other "auto"
+                                 entries are left to DeepSpeed's defaults
     optimizer.params.torch_adam  true where the config does not say, so that no kernel is compiled
     zero_allow_untested_optimizer, zero_force_ds_cpu_optimizer
                                  any torch optimizer given to boost is accepted, also with offload
     steps_per_print              off where the config does not say
 
-    Give either an "optimizer" in the config or one to boost. Several microbatches per step: `booster.no_sync` around all but the
-    last backward, or DeepSpeed's own way with gradient_accumulation_steps in the config and one step() per backward.
+    Give either an "optimizer" in the config or one to boost. Several microbatches per step: `booster.no_sync` around
+    all but the last backward, or DeepSpeed's own way with gradient_accumulation_steps in the config and one step() per
+    backward.
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path) -> None:
@@ -135,8 +151,9 @@ class DeepSpeedPlugin(Plugin):
     def position(self, model: nn.Module | None = None) -> Position:
         if self.split:
             raise ValueError(
-                "booster checkpoints with DeepSpeedPlugin at ZeRO stage 3 or with tensor_parallel: the engine cuts the parameters itself; "
-                "use model.module.save_checkpoint(...) and load_checkpoint(...), or HybridParallelPlugin"
+                "booster checkpoints with DeepSpeedPlugin at ZeRO stage 3 or with tensor_parallel: the engine cuts the "
+                "parameters itself; use model.module.save_checkpoint(...) and load_checkpoint(...), or "
+                "HybridParallelPlugin"
             )
         return super().position(model)
 
@@ -170,7 +187,8 @@ class DeepSpeedPlugin(Plugin):
             raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
         if optimizer.engine.gradient_accumulation_steps() > 1:
             raise ValueError(
-                "no_sync with gradient_accumulation_steps > 1 in the config counts microbatches twice; set it to 1 or leave no_sync out"
+                "no_sync with gradient_accumulation_steps > 1 in the config counts microbatches twice; set it to 1 or "
+                "leave no_sync out"
             )
         before, optimizer.require_sync = optimizer.require_sync, False
         try:
@@ -184,9 +202,11 @@ def _import_deepspeed() -> Any:
         import deepspeed
     except ImportError as error:
         raise ValueError(
-            f"DeepSpeedPlugin needs deepspeed, which cannot be imported ({error}): {_INSTALL}, or use LowLevelZeroPlugin"
+            f"DeepSpeedPlugin needs deepspeed, which cannot be imported ({error}): {_INSTALL}, or use "
+            "LowLevelZeroPlugin"
         ) from error
-    # On CPU its communication layer would compile a shared-memory all-reduce; the process group that exists does the same.
+    # On CPU its communication layer would compile a shared-memory all-reduce; the process group that exists does the
+    # same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -222,4 +242,6 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_auto(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: _without_auto(item) if isinstance(item, dict) else item for key, item in value.items() if item != "auto"}
+    return {
+        key: _without_auto(item) if isinstance(item, dict) else item for key, item in value.items() if item != "auto"
+    }

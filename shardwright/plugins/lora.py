@@ -13,19 +13,22 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster.mesh import ParallelMesh
-from ..pipeline.executor import CutPlan
+from ..pipeline.cut.plan import CutPlan
 from ..shardformer.layer.parallel_module import full_tensor
 
 _MARKS = (".lora_", ".modules_to_save.")  # parts of the names that peft gives to what it trains
 
 
 def add_lora(model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
-    """`model` with adapters: new ones by `lora_config` (a peft LoraConfig), or those saved in `pretrained_dir`. Call before boost.
+    """`model` with adapters: new ones by `lora_config` (a peft LoraConfig), or those saved in `pretrained_dir`. Call
+    before boost.
 
     The model's own weights are frozen; build the optimizer on the parameters of the result that require gradients.
     """
     if pretrained_dir is None and lora_config is None:
-        raise ValueError("enable_lora needs lora_config=peft.LoraConfig(...) for new adapters, or pretrained_dir=... for saved ones")
+        raise ValueError(
+            "enable_lora needs lora_config=peft.LoraConfig(...) for new adapters, or pretrained_dir=... for saved ones"
+        )
     peft = _peft("enable_lora")
     if pretrained_dir is None:
         return peft.get_peft_model(model, lora_config)
@@ -41,7 +44,9 @@ class Home:
 
 
 def adapter_homes(model: nn.Module, plan: CutPlan) -> dict[str, Home]:
-    """Every adapter parameter of a whole model, by full name: the same on every rank; empty for a model without adapters."""
+    """Every adapter parameter of a whole model, by full name: the same on every rank; empty for a model without
+    adapters.
+    """
     if not hasattr(model, "peft_config"):
         return {}
     homes: dict[str, Home] = {}
@@ -49,7 +54,9 @@ def adapter_homes(model: nn.Module, plan: CutPlan) -> dict[str, Home]:
         if any(mark in name for mark in _MARKS):
             rank = 0
             if plan.survey is not None:
-                stages = (stage for stage in range(len(plan.stages)) if name in plan.survey.parameters(plan.stages, stage))
+                stages = (
+                    stage for stage in range(len(plan.stages)) if name in plan.survey.parameters(plan.stages, stage)
+                )
                 rank = plan.placement.rank_of(next(stages))
             homes[name] = Home(rank, tuple(param.shape))
     return homes
@@ -91,7 +98,9 @@ def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], path: st
     directory.mkdir(parents=True, exist_ok=True)
     tensors = peft.get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
     partial = directory / "adapter_model.safetensors.partial"
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"}
+    )
     config: Any = model.peft_config["default"]  # type: ignore[index]
     before, config.inference_mode = config.inference_mode, True
     try:

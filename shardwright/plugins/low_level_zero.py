@@ -44,7 +44,12 @@ class LowLevelZeroModel(ModelWrapper):
     """Runs the forward on inputs cast to the working dtype. `waits`: ranks wait for each other in it."""
 
     def __init__(
-        self, module: nn.Module, policy: PrecisionPolicy, cast_inputs: bool, optimizer: OptimizerWrapper | None = None, waits: bool = False
+        self,
+        module: nn.Module,
+        policy: PrecisionPolicy,
+        cast_inputs: bool,
+        optimizer: OptimizerWrapper | None = None,
+        waits: bool = False,
     ) -> None:
         super().__init__(module)
         self._waits = waits
@@ -76,8 +81,8 @@ class LowLevelZeroPlugin(Plugin):
     master_weights           False steps half-precision parameters directly
     zero_group_size          ZeRO-1.5: shard inside groups of this many ranks; None or <= 0 over all ranks, 1 not at all
     extra_dp_size            the same from the other side: number of such groups; give one of the two
-    gather_ahead             stage 3: how many layers are gathered before they are needed; None: as many as take the memory of the largest
-                             part of the model
+    gather_ahead             stage 3: how many layers are gathered before they are needed; None: as many as take the
+                             memory of the largest part of the model
     cast_inputs              cast floating-point inputs of the model to the working dtype
     verbose                  print the layout of the buckets on rank 0
 
@@ -126,9 +131,15 @@ class LowLevelZeroPlugin(Plugin):
             raise ValueError(f"stage={stage} must be 1 (optimizer states), 2 (and gradients) or 3 (and parameters)")
         for name, value in (("fp8_communication", fp8_communication), ("use_fp8", use_fp8)):
             if value:
-                raise ValueError(f"{name}=True is not supported by LowLevelZeroPlugin; leave it False (bf16 is the smallest dtype here)")
+                raise ValueError(
+                    f"{name}=True is not supported by LowLevelZeroPlugin; leave it False (bf16 is the "
+                    "smallest dtype here)"
+                )
         if norm_type != 2.0:
-            raise ValueError(f"norm_type={norm_type} must be 2.0: steps clip by the 2-norm; use optimizer.clip_grad_by_norm for others")
+            raise ValueError(
+                f"norm_type={norm_type} must be 2.0: steps clip by the 2-norm; use "
+                "optimizer.clip_grad_by_norm for others"
+            )
         if max_norm < 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
         if reduce_bucket_size_in_m <= 0:
@@ -137,13 +148,15 @@ class LowLevelZeroPlugin(Plugin):
         check_gather_ahead(gather_ahead)
         if stage == 3 and overlap_allgather:
             raise ValueError(
-                "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step, stage 3 gathers them "
-                "ahead of their layers anyway; use stage=1 or 2, or overlap_allgather=False"
+                "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step, "
+                "stage 3 gathers them ahead of their layers anyway; use stage=1 or 2, or overlap_allgather=False"
             )
         self.stage = stage
         self.precision = precision
         self.policy = PrecisionPolicy(precision)
-        self.scaler = ScalerConfig(initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale)
+        self.scaler = ScalerConfig(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
+        )
         self.max_norm = max_norm
         self.cast_inputs = cast_inputs
         self.verbose = verbose
@@ -199,12 +212,20 @@ class LowLevelZeroPlugin(Plugin):
         if optimizer is not None:
             wrapped = self._configure_flat(model, optimizer)
         elif self.stage == 3:
-            shard_untrained(model, self.mesh, self.policy, offload=self.settings["cpu_offload"], ahead=self.settings["gathered_ahead"])
+            shard_untrained(
+                model,
+                self.mesh,
+                self.policy,
+                offload=self.settings["cpu_offload"],
+                ahead=self.settings["gathered_ahead"],
+            )
         else:
             self._cast_only(model)
         share_all(model, self.mesh.group("dp"))
         return Boosted(
-            LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped, self.stage == 3 and self.mesh.size("zero") > 1),
+            LowLevelZeroModel(
+                model, self.policy, self.cast_inputs, wrapped, self.stage == 3 and self.mesh.size("zero") > 1
+            ),
             wrapped,
             criterion,
             dataloader,
@@ -225,7 +246,10 @@ class LowLevelZeroPlugin(Plugin):
         if self.verbose and dist.get_rank() == 0:
             for bucket in zero.buckets:
                 plan = bucket.plan
-                print(f"bucket {bucket.index}: {len(plan.slots)} parameters, {plan.numel:,} elements of {plan.family.dtype}")
+                print(
+                    f"bucket {bucket.index}: {len(plan.slots)} parameters, {plan.numel:,} elements of "
+                    f"{plan.family.dtype}"
+                )
         return zero
 
     def _cast_only(self, model: nn.Module) -> None:
@@ -252,9 +276,12 @@ def _group_size(zero_group_size: int | None, extra_dp_size: int) -> int | None:
         return zero_group_size
     world = dist.get_world_size()
     if zero_group_size is not None:
-        raise ValueError(f"zero_group_size={zero_group_size} and extra_dp_size={extra_dp_size} say the same thing: give one of them")
+        raise ValueError(
+            f"zero_group_size={zero_group_size} and extra_dp_size={extra_dp_size} say the same thing: give one of them"
+        )
     if extra_dp_size < 1 or world % extra_dp_size:
         raise ValueError(
-            f"extra_dp_size={extra_dp_size} does not divide world_size={world}: it is the number of groups that shard by themselves"
+            f"extra_dp_size={extra_dp_size} does not divide world_size={world}: it is the number of groups that shard "
+            "by themselves"
         )
     return world // extra_dp_size

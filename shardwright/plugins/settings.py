@@ -1,7 +1,7 @@
 """The settings of `HybridParallelPlugin`, grouped by concern and checked once.
 
-The plugin's flat keyword arguments are dealt to these dataclasses by field name, so every argument has exactly one home and none can
-be forgotten: `HybridSettings.deal` fails on an argument without a home.
+The plugin's flat keyword arguments are dealt to these dataclasses by field name, so every argument has exactly one home
+and none can be forgotten: `HybridSettings.deal` fails on an argument without a home.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
-from ..pipeline.executor import PipelineSettings
 from ..pipeline.schedules import get_placement
+from ..pipeline.settings import PipelineSettings
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.policies.base import Policy
@@ -46,19 +46,21 @@ class LayoutSettings:
     def __post_init__(self) -> None:
         if self.inner_ring_size is not None:
             raise ValueError(
-                f"inner_ring_size={self.inner_ring_size} belongs to sequence_parallelism_mode='ring_attn', which is off; leave it None"
+                f"inner_ring_size={self.inner_ring_size} belongs to sequence_parallelism_mode='ring_attn', which is "
+                "off; leave it None"
             )
         if self.sp_size not in (None, 1):
             raise ValueError(
-                f"sp_size={self.sp_size}: this version does not cut sequences yet; use sp_size=1 and tp_size, pp_size or more data"
+                f"sp_size={self.sp_size}: this version does not cut sequences yet; use sp_size=1 and tp_size, pp_size "
+                "or more data"
             )
 
     def check(self, zero_stage: int) -> None:
         """Refuse what does not fit ZeRO of this stage."""
         if zero_stage == 0 and self.zero_group_size is not None:
             raise ValueError(
-                f"zero_group_size={self.zero_group_size} with zero_stage=0: stage 0 shards nothing, so there are no groups to shard in; "
-                "use zero_stage=1, 2 or 3, or leave zero_group_size out"
+                f"zero_group_size={self.zero_group_size} with zero_stage=0: stage 0 shards nothing, so there are no "
+                "groups to shard in; use zero_stage=1, 2 or 3, or leave zero_group_size out"
             )
 
 
@@ -81,10 +83,13 @@ class PrecisionSettings:
         for name in ("use_fp8", "fp8_communication"):
             if getattr(self, name):
                 raise ValueError(
-                    f"{name}=True: this version neither computes nor communicates in fp8; leave it False and use precision='bf16'"
+                    f"{name}=True: this version neither computes nor communicates in fp8; leave it False and use "
+                    "precision='bf16'"
                 )
         if self.precision == "fp8":
-            raise ValueError("precision='fp8': this version does not compute in fp8; 'bf16' is the smallest format that it trains in")
+            raise ValueError(
+                "precision='fp8': this version does not compute in fp8; 'bf16' is the smallest format that it trains in"
+            )
         if self.precision not in PRECISIONS:
             raise one_of("precision", self.precision, list(PRECISIONS))
         _ = self.scaler
@@ -124,16 +129,20 @@ class ShardingSettings:
             raise ValueError(
                 f"enable_sequence_parallelism={self.enable_sequence_parallelism}, "
                 f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
-                f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; leave all three out"
+                f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; "
+                "leave all three out"
             )
         if self.make_vocab_size_divisible_by < 1:
             raise ValueError(
-                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1, which pads only to the number "
-                "of ranks (64 is usual)"
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1, which pads only "
+                "to the number of ranks (64 is usual)"
             )
         if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
             made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
-            raise ValueError(f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, or None to find one for the model")
+            raise ValueError(
+                f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, or None to "
+                "find one for the model"
+            )
         if self.enable_jit_fused:
             raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False")
 
@@ -142,16 +151,19 @@ class ShardingSettings:
 class PipelineOptions:
     """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`).
 
-    deferred_bytes  what weight gradients that "zb", "zbv" and "dualpipev" postpone may hold on a rank; None: what fits into 1F1B's memory,
-                    0: nothing is postponed
-    num_sequence_slices  parts into which every microbatch is cut along its sequence (causal decoders): less memory for long sequences, less
+    deferred_bytes  what weight gradients that "zb", "zbv" and "dualpipev" postpone may hold on a rank; None: what fits
+                    into 1F1B's memory, 0: nothing is postponed
+    num_sequence_slices  parts into which every microbatch is cut along its sequence (causal decoders): less memory for
+                         long sequences, less
                     bubble for few microbatches
-    offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and backward, or a list
-                    with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three actions stay
-    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages are planned or a
-                    tensor-parallel plan is tried on a small copy
-    cut_memory      activations that a rank may hold, over those of "1f1b" with layers dealt evenly: the cut makes the dearest rank as cheap
-                    as that allows; None: as cheap as can be
+    offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and
+                         backward, or a list
+                    with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three
+                    actions stay
+    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages
+                    are planned or a tensor-parallel plan is tried on a small copy
+    cut_memory      activations that a rank may hold, over those of "1f1b" with layers dealt evenly: the cut makes the
+                    dearest rank as cheap as that allows; None: as cheap as can be
     """
 
     pp_style: str
@@ -178,15 +190,20 @@ class PipelineOptions:
                 raise ValueError(f"{name}={value} must be a whole number of at least 1")
         if self.deferred_bytes is not None and self.deferred_bytes < 0:
             raise ValueError(
-                f"deferred_bytes={self.deferred_bytes} must be at least 0 (nothing is postponed); None takes what fits into 1F1B's memory"
+                f"deferred_bytes={self.deferred_bytes} must be at least 0 (nothing is postponed); None takes what fits "
+                "into 1F1B's memory"
             )
         config = self.gradient_checkpoint_config
         if config is not None and not isinstance(config, PipelineGradientCheckpointConfig):
-            raise ValueError(f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None")
-        if self.example_inputs is not None and not isinstance(self.example_inputs, Mapping | tuple | list | torch.Tensor):
             raise ValueError(
-                f"example_inputs={self.example_inputs!r} must be a batch as the model takes it: a dict of keyword arguments, a list or "
-                "tuple of positional ones, or one tensor; next(iter(dataloader)) is one"
+                f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None"
+            )
+        if self.example_inputs is not None and not isinstance(
+            self.example_inputs, Mapping | tuple | list | torch.Tensor
+        ):
+            raise ValueError(
+                f"example_inputs={self.example_inputs!r} must be a batch as the model takes it: a dict of keyword "
+                "arguments, a list or tuple of positional ones, or one tensor; next(iter(dataloader)) is one"
             )
         if self.pp_style == "auto":
             self._check_search(pp_size)
@@ -195,8 +212,9 @@ class PipelineOptions:
         self._check_offload(pp_size)
         if self.num_sequence_slices > 1 and pp_size == 1:
             raise ValueError(
-                f"num_sequence_slices={self.num_sequence_slices} with pp_size=1: slices of a sequence follow one another through a "
-                "pipeline, and without one all of them would be held as the whole is; leave it out, or use pp_size of at least 2"
+                f"num_sequence_slices={self.num_sequence_slices} with pp_size=1: slices of a sequence follow one "
+                "another through a pipeline, and without one all of them would be held as the whole is; leave it out, "
+                "or use pp_size of at least 2"
             )
         self._check_cut_memory(pp_size)
         if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
@@ -206,8 +224,8 @@ class PipelineOptions:
             )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
-                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a batch is split; "
-                "give one of them"
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a "
+                "batch is split; give one of them"
             )
 
     def _check_offload(self, pp_size: int) -> None:
@@ -220,18 +238,21 @@ class PipelineOptions:
             raise ValueError(f"{said} must be a share from 0 (none) to 1 (all), or a list of shares")
         if pp_size == 1:
             raise ValueError(
-                f"{said} with pp_size=1: without a pipeline every backward follows its forward at once, so that there is no time in which "
-                "activations could be away; leave it out and let layers be recomputed (gradient_checkpoint_config)"
+                f"{said} with pp_size=1: without a pipeline every backward follows its forward at once, so that there "
+                "is no time in which activations could be away; leave it out and let layers be recomputed "
+                "(gradient_checkpoint_config)"
             )
         if isinstance(given, int | float):
             return
         if self.pp_style == "auto":
-            raise ValueError(f"{said} with pp_style='auto', which chooses the number of stages: give one number for all of them")
+            raise ValueError(
+                f"{said} with pp_style='auto', which chooses the number of stages: give one number for all of them"
+            )
         stages = get_placement(self.pp_style, pp_size, self.num_model_chunks).num_stages
         if len(shares) != stages:
             raise ValueError(
-                f"{said} has {len(shares)} entries for {stages} stages (pp_size={pp_size} x num_model_chunks={self.num_model_chunks}); "
-                "give one per stage, or one number for all"
+                f"{said} has {len(shares)} entries for {stages} stages (pp_size={pp_size} x "
+                f"num_model_chunks={self.num_model_chunks}); give one per stage, or one number for all"
             )
 
     def _check_cut_memory(self, pp_size: int) -> None:
@@ -240,18 +261,23 @@ class PipelineOptions:
             return
         if not 0 < given < float("inf"):
             raise ValueError(
-                f"cut_memory={given} must be above 0: it is the memory of activations over that of 1f1b with layers dealt evenly"
+                f"cut_memory={given} must be above 0: it is the memory of activations over that of 1f1b with layers "
+                "dealt evenly"
             )
         if self.pp_style == "auto":
-            raise ValueError(f"cut_memory={given} with pp_style='auto', whose bound is auto_memory; auto_memory={max(1, given)} works")
+            raise ValueError(
+                f"cut_memory={given} with pp_style='auto', whose bound is auto_memory; "
+                f"auto_memory={max(1, given)} works"
+            )
         if self.num_layers_per_stage is not None:
             raise ValueError(
-                f"cut_memory={given} with num_layers_per_stage={list(self.num_layers_per_stage)}: one chooses the cut and the other one is "
-                "the cut; leave one of them out"
+                f"cut_memory={given} with num_layers_per_stage={list(self.num_layers_per_stage)}: one chooses the cut "
+                "and the other one is the cut; leave one of them out"
             )
         if self.num_microbatches is None and pp_size > 1:
             raise ValueError(
-                f"cut_memory={given} needs num_microbatches, because what ranks hold depends on them; give it instead of microbatch_size"
+                f"cut_memory={given} needs num_microbatches, because what ranks hold depends on them; give it instead "
+                "of microbatch_size"
             )
 
     def _check_search(self, pp_size: int) -> None:
@@ -263,13 +289,15 @@ class PipelineOptions:
             )
         if self.num_sequence_slices > 1:
             raise ValueError(
-                f"num_sequence_slices={self.num_sequence_slices} with pp_style='auto', which searches among schedules of whole "
-                "microbatches; name a schedule ('1f1b' and 'zb' hold least), or leave num_sequence_slices out"
+                f"num_sequence_slices={self.num_sequence_slices} with pp_style='auto', which searches among schedules "
+                "of whole microbatches; name a schedule ('1f1b' and 'zb' hold least), or leave num_sequence_slices out"
             )
         for name, none in (("num_model_chunks", 1), ("num_layers_per_stage", None)):
             value = getattr(self, name)
             if value != none:
-                raise ValueError(f"{name}={value} with pp_style='auto', which chooses it; leave {name} out, or name a schedule")
+                raise ValueError(
+                    f"{name}={value} with pp_style='auto', which chooses it; leave {name} out, or name a schedule"
+                )
         config = self.gradient_checkpoint_config
         for name, ratio in (
             ("num_ckpt_layers_per_stage", "gradient_checkpointing_ratio"),
@@ -282,7 +310,9 @@ class PipelineOptions:
                     f"numbers, one per pipeline rank, or {ratio}"
                 )
         if not self.auto_memory >= 1:
-            raise ValueError(f"auto_memory={self.auto_memory} must be at least 1: it is the memory of activations over that of 1f1b")
+            raise ValueError(
+                f"auto_memory={self.auto_memory} must be at least 1: it is the memory of activations over that of 1f1b"
+            )
 
     @property
     def settings(self) -> PipelineSettings:
@@ -296,13 +326,15 @@ class ReductionSettings:
 
     zero_stage              0 all-reduces gradients; 1 shards the optimizer, 2 also gradients, 3 also parameters
     max_norm                clip the global gradient norm at every step; 0 does not
-    zero_bucket_size_in_m   elements per bucket in millions, for zero_stage >= 1; on CUDA about 200 MB where nothing is said
+    zero_bucket_size_in_m   elements per bucket in millions, for zero_stage >= 1; on CUDA about 200 MB where nothing is
+                            said
     ddp_bucket_cap_mb       megabytes of fp32 gradients per bucket, for zero_stage=0
-    broadcast_buffers       every training forward starts with rank 0's persistent buffers (running statistics) on all data-parallel ranks
-    gather_ahead            zero_stage=3: how many layers (in a pipeline: chunks) are gathered before they are needed. None: as many layers
-                            as take the memory of the largest part of the model, two chunks
-    find_unused_parameters  parameters without a gradient are always found, at no cost; refused at stage 3, where all ranks must use the
-                            same layers
+    broadcast_buffers       every training forward starts with rank 0's persistent buffers (running statistics) on all
+                            data-parallel ranks
+    gather_ahead            zero_stage=3: how many layers (in a pipeline: chunks) are gathered before they are needed.
+                            None: as many layers as take the memory of the largest part of the model, two chunks
+    find_unused_parameters  parameters without a gradient are always found, at no cost; refused at stage 3, where all
+                            ranks must use the same layers
     static_graph, gradient_as_bucket_view
                             wishes of DistributedDataParallel that always hold here: gradients are views of buckets
     """
@@ -324,29 +356,39 @@ class ReductionSettings:
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage={self.zero_stage} must be 0 (all-reduce), 1 (optimizer), 2 (and gradients) or 3 (and parameters)")
+            raise ValueError(
+                f"zero_stage={self.zero_stage} must be 0 (all-reduce), 1 (optimizer), 2 (and gradients) "
+                "or 3 (and parameters)"
+            )
         if self.max_norm < 0:
             raise ValueError(f"max_norm={self.max_norm} must be 0 (no clipping) or positive")
         for name in ("zero_bucket_size_in_m", "ddp_bucket_cap_mb"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)"
+                )
         check_communication_dtype(self.communication_dtype)
         check_gather_ahead(self.gather_ahead)
         if self.find_unused_parameters and self.zero_stage == 3:
             raise ValueError(
-                "find_unused_parameters=True with zero_stage=3: every rank must use the same layers in a step, because all ranks gather "
-                "them together (parameters that no rank uses are found without it); use zero_stage=0, 1 or 2, where ranks may differ"
+                "find_unused_parameters=True with zero_stage=3: every rank must use the same layers in a step, because "
+                "all ranks gather them together (parameters that no rank uses are found without it); use zero_stage=0, "
+                "1 or 2, where ranks may differ"
             )
         if self.check_reduction:
-            raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel and has no counterpart; leave it False")
+            raise ValueError(
+                "check_reduction=True was withdrawn by torch's DistributedDataParallel and has no "
+                "counterpart; leave it False"
+            )
         if self.cpu_offload and self.zero_stage == 0:
             raise ValueError(
-                "cpu_offload=True with zero_stage=0: masters and optimizer states move to the host when they are sharded; use zero_stage=1"
+                "cpu_offload=True with zero_stage=0: masters and optimizer states move to the host when they are "
+                "sharded; use zero_stage=1"
             )
         if self.overlap_allgather and self.zero_stage not in (1, 2):
             raise ValueError(
-                f"overlap_allgather=True with zero_stage={self.zero_stage}: only stages 1 and 2 gather updated parameters after a step; "
-                "use zero_stage=1 or 2, or overlap_allgather=False"
+                f"overlap_allgather=True with zero_stage={self.zero_stage}: only stages 1 and 2 gather updated "
+                "parameters after a step; use zero_stage=1 or 2, or overlap_allgather=False"
             )
 
     @property
@@ -387,7 +429,9 @@ class HybridSettings:
 
 def check_gather_ahead(ahead: Any) -> None:
     if ahead is not None and not (is_whole(ahead) and ahead >= 0):
-        raise ValueError(f"gather_ahead={ahead!r} must be a whole number of layers of at least 0, or None to let memory decide")
+        raise ValueError(
+            f"gather_ahead={ahead!r} must be a whole number of layers of at least 0, or None to let memory decide"
+        )
 
 
 def check_communication_dtype(dtype: object) -> None:

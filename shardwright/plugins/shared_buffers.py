@@ -12,7 +12,8 @@ from torch import nn
 class SharedBuffers:
     """The persistent buffers of a model, which `share` sets to those of rank 0 of `group`, one collective per dtype.
 
-    Non-persistent buffers (rotary frequencies, masks) are computed from the configuration, so they are shared once, by `share_all`.
+    Non-persistent buffers (rotary frequencies, masks) are computed from the configuration, so they are shared once, by
+    `share_all`.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:

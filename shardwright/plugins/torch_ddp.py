@@ -26,16 +26,19 @@ from .base import Boosted, Plugin, require_own_parameters, require_parameters, r
 
 # torch 2.13 renamed the argument; passing the old name warns there.
 _BUFFERS = (
-    "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
 )
 
 
 class TorchDDPModel(ModelWrapper):
     """Holds the DDP module; `unwrap` reaches through it.
 
-    [Note: one forward, one backward] DDP gets ready to reduce in a forward, and is done with it after one backward: what a second
-    backward adds (two forwards before two backwards, retain_graph) would stay this rank's own, without a word. So whichever backward
-    comes through an output of the model gets DDP ready again first, unless a forward has done so since the last.
+    [Note: one forward, one backward] DDP gets ready to reduce in a forward, and is done with it after one backward:
+    what a second backward adds (two forwards before two backwards, retain_graph) would stay this rank's own, without a
+    word. So whichever backward comes through an output of the model gets DDP ready again first, unless a forward has
+    done so since the last.
     """
 
     module: DistributedDataParallel
@@ -49,9 +52,11 @@ class TorchDDPModel(ModelWrapper):
 
     @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._generation != job.generation():  # after a recovery: DDP would wait for the gradients of the failed step
+        # after a recovery: DDP would wait for the gradients of the failed step
+        if self._generation != job.generation():
             self._generation = job.generation()
-            self._modules["module"] = _wrapped(self.module.module, self._settings)  # past the guard against modules that come after boost
+            # past the guard against modules that come after boost
+            self._modules["module"] = _wrapped(self.module.module, self._settings)
             self._ready = False
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -70,11 +75,13 @@ class TorchDDPModel(ModelWrapper):
         if not self._ready and self.module.require_backward_grad_sync:
             if self.module.find_unused_parameters or self.module.static_graph:
                 raise ValueError(
-                    "a second backward since the last forward (two forwards before two backwards, or retain_graph=True), whose gradients "
-                    "torch's DistributedDataParallel would not reduce with find_unused_parameters=True or static_graph=True: call backward "
-                    "after each forward, add the losses and call it once, or leave both arguments False"
+                    "a second backward since the last forward (two forwards before two backwards, or "
+                    "retain_graph=True), whose gradients torch's DistributedDataParallel would not reduce with "
+                    "find_unused_parameters=True or static_graph=True: call backward after each forward, add the "
+                    "losses and call it once, or leave both arguments False"
                 )
-            self.module.reducer._rebuild_buckets()  # what a forward does; the order of buckets may change after the first backward
+            # what a forward does; the order of buckets may change after the first backward
+            self.module.reducer._rebuild_buckets()
             self.module.reducer.prepare_for_backward([])
         self._ready, self._backward = False, number
 
@@ -90,8 +97,9 @@ def _wrapped(module: nn.Module, settings: dict[str, Any]) -> DistributedDataPara
 class TorchDDPPlugin(Plugin):
     """Every rank holds the whole model; gradients are averaged while backward runs.
 
-    The arguments are DistributedDataParallel's. The gradient is the mean of the ranks' gradients, so a loss that is a mean over
-    unequally many tokens per rank weighs ranks, not tokens; `HybridParallelPlugin.execute_pipeline` weighs tokens.
+    The arguments are DistributedDataParallel's. The gradient is the mean of the ranks' gradients, so a loss that is a
+    mean over unequally many tokens per rank weighs ranks, not tokens; `HybridParallelPlugin.execute_pipeline` weighs
+    tokens.
     """
 
     def __init__(
@@ -107,11 +115,18 @@ class TorchDDPPlugin(Plugin):
         check_arguments(TorchDDPPlugin.__init__, locals())
         require_process_group("TorchDDPPlugin")
         if check_reduction:
-            raise ValueError("check_reduction=True was withdrawn by torch's DistributedDataParallel, which ignores it; leave it False")
+            raise ValueError(
+                "check_reduction=True was withdrawn by torch's DistributedDataParallel, which ignores it; "
+                "leave it False"
+            )
         if fp8_communication:
-            raise ValueError("TorchDDPPlugin(fp8_communication=True): gradients are reduced in their own dtype here; leave it False")
+            raise ValueError(
+                "TorchDDPPlugin(fp8_communication=True): gradients are reduced in their own dtype here; leave it False"
+            )
         if bucket_cap_mb <= 0:
-            raise ValueError(f"TorchDDPPlugin(bucket_cap_mb={bucket_cap_mb}) must be more than 0; torch's default is 25")
+            raise ValueError(
+                f"TorchDDPPlugin(bucket_cap_mb={bucket_cap_mb}) must be more than 0; torch's default is 25"
+            )
         self.settings: dict[str, Any] = {
             _BUFFERS: broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 from ..cluster import ParallelMesh, job
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..models.blocks import separable_blocks
 from ..optim.kind import begin_state, has_stepped
 from ..utils.argument_types import check_arguments
 from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import get_current_device
 from ..utils.errors import divisors
-from ..utils.modules import separable_blocks
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .agreement import agree_on_boost
 from .base import (
@@ -70,7 +70,9 @@ class TorchFSDPOptimizer(OptimizerWrapper):
 
     model: TorchFSDPModel | None = None  # a copy of the optimizer has none
 
-    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
         with through_gathered_weights():
             super().backward(loss, inputs, retain_graph)
 
@@ -82,21 +84,24 @@ class TorchFSDPOptimizer(OptimizerWrapper):
 class TorchFSDPPlugin(Plugin):
     """Parameters, gradients and optimizer state are sharded over the ranks; each block is gathered while it computes.
 
-    mixed_precision     None computes in the model's own dtype; "bf16" or "fp16" computes in it and keeps parameters and the
-                        gradient reduction in the model's dtype (usually fp32). Also a torch MixedPrecisionPolicy, or any object with
-                        param_dtype and reduce_dtype. "fp16" has no loss scaler here: Booster(mixed_precision="fp16") brings one.
+    mixed_precision     None computes in the model's own dtype; "bf16" or "fp16" computes in it and keeps parameters and
+                        the gradient reduction in the model's dtype (usually fp32). Also a torch MixedPrecisionPolicy,
+                        or any object with param_dtype and reduce_dtype. "fp16" has no loss scaler here:
+                        Booster(mixed_precision="fp16") brings one.
     reshard_after_forward  free the gathered parameters after forward (ZeRO-3) or keep them for backward (ZeRO-2)
-    shard_size          shard inside groups of this many ranks and replicate across them (HSDP); None shards over all ranks
+    shard_size          shard inside groups of this many ranks and replicate across them (HSDP); None shards over all
+                        ranks
     cpu_offload         keep parameters, gradients and optimizer state in host memory
     activation_checkpointing  recompute each block in backward instead of keeping its activations
-    auto_wrap_policy    the modules to gather one at a time: a function of the model returning modules, or a list of class names;
-                        None finds the model's repeated blocks
+    auto_wrap_policy    the modules to gather one at a time: a function of the model returning modules, or a list of
+                        class names; None finds the model's repeated blocks
     param_init_fn       called with each module that has meta-device parameters after their storage was allocated
     """
 
     argument_advice: ClassVar[Mapping[str, str]] = {
         "process_group": "leave it out: all ranks share; shard_size limits the groups that shard",
-        "sharding_strategy": "use reshard_after_forward=True (ZeRO-3) or False (ZeRO-2), and shard_size for hybrid sharding",
+        "sharding_strategy": "use reshard_after_forward=True (ZeRO-3) or False (ZeRO-2), and shard_size for hybrid "
+        "sharding",
         "backward_prefetch": "leave it out: FSDP2 prefetches by itself",
         "ignored_modules": "leave it out: freeze what is not to be trained before boost",
         "sync_module_states": "leave it out: build or load the model alike on all ranks, or give param_init_fn",
@@ -116,11 +121,14 @@ class TorchFSDPPlugin(Plugin):
         check_arguments(TorchFSDPPlugin.__init__, locals())
         require_process_group("TorchFSDPPlugin")
         if fp8_communication:
-            raise ValueError("TorchFSDPPlugin(fp8_communication=True): parameters travel in mixed_precision's dtype; leave it False")
+            raise ValueError(
+                "TorchFSDPPlugin(fp8_communication=True): parameters travel in mixed_precision's dtype; leave it False"
+            )
         world = dist.get_world_size()
         if shard_size is not None and (shard_size < 1 or world % shard_size):
             raise ValueError(
-                f"shard_size={shard_size} does not divide world_size={world}; values that do: {', '.join(map(str, divisors(world)))}"
+                f"shard_size={shard_size} does not divide world_size={world}; values that do: "
+                f"{', '.join(map(str, divisors(world)))}"
             )
         self.policy = _precision_policy(mixed_precision)
         self.reshard_after_forward = reshard_after_forward
@@ -155,7 +163,8 @@ class TorchFSDPPlugin(Plugin):
         blocks = self._blocks(model)
         if any(param.is_meta for param in model.parameters()) and self.param_init_fn is None:
             raise ValueError(
-                "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model with weights"
+                "the model has parameters on the meta device: pass param_init_fn=... to fill them, or build the model "
+                "with weights"
             )
         _check_unstepped(optimizer)
         refuse_hooks(model)
@@ -164,8 +173,8 @@ class TorchFSDPPlugin(Plugin):
         if self.activation_checkpointing:
             if not blocks:
                 raise ValueError(
-                    f"activation_checkpointing=True: {type(model).__name__} has no repeated blocks to recompute; name them with "
-                    "auto_wrap_policy=, or leave activation_checkpointing False"
+                    f"activation_checkpointing=True: {type(model).__name__} has no repeated blocks to recompute; name "
+                    "them with auto_wrap_policy=, or leave activation_checkpointing False"
                 )
             checkpoint_blocks(blocks)
         old_names = {id(param): name for name, param in model.named_parameters()}
@@ -188,7 +197,10 @@ class TorchFSDPPlugin(Plugin):
         missing = wanted - {type(block).__name__ for block in blocks}
         if missing:
             present = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"auto_wrap_policy={sorted(missing)}: the model has no module of these classes; it has {', '.join(present)}")
+            raise ValueError(
+                f"auto_wrap_policy={sorted(missing)}: the model has no module of these classes; it has "
+                f"{', '.join(present)}"
+            )
         return blocks
 
     def _shard(self, model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -201,7 +213,10 @@ class TorchFSDPPlugin(Plugin):
         }
         on_meta = any(param.is_meta for param in model.parameters())
         if not on_meta and self.param_init_fn is not None and dist.get_rank() == 0:
-            warn_once(f"without effect: param_init_fn ({type(model).__name__} has its weights, and it fills those on the meta device)")
+            warn_once(
+                f"without effect: param_init_fn ({type(model).__name__} has its weights, and it fills those on "
+                "the meta device)"
+            )
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
@@ -246,18 +261,24 @@ def _precision_policy(mixed_precision: str | MixedPrecisionPolicy | Any | None) 
         return mixed_precision
     if isinstance(mixed_precision, str):
         require_precision(mixed_precision, ["fp32", *_LOW_PRECISION], "mixed_precision")
-        return MixedPrecisionPolicy() if mixed_precision == "fp32" else MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[mixed_precision])
+        return (
+            MixedPrecisionPolicy()
+            if mixed_precision == "fp32"
+            else MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[mixed_precision])
+        )
     if hasattr(mixed_precision, "param_dtype") and hasattr(mixed_precision, "reduce_dtype"):
         return MixedPrecisionPolicy(param_dtype=mixed_precision.param_dtype, reduce_dtype=mixed_precision.reduce_dtype)
     raise ValueError(
-        f"mixed_precision={mixed_precision!r} must be None, 'bf16', 'fp16', 'fp32' or an object with param_dtype and reduce_dtype"
+        f"mixed_precision={mixed_precision!r} must be None, 'bf16', 'fp16', 'fp32' or an object with param_dtype and "
+        "reduce_dtype"
     )
 
 
 def _offload_policy(cpu_offload: bool | OffloadPolicy | Any) -> OffloadPolicy:
     if isinstance(cpu_offload, OffloadPolicy):
         return cpu_offload
-    wanted = getattr(cpu_offload, "offload_params", cpu_offload)  # FSDP1's CPUOffload carries the flag in this attribute
+    # FSDP1's CPUOffload carries the flag in this attribute
+    wanted = getattr(cpu_offload, "offload_params", cpu_offload)
     if not isinstance(wanted, bool | None):
         raise ValueError(f"cpu_offload={cpu_offload!r} must be True, False or a torch OffloadPolicy")
     # Pinned memory only helps copies to an accelerator, and pinning fails without one.
@@ -267,14 +288,16 @@ def _offload_policy(cpu_offload: bool | OffloadPolicy | Any) -> OffloadPolicy:
 def _check_unstepped(optimizer: Optimizer | None) -> None:
     if optimizer is not None and has_stepped(optimizer):
         raise ValueError(
-            f"optimizer={type(optimizer).__name__} has already taken steps; FSDP replaces its parameters by shards: boost "
-            "before the first step, or load its state afterwards with booster.load_optimizer"
+            f"optimizer={type(optimizer).__name__} has already taken steps; FSDP replaces its parameters by shards: "
+            "boost before the first step, or load its state afterwards with booster.load_optimizer"
         )
 
 
 @torch.no_grad()
 def _share_weights(model: nn.Module) -> None:
-    """Rank 0's weights and buffers on all ranks: fully_shard lets each keep its part of its own, and parts of different models are none."""
+    """Rank 0's weights and buffers on all ranks: fully_shard lets each keep its part of its own, and parts of
+    different models are none.
+    """
     if dist.get_world_size() == 1:
         return
     device = "cpu" if "gloo" in dist.get_backend() else get_current_device()

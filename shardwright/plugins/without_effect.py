@@ -1,8 +1,9 @@
 """Options that a layout has no use for, so that none of them is ignored without a word.
 
-An option that asks for what cannot be had is refused. One that merely finds nothing to act on (a schedule without a pipeline, a loss
-scale in bf16) is accepted, because one configuration often serves many layouts, and is named: in the plugin's `without_effect`, in the
-layout report, and once in the log of rank 0. Only values that differ from the default count: a default asks for nothing.
+An option that asks for what cannot be had is refused. One that merely finds nothing to act on (a schedule without a
+pipeline, a loss scale in bf16) is accepted, because one configuration often serves many layouts, and is named: in the
+plugin's `without_effect`, in the layout report, and once in the log of rank 0. Only values that differ from the default
+count: a default asks for nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class WithoutEffect(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO sub-group;
-    `postpones` says whether a pipeline computes weight gradients apart."""
+    """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO
+    sub-group; `postpones` says whether a pipeline computes weight gradients apart."""
 
     precision: str
     stage: int
@@ -66,20 +67,40 @@ HYBRID: Sequence[Rule] = (
         lambda facts: facts.pp == 1,
         "pp_size=1 has no pipeline",
     ),
-    Rule(("example_inputs",), lambda facts: facts.pp == 1 and facts.tp == 1, "there are neither stages nor layers to share out"),
+    Rule(
+        ("example_inputs",),
+        lambda facts: facts.pp == 1 and facts.tp == 1,
+        "there are neither stages nor layers to share out",
+    ),
     Rule(("deferred_bytes",), lambda facts: facts.pp == 1, "pp_size=1 has no pipeline"),
-    Rule(("deferred_bytes",), lambda facts: not facts.postpones, "only pp_style='zb', 'zbv' and 'dualpipev' postpone weight gradients"),
+    Rule(
+        ("deferred_bytes",),
+        lambda facts: not facts.postpones,
+        "only pp_style='zb', 'zbv' and 'dualpipev' postpone weight gradients",
+    ),
     Rule(("auto_memory",), lambda facts: facts.pp == 1 or facts.pp_style != "auto", "only pp_style='auto' searches"),
-    Rule(("dp_outside",), lambda facts: facts.pp == 1 or facts.dp == 1, "only pipeline and data-parallel ranks can change places"),
+    Rule(
+        ("dp_outside",),
+        lambda facts: facts.pp == 1 or facts.dp == 1,
+        "only pipeline and data-parallel ranks can change places",
+    ),
     Rule(("make_vocab_size_divisible_by",), lambda facts: facts.tp == 1, "tp_size=1 keeps the vocabulary whole"),
     Rule(("parallel_output",), lambda facts: facts.tp == 1, "logits are whole with tp_size=1"),
     Rule(("sequence_parallelism_mode",), lambda facts: True, "enable_sequence_parallelism=False"),
-    Rule(("ddp_bucket_cap_mb",), lambda facts: facts.stage > 0, "zero_stage=0 alone uses it; from stage 1 on zero_bucket_size_in_m counts"),
+    Rule(
+        ("ddp_bucket_cap_mb",),
+        lambda facts: facts.stage > 0,
+        "zero_stage=0 alone uses it; from stage 1 on zero_bucket_size_in_m counts",
+    ),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 0, "zero_stage=0 takes ddp_bucket_cap_mb"),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at zero_stage=3"),
     Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
+    Rule(
+        ("overlap_allgather",),
+        lambda facts: facts.sharing == 1,
+        "no other rank shares the optimizer, so nothing is gathered",
+    ),
     Rule(("gather_ahead",), lambda facts: facts.stage < 3, "only zero_stage=3 gathers weights before they are used"),
     Rule(("gather_ahead",), lambda facts: facts.sharing == 1, "no other rank shares the weights"),
     Rule(("find_unused_parameters",), lambda facts: True, "parameters without a gradient are always found"),
@@ -96,14 +117,20 @@ LOW_LEVEL_ZERO: Sequence[Rule] = (
     Rule(("reduce_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at stage=3"),
     Rule(("communication_dtype",), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_allgather",), lambda facts: facts.sharing == 1, "no other rank shares the optimizer, so nothing is gathered"),
+    Rule(
+        ("overlap_allgather",),
+        lambda facts: facts.sharing == 1,
+        "no other rank shares the optimizer, so nothing is gathered",
+    ),
 )
 
 
 def find_without_effect(
     constructor: Callable[..., Any], given: Mapping[str, Any], rules: Iterable[Rule], facts: Facts
 ) -> tuple[WithoutEffect, ...]:
-    """The arguments in `given` that differ from the defaults of `constructor` and that a rule says nothing looks at; each once."""
+    """The arguments in `given` that differ from the defaults of `constructor` and that a rule says nothing looks at;
+    each once.
+    """
     defaults = {name: parameter.default for name, parameter in inspect.signature(constructor).parameters.items()}
     found: dict[str, WithoutEffect] = {}
     for options, holds, why in rules:

@@ -1,9 +1,9 @@
 """One gradient norm for every layout.
 
-The square of the norm of the whole model is the sum over ranks of the squares of the elements that each rank *owns*: an element
-that several ranks hold (replicated over tp or dp, tied over stages, shared key/value rows) is owned by exactly one of them.
-So one reduction of one number over the whole world gives the norm, whatever the layout, and a non-finite element anywhere
-makes it non-finite everywhere: the fp16 overflow check is the same number.
+The square of the norm of the whole model is the sum over ranks of the squares of the elements that each rank *owns*: an
+element that several ranks hold (replicated over tp or dp, tied over stages, shared key/value rows) is owned by exactly
+one of them. So one reduction of one number over the whole world gives the norm, whatever the layout, and a non-finite
+element anywhere makes it non-finite everywhere: the fp16 overflow check is the same number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BLOCK = 256  # elements summed in fp32 on the CPU, whose kernel keeps one runnin
 def power_sum(grads: Sequence[torch.Tensor], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
     """Sum of |g|^p over all elements (their maximum for p = inf), an fp64 0-d tensor on `device`, not read back.
 
-    Blocks are counted from the start of each tensor: tensors cut at multiples of `BLOCK` give the same sum bit by bit, nearly always,
-    as the whole, because only fp64 additions change their order.
+    Blocks are counted from the start of each tensor: tensors cut at multiples of `BLOCK` give the same sum bit by bit,
+    nearly always, as the whole, because only fp64 additions change their order.
     """
     parts = [part.to(device) for part in _norms(grads, norm_type)]
     norms = torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64, device=device)
@@ -42,7 +42,9 @@ def _norms(grads: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor
             flat, dtype = grad.flatten(), _wide(grad.dtype)
             rest = flat.numel() % BLOCK
             if flat.numel() > rest:
-                result.append(torch.linalg.vector_norm(flat[: flat.numel() - rest].view(-1, BLOCK), norm_type, dim=1, dtype=dtype))
+                result.append(
+                    torch.linalg.vector_norm(flat[: flat.numel() - rest].view(-1, BLOCK), norm_type, dim=1, dtype=dtype)
+                )
             if rest:
                 result.append(torch.linalg.vector_norm(flat[-rest:], norm_type, dtype=dtype)[None])
     return result
@@ -53,7 +55,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def total_norm(local: torch.Tensor, group: dist.ProcessGroup | None, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all ranks' elements from each one's `power_sum`; all ranks of `group` must call. Stays on the device."""
+    """The norm of all ranks' elements from each one's `power_sum`; all ranks of `group` must call. Stays on the
+    device.
+    """
     result = local.clone()
     infinite = math.isinf(norm_type)
     if group is not None and dist.get_world_size(group) > 1:
@@ -62,7 +66,9 @@ def total_norm(local: torch.Tensor, group: dist.ProcessGroup | None, norm_type: 
 
 
 def owned_ranges(spec: ParamSpec, coordinate: int) -> list[tuple[int, int]]:
-    """[start, stop) ranges of the flattened local shard that the rank at `coordinate` of `spec.axis` owns, ascending and merged."""
+    """[start, stop) ranges of the flattened local shard that the rank at `coordinate` of `spec.axis` owns, ascending
+    and merged.
+    """
     if not spec.is_sharded:
         return [(0, math.prod(spec.full_shape))] if coordinate == 0 else []
     assert spec.dim is not None
@@ -82,5 +88,7 @@ def owned_ranges(spec: ParamSpec, coordinate: int) -> list[tuple[int, int]]:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that brings `norm` to at most `max_norm`: torch's formula, so that clipped runs agree with plain torch."""
+    """The factor that brings `norm` to at most `max_norm`: torch's formula, so that clipped runs agree with plain
+    torch.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,9 +1,9 @@
 """What optimizers of all ZeRO stages share: loss scaling, overflow, the norm, clipping and the inner step.
 
-Gradients lie in the buffers as *raw* sums; everything that multiplies them (the mean over data-parallel ranks, the inverse loss
-scale, the clip coefficient) is collected in one factor and applied once, inside torch's fused kernel where there is one. Which call
-may do what to them when: [Note: states of gradients]. Nothing here waits for the device unless the caller asks for a number, or fp16
-meets an optimizer without a fused kernel.
+Gradients lie in the buffers as *raw* sums; everything that multiplies them (the mean over data-parallel ranks, the
+inverse loss scale, the clip coefficient) is collected in one factor and applied once, inside torch's fused kernel where
+there is one. Which call may do what to them when: [Note: states of gradients]. Nothing here waits for the device unless
+the caller asks for a number, or fp16 meets an optimizer without a fused kernel.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._divisor = divisor
         self._clip: torch.Tensor | None = None
         self._raw_norm: torch.Tensor | None = None
-        self._overflow: torch.Tensor | None = None  # 1.0 where gradients were non-finite before they were clamped or handed out
+        # 1.0 where gradients were non-finite before they were clamped or handed out
+        self._overflow: torch.Tensor | None = None
         self._has_gradients = False  # whether a backward has run since zero_grad
         self._has_stepped = False
         self._fused = choose_fused(optim, device)
@@ -72,7 +73,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     @abstractmethod
     def _finish_gradients(self) -> None:
-        """Bring all gradients of the step to their final raw value; called before anything reads them, cheap when repeated."""
+        """Bring all gradients of the step to their final raw value; called before anything reads them, cheap when
+        repeated.
+        """
 
     @abstractmethod
     def _stepped_gradients(self) -> Sequence[torch.Tensor]:
@@ -84,7 +87,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     @abstractmethod
     def _set_aside(self, scale: float | torch.Tensor) -> None:
-        """More backwards follow: keep reduced gradients, times `scale`, apart from what will accumulate, until that is reduced too."""
+        """More backwards follow: keep reduced gradients, times `scale`, apart from what will accumulate, until that
+        is reduced too.
+        """
 
     @abstractmethod
     def _publish(self) -> None:
@@ -96,7 +101,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def state(self) -> ShownState:  # type: ignore[override]
         return ShownState(self.optim.state)
 
-    def backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
         with self._running_backward():
             super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph)
 
@@ -116,9 +123,13 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
     def require_cleared(self) -> None:
-        """Refuse backwards onto the gradients of a step that was taken. A pipeline asks before any rank communicates."""
+        """Refuse backwards onto the gradients of a step that was taken. A pipeline asks before any rank
+        communicates.
+        """
         if self._has_stepped:
-            raise ValueError("backward after step without zero_grad: the last gradients are still there; call zero_grad() first")
+            raise ValueError(
+                "backward after step without zero_grad: the last gradients are still there; call zero_grad() first"
+            )
 
     @contextmanager
     def _running_backward(self) -> Iterator[None]:
@@ -173,8 +184,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles."""
         raise ValueError(
-            "copying or pickling a boosted optimizer (copy.deepcopy(optimizer), torch.save(optimizer, ...)): it shares buffers, hooks and "
-            "groups with its model. Save it with booster.save_optimizer(optimizer, path); optimizer.state_dict() is this rank's part"
+            "copying or pickling a boosted optimizer (copy.deepcopy(optimizer), torch.save(optimizer, ...)): it shares "
+            "buffers, hooks and groups with its model. Save it with booster.save_optimizer(optimizer, path); "
+            "optimizer.state_dict() is this rank's part"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,7 +197,9 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._has_gradients = False
         self._has_stepped = False
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip the global norm of the step's gradients; returns the norm before, a 0-d tensor. All ranks must call."""
         norm = self._measure(norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
@@ -212,8 +226,8 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
         """The norm before clipping (all ranks must call).
 
-        That which the last clip or step measured, until the next backward, also after zero_grad; where none of this order was
-        measured, that of the gradients as they are, and None while there are none.
+        That which the last clip or step measured, until the next backward, also after zero_grad; where none of this
+        order was measured, that of the gradients as they are, and None while there are none.
         """
         if self._grad_norm is not None and norm_type == self._norm_type:
             return float(self._grad_norm)
@@ -278,7 +292,11 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             pending = not (isinstance(factor, float) and factor == 1.0)
             if pending or found_inf is not None:
                 device = grads[0].device
-                divisor = self._constant(1.0 / factor, device) if isinstance(factor, float) else (1.0 / factor.to(device)).float()
+                divisor = (
+                    self._constant(1.0 / factor, device)
+                    if isinstance(factor, float)
+                    else (1.0 / factor.to(device)).float()
+                )
                 self.optim.grad_scale = divisor  # type: ignore[attr-defined]
                 self.optim.found_inf = self._constant(0.0, device) if found_inf is None else found_inf.to(device)  # type: ignore[attr-defined]
             try:

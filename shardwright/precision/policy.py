@@ -26,9 +26,9 @@ class PrecisionPolicy:
     bf16    floating-point parameters work in bf16
     fp16    floating-point parameters work in fp16, with a scaled loss
 
-    Modules that a transformers model names in `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` stay in fp32, and so do
-    batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the parameters;
-    non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
+    Modules that a transformers model names in `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` stay in fp32,
+    and so do batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow
+    the parameters; non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
     """
 
     def __init__(self, precision: str) -> None:

@@ -16,7 +16,8 @@ class ScalerConfig:
     growth_factor    multiplies the scale after `growth_interval` steps in a row without overflow
     backoff_factor   multiplies the scale when an overflow is not forgiven
     growth_interval  clean steps until the scale grows
-    hysteresis       overflows until the scale falls: the first `hysteresis - 1` since the last growth only skip their step
+    hysteresis       overflows until the scale falls: the first `hysteresis - 1` since the last growth only skip their
+                     step
     max_scale        the scale never rises above this
     """
 
@@ -45,7 +46,9 @@ class ScalerConfig:
 
 
 class DynamicScaler:
-    """The loss scale and its counters, all 0-d tensors on `device`; `update` launches a handful of kernels and reads nothing back."""
+    """The loss scale and its counters, all 0-d tensors on `device`; `update` launches a handful of kernels and reads
+    nothing back.
+    """
 
     def __init__(self, config: ScalerConfig, device: torch.device) -> None:
         self.config = config
@@ -79,4 +82,6 @@ class DynamicScaler:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         device = self.scale.device
         self.scale = state["scale"].to(device, torch.float32).clone()
-        self._clean, self._patience, self._skipped = (state[key].to(device).clone() for key in ("clean", "patience", "skipped"))
+        self._clean, self._patience, self._skipped = (
+            state[key].to(device).clone() for key in ("clean", "patience", "skipped")
+        )

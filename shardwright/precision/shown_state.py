@@ -9,8 +9,8 @@ import torch
 
 
 class ShownState(Mapping[torch.Tensor, dict[str, Any]]):
-    """The states of the tensors that are stepped on. A parameter of the model is none of them, and asking for its state is refused:
-    a default dict would answer that there is none yet."""
+    """The states of the tensors that are stepped on. A parameter of the model is none of them, and asking for its state
+    is refused: a default dict would answer that there is none yet."""
 
     def __init__(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         self._states = states
@@ -18,8 +18,8 @@ class ShownState(Mapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, tensor: torch.Tensor) -> dict[str, Any]:
         if tensor not in self._states:
             raise ValueError(
-                "optimizer.state[param] after boost: states belong to pieces of parameters, dealt out over the ranks. optimizer.shards() "
-                "lists this rank's, each with name, start, stop, master and state"
+                "optimizer.state[param] after boost: states belong to pieces of parameters, dealt out over the ranks. "
+                "optimizer.shards() lists this rank's, each with name, start, stop, master and state"
             )
         return self._states[tensor]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from shardwright._moved import missing_name
+from .._moved import missing_name
 
 # Name -> where it lives. Looked up on first use, so that the package imports in no time.
 _HOMES = {
     "HeadGeometry": "heads",
     "ModelSharder": "sharder",
     "ModulePolicyDescription": "policies.base",
-    "PipelineGradientCheckpointConfig": "shardwright.pipeline.checkpointing",  # users look for it here; shardformer does not use it
+    # users look for it here; shardformer does not use it
+    "PipelineGradientCheckpointConfig": "shardwright.pipeline.checkpointing",
     "Plan": "plan",
     "Policy": "policies.base",
     "ShardConfig": "config",
@@ -29,5 +30,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home = _HOMES[name]
-        return getattr(import_module(home if home.startswith("shardwright.") else f"shardwright.shardformer.{home}"), name)
+        return getattr(
+            import_module(home if home.startswith("shardwright.") else f"shardwright.shardformer.{home}"), name
+        )
     raise missing_name(__name__, name)

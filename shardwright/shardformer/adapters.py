@@ -1,12 +1,15 @@
 """LoRA adapters of peft on layers that a plan shards.
 
-peft puts a wrapper in the place of a linear W [O, I]: `base_layer` (W), `lora_A` [r, I] and `lora_B` [O, r], one pair per adapter. It
-computes y = W x + s B A x. A rule that names the linear is applied to the parts, so that every rank computes its share of the sum:
+peft puts a wrapper in the place of a linear W [O, I]: `base_layer` (W), `lora_A` [r, I] and `lora_B` [O, r], one pair
+per adapter. It computes y = W x + s B A x. A rule that names the linear is applied to the parts, so that every rank
+computes its share of the sum:
 
-    column    W and B by their outputs, A whole     y_local = W_local x + s B_local (A x); B sums the gradient of A x, so that of A is whole
+    column    W and B by their outputs, A whole     y_local = W_local x + s B_local (A x); B sums the gradient of A x,
+              so that of A is whole
     row       W and A by their inputs, B whole      y = sum(W_local x_local) + s B sum(A_local x_local)
 
-Dropout in front of A sees what A sees: the same on all ranks for a column linear, each rank's own part for a row linear.
+Dropout in front of A sees what A sees: the same on all ranks for a column linear, each rank's own part for a row
+linear.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from typing import Any
 
 import torch.nn as nn
 
-from shardwright.shardformer.layer.parallel_module import ParallelGroup
-from shardwright.shardformer.rng import DropoutForParallelInput, DropoutForReplicatedInput
-from shardwright.shardformer.styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
+from .layer.parallel_module import ParallelGroup
+from .rng import DropoutForParallelInput, DropoutForReplicatedInput
+from .styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
 
 
 def native_model(model: nn.Module) -> nn.Module:
@@ -29,7 +32,9 @@ def native_model(model: nn.Module) -> nn.Module:
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether `module` is peft's wrapper of a layer."""
-    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and isinstance(getattr(module, "base_layer", None), nn.Module)
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and isinstance(
+        getattr(module, "base_layer", None), nn.Module
+    )
 
 
 def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
@@ -43,7 +48,9 @@ def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
             "leave it out of target_modules, or use tp_size=1"
         )
     if wrapper.lora_variant or len(wrapper.lora_magnitude_vector):
-        raise ValueError("variants of LoRA (DoRA and others) need the whole weight on every rank; use plain LoRA, or tp_size=1")
+        raise ValueError(
+            "variants of LoRA (DoRA and others) need the whole weight on every rank; use plain LoRA, or tp_size=1"
+        )
     inner, outer = (Replicated(), style) if isinstance(style, Column) else (style, Replicated())
 
     def part(name: str, module: nn.Module) -> Site:

@@ -1,4 +1,6 @@
-"""Attention modules that compute this rank's heads only: counts they read, arguments they get per head, rules for their parts."""
+"""Attention modules that compute this rank's heads only: counts they read, arguments they get per head, rules for
+their parts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from shardwright.shardformer.heads import HEADS_PER_KEY, KEY_VALUE_HEADS, QUERY_HEADS, HeadGeometry
-from shardwright.shardformer.layer.parallel_module import ParallelModule, native_class
-from shardwright.shardformer.styles import Site, Style
-from shardwright.spec import PADDING, ParamSpec
+from ..spec import PADDING, ParamSpec
+from .heads import HEADS_PER_KEY, KEY_VALUE_HEADS, QUERY_HEADS, HeadGeometry
+from .layer.parallel_module import ParallelModule, native_class
+from .styles import Site, Style
 
 Slicer = Callable[[torch.Tensor, "LocalHeadIndex"], torch.Tensor]
 
@@ -52,7 +54,9 @@ class LocalHeads(Style):
         for name in self.sizes:
             setattr(module, name, getattr(module, name) // geometry.num_heads * heads)
         if self.config if self.config is not None else _reads_counts_from_config(module):
-            known = {name: local for name, (full, local) in replaced.items() if getattr(module.config, name, None) == full}
+            known = {
+                name: local for name, (full, local) in replaced.items() if getattr(module.config, name, None) == full
+            }
             module.config = LocalConfig(module.config, known)  # type: ignore[assignment]
         if self.arguments:
             layer = _LocalArguments.adopt(module, site.parallel)
@@ -63,7 +67,9 @@ class LocalHeads(Style):
 
 @dataclass(frozen=True)
 class LocalHeadIndex:
-    """Query heads of this rank by their global index; padded heads repeat the first one, whatever they compute is dropped."""
+    """Query heads of this rank by their global index; padded heads repeat the first one, whatever they compute is
+    dropped.
+    """
 
     total: int
     heads: tuple[int, ...]

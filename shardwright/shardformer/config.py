@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from shardwright.shardformer.layer.parallel_module import ParallelGroup, group_or_all
-from shardwright.utils.argument_types import check_types
-from shardwright.utils.arguments import ExplainedArguments
+from ..utils.argument_types import check_types
+from ..utils.arguments import ExplainedArguments
+from .layer.parallel_module import ParallelGroup, group_or_all
 
 
 @dataclass(kw_only=True)
@@ -18,16 +18,18 @@ class ShardConfig(metaclass=ExplainedArguments):
 
     tensor_parallel_process_group       ranks that share every layer; None means all ranks
     sequence_parallel_process_group, pipeline_stage_manager, gradient_checkpoint_config
-                                        refused: stages and sequences are cut, and layers recomputed, by `HybridParallelPlugin`
+                                        refused: stages and sequences are cut, and layers recomputed, by
+                                        `HybridParallelPlugin`
     enable_tensor_parallelism           shard over the group; without it every rank keeps the whole model
     enable_all_optimization             flash attention and fused norms wherever the model can have them
     enable_flash_attention              attention through torch's fused kernels (sdpa)
     enable_fused_normalization          RMS norms through torch's fused kernel
-    parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards); with False
-                                        every rank returns whole logits
+    parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
+                                        with False every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this
-    example_inputs                      a batch like the real ones, of any size, for models without a policy of their own whose plan is
-                                        tried on a small copy; None makes one up that fits the model's kind
+    example_inputs                      a batch like the real ones, of any size, for models without a policy of their
+                                        own whose plan is tried on a small copy; None makes one up that fits the model's
+                                        kind
     extra_kwargs                        for policies of your own; nothing here reads it
     """
 
@@ -52,7 +54,8 @@ class ShardConfig(metaclass=ExplainedArguments):
 
     argument_advice: ClassVar[dict[str, str]] = {
         "tensor_parallel_size": "give the group: tensor_parallel_process_group=, of as many ranks",
-        "data_parallel_size": "ranks that are not in one tensor_parallel_process_group train on different data: HybridParallelPlugin",
+        "data_parallel_size": "ranks that are not in one tensor_parallel_process_group train on different data: "
+        "HybridParallelPlugin",
         "pipeline_parallel_size": "use HybridParallelPlugin(pp_size=...)",
         "tensor_parallel_mode": "layers are sharded in one dimension; leave it out",
         "inference_only": "a sharded model trains and generates; leave it out and call model.eval()",
@@ -70,8 +73,16 @@ class ShardConfig(metaclass=ExplainedArguments):
             self.enable_fused_normalization = True
         multiple = self.make_vocab_size_divisible_by
         if multiple < 1:
-            raise ValueError(f"make_vocab_size_divisible_by={multiple!r} must be a positive integer; 1 pads only to the number of ranks")
-        for name in ("sequence_parallelism_mode", "sequence_parallel_process_group", "enable_sequence_overlap", "inner_ring_size"):
+            raise ValueError(
+                f"make_vocab_size_divisible_by={multiple!r} must be a positive integer; 1 pads only to "
+                "the number of ranks"
+            )
+        for name in (
+            "sequence_parallelism_mode",
+            "sequence_parallel_process_group",
+            "enable_sequence_overlap",
+            "inner_ring_size",
+        ):
             value = getattr(self, name)
             if value not in (None, False) and not self.enable_sequence_parallelism:
                 raise ValueError(f"{name}={value!r} needs enable_sequence_parallelism=True; set both or neither")

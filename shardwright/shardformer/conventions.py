@@ -1,7 +1,7 @@
 """Recognise attention, MLP and experts by the names and sizes of their parts, where no plan speaks of them.
 
-Names of these parts follow a few conventions over hundreds of models. What is found here is a proposal: the generic policy tries it
-on a small copy of the model before it believes it.
+Names of these parts follow a few conventions over hundreds of models. What is found here is a proposal: the generic
+policy tries it on a small copy of the model before it believes it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import LocalHeads
-from shardwright.shardformer.heads import QUERY_HEADS, HeadGeometry, first_int
-from shardwright.shardformer.hf_plan import Proposal, shape_of_name
-from shardwright.shardformer.layer.linear import input_size, is_linear, output_size
-from shardwright.shardformer.rules import Rules, latent_attention_rules
-from shardwright.shardformer.splits import Heads, Packed
-from shardwright.shardformer.styles import Column, Row, ShardedParameter
+from .attention import LocalHeads
+from .heads import QUERY_HEADS, HeadGeometry, first_int
+from .hf_plan import Proposal, shape_of_name
+from .layer.linear import input_size, is_linear, output_size
+from .rules import Rules, latent_attention_rules
+from .splits import Heads, Packed
+from .styles import Column, Row, ShardedParameter
 
 _ATTENTION = [
     ("q_proj", "k_proj", "v_proj"),
@@ -50,7 +50,22 @@ _UP = (
     "gate",
     "up",
 )
-_DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "linear2", "proj", "out_proj", "w_1", "down", "Wo")
+_DOWN = (
+    "down_proj",
+    "fc2",
+    "fc_out",
+    "c_proj",
+    "dense_4h_to_h",
+    "wo",
+    "w2",
+    "lin2",
+    "linear2",
+    "proj",
+    "out_proj",
+    "w_1",
+    "down",
+    "Wo",
+)
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 
@@ -73,7 +88,11 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
         yield Proposal(name, alternatives)
     if rules := _bert_mlp(name, module):
         yield Proposal(f"{name}.intermediate", [rules])
-    for recognised in (_latent_attention(name, module, linears), _attention(name, module, linears), _mlp(name, linears)):
+    for recognised in (
+        _latent_attention(name, module, linears),
+        _attention(name, module, linears),
+        _mlp(name, linears),
+    ):
         if recognised:
             yield Proposal(name, recognised)
             break
@@ -96,7 +115,12 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
         if parts is not None:
             q, k, v = parts
             found.append(
-                {**around, f"{name}.{q}": Column(Heads("q")), f"{name}.{k}": Column(Heads("kv")), f"{name}.{v}": Column(Heads("kv"))}
+                {
+                    **around,
+                    f"{name}.{q}": Column(Heads("q")),
+                    f"{name}.{k}": Column(Heads("kv")),
+                    f"{name}.{v}": Column(Heads("kv")),
+                }
             )
         else:
             found += [{**around, f"{name}.{fused}": Column(Heads(layout))} for layout in ("packed", "interleaved")]  # type: ignore[arg-type]
@@ -104,7 +128,9 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
 
 
 def _size_choices(module: nn.Module) -> list[tuple[str, ...]]:
-    """No attribute, or one of those that hold the features of all heads in some models and of the whole layer in others."""
+    """No attribute, or one of those that hold the features of all heads in some models and of the whole layer in
+    others.
+    """
     return [(), *((size,) for size in _SIZES if isinstance(getattr(module, size, None), int))]
 
 
@@ -114,7 +140,9 @@ def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module
     if query is None or not {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= set(linears):
         return []
     heads = first_int(module, QUERY_HEADS) or first_int(getattr(module, "config", None), QUERY_HEADS)
-    rotary = first_int(module, ("qk_rope_head_dim",)) or first_int(getattr(module, "config", None), ("qk_rope_head_dim",))
+    rotary = first_int(module, ("qk_rope_head_dim",)) or first_int(
+        getattr(module, "config", None), ("qk_rope_head_dim",)
+    )
     if heads is None or rotary is None:
         return []
     rules = latent_attention_rules(name, heads, rotary, None)
@@ -125,9 +153,15 @@ def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module
 def _bert_attention(name: str, module: nn.Module) -> list[Rules]:
     """BERT's shape: projections in `self`, the output projection in `output`."""
     inner, output = getattr(module, "self", None), getattr(module, "output", None)
-    if not isinstance(inner, nn.Module) or not isinstance(output, nn.Module) or not is_linear(getattr(output, "dense", nn.Identity())):
+    if (
+        not isinstance(inner, nn.Module)
+        or not isinstance(output, nn.Module)
+        or not is_linear(getattr(output, "dense", nn.Identity()))
+    ):
         return []
-    parts = next((parts for parts in _ATTENTION if all(is_linear(getattr(inner, part, nn.Identity())) for part in parts)), None)
+    parts = next(
+        (parts for parts in _ATTENTION if all(is_linear(getattr(inner, part, nn.Identity())) for part in parts)), None
+    )
     if parts is None:
         return []
     heads = first_int(inner, QUERY_HEADS) or first_int(getattr(inner, "config", None), QUERY_HEADS)
@@ -157,7 +191,9 @@ def _mlp(name: str, linears: dict[str, nn.Module]) -> list[Rules]:
     ups = [local for local in _UP if local in linears and local != down and output_size(linears[local]) == features]
     if ups:
         return [{**{f"{name}.{up}": "colwise" for up in ups}, f"{name}.{down}": "rowwise"}]
-    packed = next((local for local in _PACKED_UP if local in linears and output_size(linears[local]) == 2 * features), None)
+    packed = next(
+        (local for local in _PACKED_UP if local in linears and output_size(linears[local]) == 2 * features), None
+    )
     return [{f"{name}.{packed}": "packed_colwise", f"{name}.{down}": "rowwise"}] if packed else []
 
 
@@ -169,7 +205,10 @@ def _experts(name: str, module: nn.Module) -> list[Rules]:
         return []
     (_, rows, columns), (_, out, features) = up.shape, down.shape
     if rows == 2 * features and columns == out:
-        rules: Rules = {f"{name}.gate_up_proj": ShardedParameter(1, Packed(2)), f"{name}.down_proj": ShardedParameter(2)}
+        rules: Rules = {
+            f"{name}.gate_up_proj": ShardedParameter(1, Packed(2)),
+            f"{name}.down_proj": ShardedParameter(2),
+        }
     elif columns == 2 * out and rows == features:
         rules = {f"{name}.gate_up_proj": ShardedParameter(2, Packed(2)), f"{name}.down_proj": ShardedParameter(1)}
     else:

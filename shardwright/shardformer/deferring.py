@@ -1,7 +1,9 @@
-"""Which weight gradients of a model can wait, and letting them: for schedules that split the backward pass (zero bubble).
+"""Which weight gradients of a model can wait, and letting them: for schedules that split the backward pass (zero
+bubble).
 
     linears, Conv1D            `ops.linear.linear` stands in for their forward; sharded ones use it anyway
-    modules with parameters    of two or more dims that they multiply with in their own forward (experts, routers, embeddings, heads of
+    modules with parameters    of two or more dims that they multiply with in their own forward (experts, routers,
+                               embeddings, heads of
     of their own               their own kind) run it under `ops.postponed.PostponeWeightGrads`
     convolutions, norms        compute their gradients at once, as do functions that nobody knows
 
@@ -55,7 +57,9 @@ def let_weight_grads_wait(model: nn.Module) -> None:
         if _uses_our_linear(module):
             continue
         if _is_plain(module):
-            module.__class__ = combined_class(_PostponingConv1D if is_conv1d(module) else _PostponingLinear, type(module))
+            module.__class__ = combined_class(
+                _PostponingConv1D if is_conv1d(module) else _PostponingLinear, type(module)
+            )
         elif _multiplies(module):
             module.__class__ = combined_class(_PostponingProducts, type(module))
 

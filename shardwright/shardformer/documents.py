@@ -1,7 +1,7 @@
 """Whether a model keeps the documents of a packed row apart, tried on a small copy of it.
 
-In a row [1, T] without a mask whose positions begin again with every document, most causal models of transformers let tokens see their own
-document alone. Others (bidirectional ones, those without position ids) take the row for one text.
+In a row [1, T] without a mask whose positions begin again with every document, most causal models of transformers let
+tokens see their own document alone. Others (bidirectional ones, those without position ids) take the row for one text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from shardwright.shardformer.small_copy import build_small, native_class
+from .small_copy import build_small, native_class
 
 _LENGTHS = (5, 7)
 

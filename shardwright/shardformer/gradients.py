@@ -1,9 +1,11 @@
-"""Gradients of a sharded model in a plain training loop: summed as backward runs, and seen whole by what looks at all of them.
+"""Gradients of a sharded model in a plain training loop: summed as backward runs, and seen whole by what looks at all
+of them.
 
-A rank's `param.grad` is that of its shard. Optimizers that work element by element need no more, but `torch.nn.utils.clip_grad_norm_` would
-scale every rank by a norm of its own, and `torch.amp.GradScaler` would skip a step on some ranks only. So gradients are of a class of
-their own: a norm of one is that of the whole parameter, a norm over many is reduced once, and what is not finite on one rank is not finite
-on all. Every other operation acts on the shard, as on the parameter itself.
+A rank's `param.grad` is that of its shard. Optimizers that work element by element need no more, but
+`torch.nn.utils.clip_grad_norm_` would scale every rank by a norm of its own, and `torch.amp.GradScaler` would skip a
+step on some ranks only. So gradients are of a class of their own: a norm of one is that of the whole parameter, a norm
+over many is reduced once, and what is not finite on one rank is not finite on all. Every other operation acts on the
+shard, as on the parameter itself.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright.comm.compat import without_torch_function
-from shardwright.ops.shared_grads import sum_in_backward
-from shardwright.optim.kind import is_elementwise
-from shardwright.precision.grad_norm import power_sum, total_norm
-from shardwright.spec import ParamSpec, get_spec
+from ..comm.compat import without_torch_function
+from ..ops.shared_grads import sum_in_backward
+from ..optim.kind import is_elementwise
+from ..precision.grad_norm import power_sum, total_norm
+from ..spec import ParamSpec, get_spec
 
 _NOTE = "_shardwright_gradient_of"
 # Of a square matrix these have the same shape.
@@ -52,7 +54,8 @@ def follow_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         whole = _Whole.of(get_spec(param) or ParamSpec(name, tuple(param.shape)), group)
         setattr(param, _NOTE, whole)
         trained = param.requires_grad
-        param.requires_grad_(True).register_post_accumulate_grad_hook(whole.mark)  # torch takes hooks only while it does
+        # torch takes hooks only while it does
+        param.requires_grad_(True).register_post_accumulate_grad_hook(whole.mark)
         param.requires_grad_(trained)
     _watch_optimizers()
 
@@ -131,7 +134,8 @@ class ShardedGradient(Tensor):
 
 
 class PartialNorm(Tensor):
-    """This rank's part of norms of order `order`: norms over many gradients are put together before one reduction over the ranks.
+    """This rank's part of norms of order `order`: norms over many gradients are put together before one reduction over
+    the ranks.
 
     It is what torch makes clip_grad_norm_ of. Whatever else is done with it, it is reduced first.
     """
@@ -166,7 +170,9 @@ class PartialNorm(Tensor):
             if name == "stack" and not kwargs:
                 return _stacked(*args)
             if name == "linalg_vector_norm" and len(args) <= 2 and not kwargs and _order(*args[1:]) == args[0].order:
-                return cls.make(torch.linalg.vector_norm(args[0].as_subclass(Tensor), args[0].order), args[0]).complete()
+                return cls.make(
+                    torch.linalg.vector_norm(args[0].as_subclass(Tensor), args[0].order), args[0]
+                ).complete()
             completed = [_completed(arg) for arg in args]
             return func(*completed, **{key: _completed(value) for key, value in kwargs.items()})
 
@@ -184,7 +190,9 @@ def _as_gradient(result: Tensor, grad: Any) -> Tensor:
 
 
 def _noted(result: Tensor, args: Sequence[Any]) -> Tensor:
-    """What a script computes from a gradient, in its shape (`grad / 2`, `grad.clone()`), may become one, and is followed like it."""
+    """What a script computes from a gradient, in its shape (`grad / 2`, `grad.clone()`), may become one, and is
+    followed like it.
+    """
     if result.is_floating_point() and not any(result is arg for arg in args):  # not what was written to in place
         for arg in args:
             if isinstance(arg, ShardedGradient) and arg.shape == result.shape and hasattr(arg, _NOTE):
@@ -205,7 +213,10 @@ def _norm(
         return None
     note: _Whole = getattr(grad, _NOTE)
     if order <= 0:
-        raise ValueError(f"norm of order {order} of the gradient of {note.name}, of which this rank holds a part; use a positive order")
+        raise ValueError(
+            f"norm of order {order} of the gradient of {note.name}, of which this rank holds a part; use "
+            "a positive order"
+        )
     local = power_sum(note.counted(grad), grad.device, order)
     values = local if math.isinf(order) else local.pow(1.0 / order)
     return PartialNorm.make(values, group=note.group, order=order, dtype_of_result=dtype or grad.dtype)
@@ -214,7 +225,8 @@ def _norm(
 def _norms(grads: Iterable[Any], order: Any = 2, dtype: torch.dtype | None = None, **other: Any) -> list[Tensor]:
     order = other.pop("ord", order)
     return [
-        partial if (partial := _norm(grad, order, dtype=dtype)) is not None else torch.linalg.vector_norm(grad, order) for grad in grads
+        partial if (partial := _norm(grad, order, dtype=dtype)) is not None else torch.linalg.vector_norm(grad, order)
+        for grad in grads
     ]
 
 
@@ -224,7 +236,9 @@ def _stacked(norms: Sequence[Any], dim: int = 0) -> Tensor:
         return torch.stack([_completed(norm) for norm in norms], dim)
     # Norms of tensors outside of the model are the same on every rank, and count once.
     once = float(first.group.rank() == 0)
-    parts = [norm.as_subclass(Tensor) if isinstance(norm, PartialNorm) else norm.to(first.dtype) * once for norm in norms]
+    parts = [
+        norm.as_subclass(Tensor) if isinstance(norm, PartialNorm) else norm.to(first.dtype) * once for norm in norms
+    ]
     return PartialNorm.make(torch.stack(parts, dim), first)
 
 
@@ -262,21 +276,25 @@ def _check_optimizer(optimizer: Optimizer, noted: Iterable[Tensor]) -> None:
     if sharded is not None and not is_elementwise(optimizer):
         name = type(optimizer).__name__
         elsewhere = (
-            "" if isinstance(optimizer, torch.optim.LBFGS) else f"; {name} trains under LowLevelZeroPlugin, which gives it whole parameters"
+            ""
+            if isinstance(optimizer, torch.optim.LBFGS)
+            else f"; {name} trains under LowLevelZeroPlugin, which gives it whole parameters"
         )
         raise ValueError(
-            f"{name} looks at whole parameters, but this rank holds a part of {sharded.name}: its updates would not be those of the "
-            f"whole model. Use an element-wise optimizer such as AdamW or SGD{elsewhere}; if it does work element by element, say so "
-            f"with {name}.elementwise = True"
+            f"{name} looks at whole parameters, but this rank holds a part of {sharded.name}: its updates would not be "
+            f"those of the whole model. Use an element-wise optimizer such as AdamW or SGD{elsewhere}; if it does work "
+            f"element by element, say so with {name}.elementwise = True"
         )
 
 
 def _refuse_replaced(param: Tensor) -> NoReturn:
-    """A gradient that backward did not leave and that was written to: if it was clipped or unscaled, then by this rank's part alone."""
+    """A gradient that backward did not leave and that was written to: if it was clipped or unscaled, then by this
+    rank's part alone.
+    """
     note: _Whole = getattr(param, _NOTE)
     raise ValueError(
-        f"the gradient of {note.name} was replaced by a plain tensor and then changed in place, as clip_grad_norm_ and GradScaler do: they "
-        "saw this rank's part alone, and ranks would go apart. Let backward() make gradients (loss.backward(inputs=[...]) instead of "
-        "torch.autograd.grad), write into them (param.grad.copy_(...)), or compute new ones from them (param.grad / 2); with "
-        "DistributedDataParallel use gradient_as_bucket_view=False"
+        f"the gradient of {note.name} was replaced by a plain tensor and then changed in place, as clip_grad_norm_ and "
+        "GradScaler do: they saw this rank's part alone, and ranks would go apart. Let backward() make gradients "
+        "(loss.backward(inputs=[...]) instead of torch.autograd.grad), write into them (param.grad.copy_(...)), or "
+        "compute new ones from them (param.grad / 2); with DistributedDataParallel use gradient_as_bucket_view=False"
     )

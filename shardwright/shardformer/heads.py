@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.nn as nn
 
-from shardwright.spec import PADDING
+from ..spec import PADDING
 
 # Names under which attention modules of transformers keep their counts.
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads")
@@ -33,8 +33,8 @@ class HeadGeometry:
     num_kv_heads    key and value heads, of which it is a multiple
 
     Ranks get whole key/value heads with all their query heads where there are enough. When `ranks` is a multiple of the
-    key/value heads, each of these is held by several ranks, which divide its query heads among themselves. What does not
-    come out even is uneven as long as every rank has a head; else ranks without a head get one of zeros, which
+    key/value heads, each of these is held by several ranks, which divide its query heads among themselves. What does
+    not come out even is uneven as long as every rank has a head; else ranks without a head get one of zeros, which
     contributes nothing and whose gradient is zero.
     """
 
@@ -55,7 +55,10 @@ class HeadGeometry:
         config = config if config is not None else getattr(attention, "config", None)
         heads = first_int(attention, QUERY_HEADS) or first_int(config, QUERY_HEADS)
         if heads is None:
-            raise ValueError(f"{type(attention).__name__} keeps no head count ({', '.join(QUERY_HEADS)}); give the plan a HeadGeometry")
+            raise ValueError(
+                f"{type(attention).__name__} keeps no head count ({', '.join(QUERY_HEADS)}); give the "
+                "plan a HeadGeometry"
+            )
         kv_heads = first_int(attention, KEY_VALUE_HEADS)
         if kv_heads is None and (groups := first_int(attention, HEADS_PER_KEY)):
             kv_heads = heads // groups
@@ -91,7 +94,9 @@ class HeadGeometry:
         return {"q": self.num_heads, "kv": self.num_kv_heads}.get(kind, self.num_heads + 2 * self.num_kv_heads)
 
     def local(self, kind: str, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-        """(first head or PADDING, count) runs of a projection's heads on `rank`, in the order that the forward expects."""
+        """(first head or PADDING, count) runs of a projection's heads on `rank`, in the order that the forward
+        expects.
+        """
         groups, per_key = self.groups(rank, ranks), self.heads_per_key
         if kind == "interleaved":
             for group in groups:

@@ -1,9 +1,9 @@
 """Read transformers' own tensor-parallel plan, and make of it what it could be.
 
-`model.tp_plan` names linears and experts, but it gathers where its authors had no packed split (fused gate and up, Phi-3's
-q/k/v), gathers logits, says nothing of heads that do not divide, and differs between versions in names and
-coverage. Here its rules become regions: the rules of one attention or MLP, with alternatives from best to plainest. Rules that
-match nothing are left out (some plans carry such), and so are regions with a style that is not known here.
+`model.tp_plan` names linears and experts, but it gathers where its authors had no packed split (fused gate and up,
+Phi-3's q/k/v), gathers logits, says nothing of heads that do not divide, and differs between versions in names and
+coverage. Here its rules become regions: the rules of one attention or MLP, with alternatives from best to plainest.
+Rules that match nothing are left out (some plans carry such), and so are regions with a style that is not known here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import LocalHeads
-from shardwright.shardformer.rules import Rules
-from shardwright.shardformer.splits import Heads, Packed
-from shardwright.shardformer.styles import Column, LatentKeyValue, Row, ShardedParameter, Style
+from .attention import LocalHeads
+from .rules import Rules
+from .splits import Heads, Packed
+from .styles import Column, LatentKeyValue, Row, ShardedParameter, Style
 
 _QUERY = ("q_proj", "q_b_proj", "query", "q_gate_proj", "g_proj", "gate_proj", "kv_b_proj", "sinks")
 _KEY_VALUE = ("k_proj", "v_proj", "key", "value")
@@ -47,7 +47,11 @@ def plan_regions(model: Any) -> list[Proposal]:
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     modules = {shape_of_name(name): module for name, module in model.named_modules()}
     params = {shape_of_name(name): param for name, param in model.named_parameters()}
-    outputs = {id(module) for module in (_call(model, "get_output_embeddings"), _call(model, "get_input_embeddings")) if module is not None}
+    outputs = {
+        id(module)
+        for module in (_call(model, "get_output_embeddings"), _call(model, "get_input_embeddings"))
+        if module is not None
+    }
     groups: dict[str, dict[str, str]] = {}
     for pattern, style in plan.items():
         if (pattern in modules or pattern in params) and id(modules.get(pattern)) not in outputs:
@@ -56,7 +60,8 @@ def plan_regions(model: Any) -> list[Proposal]:
     regions = []
     for name, styles in groups.items():
         translated = {
-            pattern: _translate(style, params.get(pattern), modules.get(pattern), model.config) for pattern, style in styles.items()
+            pattern: _translate(style, params.get(pattern), modules.get(pattern), model.config)
+            for pattern, style in styles.items()
         }
         if None in translated.values():
             continue
@@ -123,7 +128,9 @@ def _heads(region: str, styles: dict[str, str], plain: Rules) -> list[Rules]:
     for name, pattern in named.items():
         if styles[pattern] == "colwise" and name in _QUERY + _KEY_VALUE:
             split = Heads("q" if name in _QUERY else "kv")
-            rules[pattern] = ShardedParameter(0, split) if isinstance(plain[pattern], ShardedParameter) else Column(split)
+            rules[pattern] = (
+                ShardedParameter(0, split) if isinstance(plain[pattern], ShardedParameter) else Column(split)
+            )
     rules[named[outputs[0]]] = Row(Heads("q"))
     rules[region] = LocalHeads()
     return [rules]
@@ -133,7 +140,9 @@ def _fused_heads(region: str, styles: dict[str, str], plain: Rules) -> list[Rule
     """Fused q/k/v by heads, whether the plan gathers it or splits it as it is stored."""
     named = _children(region, styles)
     fused = [name for name in named if name in _FUSED]
-    outputs = [name for name, pattern in named.items() if styles[pattern] in ("rowwise", "rowwise_split_input", "rowwise_rep")]
+    outputs = [
+        name for name, pattern in named.items() if styles[pattern] in ("rowwise", "rowwise_split_input", "rowwise_rep")
+    ]
     if len(fused) != 1 or len(outputs) != 1:
         return []
     gathered = styles[named[fused[0]]] != "colwise"

@@ -1,9 +1,9 @@
 """Policies that replace children class by class, brought to the same decisions as plans.
 
-`module_policy` says for a class of modules which children become which layers. A layer of `shardformer.layer` stands for a style, so every
-child is a rule under its full name, which joins the rules of the policy's plan and overrides them where both name a module: ties, regions,
-dropout and the vocabulary's loss are seen to once, for all policies. What else a description says (attributes, parameters, methods) is done
-to the modules once they are sharded.
+`module_policy` says for a class of modules which children become which layers. A layer of `shardformer.layer` stands
+for a style, so every child is a rule under its full name, which joins the rules of the policy's plan and overrides them
+where both name a module: ties, regions, dropout and the vocabulary's loss are seen to once, for all policies. What else
+a description says (attributes, parameters, methods) is done to the modules once they are sharded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.nn as nn
 
-from shardwright.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
-from shardwright.shardformer.layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row
-from shardwright.shardformer.layer.parallel_module import native_class
-from shardwright.shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
-from shardwright.shardformer.splits import EVEN, Packed, Split
-from shardwright.shardformer.styles import Column, HiddenEmbedding, Replaced, Row, Style, VocabEmbedding, VocabHead
+from .layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row
+from .layer.parallel_module import native_class
+from .policies.base import ModulePolicyDescription, SubModuleReplacementDescription
+from .splits import EVEN, Packed, Split
+from .styles import Column, HiddenEmbedding, Replaced, Row, Style, VocabEmbedding, VocabHead
 
 Descriptions = Mapping[type[nn.Module] | str, ModulePolicyDescription]
 
@@ -53,7 +53,8 @@ def _hidden_embedding(split: Split | None = None, gather_output: bool = True) ->
     return HiddenEmbedding(split or EVEN, gather_output)
 
 
-# Layer -> its style from the arguments of `from_native_module`. Other layers are asked to replace the module themselves (`Replaced`).
+# Layer -> its style from the arguments of `from_native_module`. Other layers are asked to replace the module themselves
+# (`Replaced`).
 _STYLES: dict[Any, Callable[..., Style]] = {
     Linear1D_Col: _column,
     Linear1D_Row: _row,
@@ -78,8 +79,14 @@ class Lowered:
 
     @property
     def replacing(self) -> dict[str, Style]:
-        """The rules that matter on one rank too: layers of the user's own, and those that only compute in another way."""
-        return {name: style for name, style in self.rules.items() if isinstance(style, Replaced) and style.role in (None, "unknown")}
+        """The rules that matter on one rank too: layers of the user's own, and those that only compute in another
+        way.
+        """
+        return {
+            name: style
+            for name, style in self.rules.items()
+            if isinstance(style, Replaced) and style.role in (None, "unknown")
+        }
 
     def change(self) -> None:
         """Attributes, parameters and methods."""
@@ -98,7 +105,9 @@ def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
     for key, found in matches.items():
         if not found:
             shown = key if isinstance(key, str) else key.__name__
-            raise ValueError(f"{source}.module_policy describes {shown}, but {type(model).__name__} has no such module; remove it")
+            raise ValueError(
+                f"{source}.module_policy describes {shown}, but {type(model).__name__} has no such module; remove it"
+            )
         for name, module in found:
             for child in descriptions[key].sub_module_replacement:
                 suffix = _suffix(name, module, child, source)
@@ -128,14 +137,17 @@ def _style(name: str, native: nn.Module, child: SubModuleReplacementDescription,
     target, kwargs = child.target_module, child.kwargs
     if not hasattr(target, "from_native_module"):
         raise ValueError(
-            f"{source}: target_module {target!r} of {child.suffix!r} has no from_native_module; use a layer of shardformer.layer"
+            f"{source}: target_module {target!r} of {child.suffix!r} has no from_native_module; use a layer of "
+            "shardformer.layer"
         )
     if target not in _STYLES:
         return Replaced(target, kwargs)
     try:
         return _STYLES[target](**kwargs)
     except TypeError as error:
-        raise ValueError(f"{source}: {name} ({type(native).__name__}): {target.__name__}.from_native_module: {error}") from None
+        raise ValueError(
+            f"{source}: {name} ({type(native).__name__}): {target.__name__}.from_native_module: {error}"
+        ) from None
 
 
 def _change(module: nn.Module, description: ModulePolicyDescription) -> None:
@@ -150,5 +162,9 @@ def _change(module: nn.Module, description: ModulePolicyDescription) -> None:
     if description.method_replacement:
         # On a subclass rather than on the instance: activation checkpointing and `super()` go through the class.
         native = type(module)
-        methods = {**description.method_replacement, "__module__": native.__module__, "native_class": native_class(module)}
+        methods = {
+            **description.method_replacement,
+            "__module__": native.__module__,
+            "native_class": native_class(module),
+        }
         module.__class__ = type(native.__name__, (native,), methods)

@@ -8,20 +8,21 @@ from typing import Any
 
 import torch.nn as nn
 
-from shardwright.ops.vocab_mode import as_scripts_see, vocab_parallel_loss
-from shardwright.ops.vocab_shard import VocabShard
-from shardwright.shardformer.layer.embedding import LogitsParallel
-from shardwright.shardformer.layer.parallel_module import ParallelModule
-from shardwright.utils.tensors import map_tensors
+from ..ops.vocab_mode import as_scripts_see, vocab_parallel_loss
+from ..ops.vocab_shard import VocabShard
+from ..utils.tensors import map_tensors
+from .layer.embedding import LogitsParallel
+from .layer.parallel_module import ParallelModule
 
 
 class ShardedModel(ParallelModule):
     """A model with a head over a sharded vocabulary.
 
-    Called, it returns this rank's columns of the logits (all of them, without padding, with `parallel_output=False`), and
-    the loss that its forward computes from them is exact.
+    Called, it returns this rank's columns of the logits (all of them, without padding, with `parallel_output=False`),
+    and the loss that its forward computes from them is exact.
 
-    for_scripts     whether a script calls it, which may read anything off the logits (see `ops.vocab_mode.ShardedLogits`)
+    for_scripts     whether a script calls it, which may read anything off the logits (see
+                    `ops.vocab_mode.ShardedLogits`)
     """
 
     for_scripts = False
@@ -43,7 +44,9 @@ class GeneratingModel(ShardedModel):
 def split_heads(model: nn.Module) -> dict[str, VocabShard]:
     """Modules, by name, that return this rank's columns of the logits."""
     return {
-        name: module.vocabulary for name, module in model.named_modules() if isinstance(module, LogitsParallel) and not module.gather_output
+        name: module.vocabulary
+        for name, module in model.named_modules()
+        if isinstance(module, LogitsParallel) and not module.gather_output
     }
 
 

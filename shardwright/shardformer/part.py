@@ -40,8 +40,8 @@ class Part(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if assign:
             raise ValueError(
-                "load_state_dict(assign=True) of a sharded model would put tensors in the place of the parameters, whose gradients are "
-                "summed and clipped over the ranks; leave assign out, and the numbers are copied"
+                "load_state_dict(assign=True) of a sharded model would put tensors in the place of the parameters, "
+                "whose gradients are summed and clipped over the ranks; leave assign out, and the numbers are copied"
             )
         return super().load_state_dict(state_dict, strict)
 
@@ -50,15 +50,18 @@ class PartOfModel(Part, ParallelModule):
     """Of transformers. Files hold the whole model; what would change its parts on one rank only is refused."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """The whole model, as `from_pretrained` reads it. Collective over the group; the first rank of the job writes."""
+        """The whole model, as `from_pretrained` reads it. Collective over the group; the first rank of the job
+        writes.
+        """
         if hasattr(self, "peft_config"):
             raise ValueError(
-                "save_pretrained of adapters on a sharded model: this rank holds a part of them; train under HybridParallelPlugin, whose "
-                "Booster.save_lora_as_pretrained writes them, or save before sharding"
+                "save_pretrained of adapters on a sharded model: this rank holds a part of them; train under "
+                "HybridParallelPlugin, whose Booster.save_lora_as_pretrained writes them, or save before sharding"
             )
         if args or kwargs.get("state_dict") is not None:
             raise ValueError(
-                "save_pretrained(state_dict=...) of a sharded model: a rank has a part of it; leave it out, the files are whole"
+                "save_pretrained(state_dict=...) of a sharded model: a rank has a part of it; leave it out, the files "
+                "are whole"
             )
         group = self.parallel.group
         whole: dict[int, Tensor] = {}
@@ -89,6 +92,6 @@ class PartOfModel(Part, ParallelModule):
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(
-            f"{what} of a sharded model: every rank holds its rows of the vocabulary, and what it made would be no part of the others'; "
-            "call it before ShardFormer.optimize"
+            f"{what} of a sharded model: every rank holds its rows of the vocabulary, and what it made would be no "
+            "part of the others'; call it before ShardFormer.optimize"
         )

@@ -4,7 +4,8 @@ A plan is a dict from module-name patterns to styles. `*` stands for exactly one
 
     Plan({"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"})
 
-Where several rules match a name the last one counts, so a policy states its difference to a base family by adding rules.
+Where several rules match a name the last one counts, so a policy states its difference to a base family by adding
+rules.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from shardwright.shardformer.adapters import parts_of
-from shardwright.shardformer.layer.parallel_module import ParallelGroup
-from shardwright.shardformer.regions import Region, find_regions, unclosed, undecided_parameters
-from shardwright.shardformer.styles import NAMED, Decision, Site, Style
-from shardwright.spec import ParamSpec
+from ..spec import ParamSpec
+from .adapters import parts_of
+from .layer.parallel_module import ParallelGroup
+from .regions import Region, find_regions, unclosed, undecided_parameters
+from .styles import NAMED, Decision, Site, Style
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Plan:
     def decide(self, model: nn.Module, parallel: ParallelGroup, complete: bool = True) -> list[Decision]:
         """Apply every rule on paper and verify the result; changes nothing.
 
-        Raises ValueError naming module, rule and fix for unknown styles, rules that match nothing, styles that cannot convert
-        what they match, contradicting layouts of tied parameters, and for what `check` finds.
+        Raises ValueError naming module, rule and fix for unknown styles, rules that match nothing, styles that cannot
+        convert what they match, contradicting layouts of tied parameters, and for what `check` finds.
 
         complete    whether to check; the caller does otherwise
         """
@@ -54,9 +55,13 @@ class Plan:
         for name, pattern in chosen.items():
             site = _site(model, name, parallel)
             try:
-                decisions += [Decision(pattern, style, part, style.specs(part)) for style, part in parts_of(styles[pattern], site)]
+                decisions += [
+                    Decision(pattern, style, part, style.specs(part)) for style, part in parts_of(styles[pattern], site)
+                ]
             except ValueError as error:
-                raise ValueError(f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}") from None
+                raise ValueError(
+                    f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}"
+                ) from None
         self._check_ties(decisions)
         if complete:
             self.check(model, decisions, find_regions(model, decisions))
@@ -66,18 +71,24 @@ class Plan:
         if isinstance(style, Style):
             return style
         if style not in NAMED:
-            raise ValueError(f"rule {pattern!r} of {self.source}: unknown style {style!r}; use one of {', '.join(NAMED)} or a Style")
+            raise ValueError(
+                f"rule {pattern!r} of {self.source}: unknown style {style!r}; use one of {', '.join(NAMED)} or a Style"
+            )
         return NAMED[style]
 
     def _match(self, model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
         """Name of every module and parameter that a rule names -> the rule that counts, in the order of the model."""
-        names = list(dict.fromkeys([name for name, _ in model.named_modules(remove_duplicate=False)] + _parameter_names(model)))
+        names = list(
+            dict.fromkeys([name for name, _ in model.named_modules(remove_duplicate=False)] + _parameter_names(model))
+        )
         shapes: dict[str, list[str]] = {}
         for name in names:
             shapes.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), []).append(name)
         found: dict[str, str] = {}
         for pattern in styles:
-            expression = re.compile("".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
+            expression = re.compile(
+                "".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern))
+            )
             exact = shapes.get(pattern)
             hits = exact if exact is not None else [name for name in names if expression.fullmatch(name)]
             if not hits and pattern not in self.optional:
@@ -97,25 +108,28 @@ class Plan:
                 other, known = layouts.setdefault(id(param), (decision, spec))
                 if (known.dim, known.pieces, known.partial) != (spec.dim, spec.pieces, spec.partial):
                     raise ValueError(
-                        f"{known.name} and {spec.name} are one parameter (tied), but rules {other.rule!r} and {decision.rule!r} of "
-                        f"{self.source} lay it out differently; give both the same layout"
+                        f"{known.name} and {spec.name} are one parameter (tied), but rules {other.rule!r} and "
+                        f"{decision.rule!r} of {self.source} lay it out differently; give both the same layout"
                     )
 
     def check(self, model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region]) -> None:
-        """Raise ValueError for parameters that may meet sharded activations and are not decided on, and for regions that nothing closes."""
+        """Raise ValueError for parameters that may meet sharded activations and are not decided on, and for regions
+        that nothing closes.
+        """
         if undecided := undecided_parameters(regions):
             shown = ", ".join(undecided[:5]) + (" ..." if len(undecided) > 5 else "")
             raise ValueError(
-                f"{self.source} shards modules next to {shown} of {type(model).__name__} "
-                "without deciding on these parameters; add a rule for each: 'replicated' if it is applied to whole activations, "
+                f"{self.source} shards modules next to {shown} of {type(model).__name__} without deciding on these "
+                "parameters; add a rule for each: 'replicated' if it is applied to whole activations, "
                 "'partial_gradient' if it is applied to sharded ones, or a style that shards it"
             )
         if (region := unclosed(model, regions, decisions)) is not None:
             first = next(decision for decision in decisions if decision.site.module is region.opens[0])
             raise ValueError(
-                f"{first.site.name} ({type(first.site.module).__name__}), rule {first.rule!r} of {self.source}: its output is this rank's "
-                "features, and no linear near by takes these; add 'rowwise' for the linear that reads them, or make this one "
-                "'colwise_gathered' (Linear1D_Col(gather_output=True)), or 'vocab_head' if it makes logits"
+                f"{first.site.name} ({type(first.site.module).__name__}), rule {first.rule!r} of {self.source}: its "
+                "output is this rank's features, and no linear near by takes these; add 'rowwise' for the linear that "
+                "reads them, or make this one 'colwise_gathered' (Linear1D_Col(gather_output=True)), or 'vocab_head' "
+                "if it makes logits"
             )
 
 

@@ -1,9 +1,10 @@
 """Regions: the parts of a model in which activations are sharded, found once from what was decided about its modules.
 
-A region is the module around sharded ones, an attention or an MLP. It opens with the column linears, whose outputs are the first sharded
-activations, and closes with the row linears, whose outputs are whole again; where they sit in different modules (BERT's `intermediate` and
-`output`), one region opens and another closes. What the regions are for: dropout between opening and closing draws per rank, a
-parameter in between must be decided on, because its gradient is a partial sum, and what opens must close.
+A region is the module around sharded ones, an attention or an MLP. It opens with the column linears, whose outputs are
+the first sharded activations, and closes with the row linears, whose outputs are whole again; where they sit in
+different modules (BERT's `intermediate` and `output`), one region opens and another closes. What the regions are for:
+dropout between opening and closing draws per rank, a parameter in between must be decided on, because its gradient is a
+partial sum, and what opens must close.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from shardwright.shardformer.heads import QUERY_HEADS, first_int
-from shardwright.shardformer.layer.linear import input_size, is_linear, output_size
-from shardwright.shardformer.styles import Decision, Replaced
+from .heads import QUERY_HEADS, first_int
+from .layer.linear import input_size, is_linear, output_size
+from .styles import Decision, Replaced
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Region:
     """A part of a model in which activations are sharded.
 
     name        of `module` in the model
-    module      the module around the sharded ones; or one that opens and closes by itself, which then is all of `opens` and `closes`
+    module      the module around the sharded ones; or one that opens and closes by itself, which then is all of `opens`
+                and `closes`
     opens       modules whose outputs are the first sharded activations
     closes      modules whose outputs are whole again
     undecided   names of parameters that no rule decided on and that may be applied to sharded activations
@@ -37,7 +39,9 @@ class Region:
 
 
 def find_regions(model: nn.Module, decisions: Sequence[Decision]) -> list[Region]:
-    """In the order of the decisions; the model is still whole. The vocabulary is no region: what surrounds it is replicated."""
+    """In the order of the decisions; the model is still whole. The vocabulary is no region: what surrounds it is
+    replicated.
+    """
     inside = [decision for decision in decisions if decision.style.role is not None]
     around = {id(decision.site.parent): decision.site.parent for decision in inside}
     names = {id(module): name for name, module in model.named_modules()}
@@ -47,7 +51,11 @@ def find_regions(model: nn.Module, decisions: Sequence[Decision]) -> list[Region
         own = [decision for decision in inside if decision.site.parent is parent]
         opens = tuple(decision.site.module for decision in own if decision.style.role == "opens")
         closes = tuple(decision.site.module for decision in own if decision.style.role == "closes")
-        undecided = () if isinstance(parent, nn.ModuleList) else _undecided(model, parent, names, decided, around, (opens, closes))
+        undecided = (
+            ()
+            if isinstance(parent, nn.ModuleList)
+            else _undecided(model, parent, names, decided, around, (opens, closes))
+        )
         regions.append(Region(names[id(parent)], parent, opens, closes, undecided))
         for decision in own:
             if decision.style.role == "sums":
@@ -63,11 +71,15 @@ def undecided_parameters(regions: Iterable[Region]) -> list[str]:
 def unclosed(model: nn.Module, regions: Sequence[Region], decisions: Sequence[Decision]) -> Region | None:
     """A region that opens and that nothing closes: what comes out of it is taken for whole and is not.
 
-    A region without closing modules of its own is closed by one without opening modules near by: in the smallest module around both,
-    and within one element of a list of layers.
+    A region without closing modules of its own is closed by one without opening modules near by: in the smallest module
+    around both, and within one element of a list of layers.
     """
     unknown = {decision.site.name for decision in decisions if decision.style.role == "unknown"}
-    closing = {region.name: {input_size(module) for module in region.closes} for region in regions if region.closes and not region.opens}
+    closing = {
+        region.name: {input_size(module) for module in region.closes}
+        for region in regions
+        if region.closes and not region.opens
+    }
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     taken: set[str] = set()
     for region in sorted(regions, key=lambda region: -region.name.count(".")):
@@ -77,7 +89,9 @@ def unclosed(model: nn.Module, regions: Sequence[Region], decisions: Sequence[De
         for around in _ancestors(region.name, lists):
             if any(_is_within(name, around) for name in unknown):
                 break
-            near = [name for name in closing if _is_within(name, around) and (name not in taken or closing[name] & widths)]
+            near = [
+                name for name in closing if _is_within(name, around) and (name not in taken or closing[name] & widths)
+            ]
             if near:
                 taken.add(min(near, key=lambda name: name in taken))
                 break
@@ -105,7 +119,8 @@ def _decided(decisions: Sequence[Decision]) -> set[int]:
     for decision in decisions:
         if isinstance(decision.style, Replaced):
             params = list(decision.site.module.parameters())
-            if any(param.ndim > 1 for param in params):  # norms are replaced wherever they are, and nothing is said about them by that
+            # norms are replaced wherever they are, and nothing is said about them by that
+            if any(param.ndim > 1 for param in params):
                 decided |= {id(param) for param in params}
     return decided
 
@@ -131,8 +146,12 @@ def _undecided(
     return tuple(found)
 
 
-def _parameters(model: nn.Module, region: nn.Module, around: dict[int, nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
-    """All of the region's. Where the model itself is the region, children with regions of their own lie between regions, not in this."""
+def _parameters(
+    model: nn.Module, region: nn.Module, around: dict[int, nn.Module]
+) -> Iterable[tuple[str, nn.Parameter]]:
+    """All of the region's. Where the model itself is the region, children with regions of their own lie between
+    regions, not in this.
+    """
     if region is not model:
         yield from region.named_parameters()
         return
@@ -143,9 +162,9 @@ def _parameters(model: nn.Module, region: nn.Module, around: dict[int, nn.Module
 
 
 def _is_outside(owner: nn.Module, region: nn.Module, widths: set[int], sharded: set[int]) -> bool:
-    """Whether a module next to sharded ones can only meet whole activations: norms and embeddings as wide as what enters or leaves the
-    region, which a shard never is, and linears that read it and whose output does not go together with sharded features. Not in
-    attentions, where features are viewed as heads.
+    """Whether a module next to sharded ones can only meet whole activations: norms and embeddings as wide as what
+    enters or leaves the region, which a shard never is, and linears that read it and whose output does not go
+    together with sharded features. Not in attentions, where features are viewed as heads.
 
     widths      features of what enters or leaves the region
     sharded     features in between, of all ranks

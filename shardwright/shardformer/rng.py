@@ -1,17 +1,18 @@
-"""Random numbers under tensor parallelism: masks that differ over the ranks where activations are sharded and agree where they are not.
+"""Random numbers under tensor parallelism: masks that differ over the ranks where activations are sharded and agree
+where they are not.
 
-All ranks of a tensor-parallel group keep the *global* generators in step (`synchronize_rng` once, at sharding): whatever runs on replicated
-activations draws the same numbers everywhere, as it would on one process. A sharded region draws one number from the CPU
-generator, the same on all ranks, mixes it with the rank and seeds the generators with the result until the region ends; then the
-global state goes on from where the draw left it.
+All ranks of a tensor-parallel group keep the *global* generators in step (`synchronize_rng` once, at sharding):
+whatever runs on replicated activations draws the same numbers everywhere, as it would on one process. A sharded region
+draws one number from the CPU generator, the same on all ranks, mixes it with the rank and seeds the generators with the
+result until the region ends; then the global state goes on from where the draw left it.
 
-So the global state is the only state there is. Activation checkpointing, reentrant or not, saves and restores exactly that
-(`preserve_rng_state`), hence a recomputed region draws the same seed and the same masks; and a training checkpoint needs to
-save nothing else.
+So the global state is the only state there is. Activation checkpointing, reentrant or not, saves and restores exactly
+that (`preserve_rng_state`), hence a recomputed region draws the same seed and the same masks; and a training checkpoint
+needs to save nothing else.
 
-A region is a stretch of time, not a module: it opens when its module is entered (or at a column linear inside) and ends with the row linear
-whose output is replicated again, or with the module. `nn.Dropout`, `F.dropout` and the `dropout_p` of attention kernels all draw
-from the global generators, so all of them are reached without touching a forward.
+A region is a stretch of time, not a module: it opens when its module is entered (or at a column linear inside) and ends
+with the row linear whose output is replicated again, or with the module. `nn.Dropout`, `F.dropout` and the `dropout_p`
+of attention kernels all draw from the global generators, so all of them are reached without touching a forward.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.utils.generators import States, accelerator_module, get_states, set_states
+from ..utils.generators import States, accelerator_module, get_states, set_states
 
 _MASK = (1 << 63) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over all bits
@@ -38,7 +39,8 @@ class ShardedRng:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         self._size = group.size()
-        # A forward and the recomputation of another microbatch, on a thread of its own, may each be in a region (`pipeline.two_at_once`).
+        # A forward and the recomputation of another microbatch, on a thread of its own, may each be in a region
+        # (`pipeline.two_at_once`).
         self._of_thread = threading.local()
 
     @property
@@ -96,12 +98,15 @@ class ShardedRng:
 
 
 class PlacedNumbers:
-    """Random numbers of the forwards at one place of the mesh, where other data or other layers are than at other places.
+    """Random numbers of the forwards at one place of the mesh, where other data or other layers are than at other
+    places.
 
-    The ranks of a job are seeded alike, and what a script draws must stay alike. So a forward draws one number, mixes it with the place and
-    goes on with that, as a sharded region does with the rank; regions draw theirs inside. Ranks of one place (tensor parallelism) agree.
+    The ranks of a job are seeded alike, and what a script draws must stay alike. So a forward draws one number, mixes
+    it with the place and goes on with that, as a sharded region does with the rank; regions draw theirs inside. Ranks
+    of one place (tensor parallelism) agree.
 
-    place   number of the data-parallel, pipeline and sequence coordinates; None: there is one place only, and nothing is done
+    place   number of the data-parallel, pipeline and sequence coordinates; None: there is one place only, and nothing
+            is done
     model   asked whether it trains
     """
 
@@ -144,10 +149,13 @@ def synchronize_rng(group: dist.ProcessGroup) -> None:
     set_states(states)
 
 
-def make_sharded_region(module: nn.Module, group: dist.ProcessGroup, opens: Sequence[nn.Module], closes: Sequence[nn.Module] = ()) -> None:
+def make_sharded_region(
+    module: nn.Module, group: dist.ProcessGroup, opens: Sequence[nn.Module], closes: Sequence[nn.Module] = ()
+) -> None:
     """Let the forward of `module` draw per-rank numbers, in training.
 
-    opens    descendants whose output is the first sharded activation (column linears); or `module`: the region opens as it is entered
+    opens    descendants whose output is the first sharded activation (column linears); or `module`: the region opens as
+             it is entered
     closes   descendants whose output is replicated again (row linears); whatever happens, the region ends with `module`
     """
     rng = sharded_rng(group)
@@ -172,7 +180,9 @@ def make_sharded_region(module: nn.Module, group: dist.ProcessGroup, opens: Sequ
 
 
 def uses_dropout(module: nn.Module) -> bool:
-    """Whether any dropout with a positive probability is found in `module`: as a sub-module or as a `*drop*` number of one."""
+    """Whether any dropout with a positive probability is found in `module`: as a sub-module or as a `*drop*` number
+    of one.
+    """
     return any(
         "drop" in name.lower() and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         for part in module.modules()
@@ -188,7 +198,9 @@ class DropoutForParallelInput(nn.Dropout):
         self.process_group = process_group
 
     @classmethod
-    def from_native_module(cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None) -> DropoutForParallelInput:
+    def from_native_module(
+        cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None
+    ) -> DropoutForParallelInput:
         return cls(module.p, module.inplace, process_group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,14 +211,18 @@ class DropoutForParallelInput(nn.Dropout):
 
 
 class DropoutForReplicatedInput(nn.Dropout):
-    """Dropout on a replicated activation: all ranks of `process_group` have the same mask, inside a sharded region too."""
+    """Dropout on a replicated activation: all ranks of `process_group` have the same mask, inside a sharded region
+    too.
+    """
 
     def __init__(self, p: float = 0.5, inplace: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(p, inplace)
         self.process_group = process_group
 
     @classmethod
-    def from_native_module(cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None) -> DropoutForReplicatedInput:
+    def from_native_module(
+        cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None
+    ) -> DropoutForReplicatedInput:
         return cls(module.p, module.inplace, process_group)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.shardformer.attention import LocalHeads
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.splits import Heads, Packed
-from shardwright.shardformer.styles import Column, LatentKeyValue, Row, ShardedParameter, Style
+from .attention import LocalHeads
+from .heads import HeadGeometry
+from .splits import Heads, Packed
+from .styles import Column, LatentKeyValue, Row, ShardedParameter, Style
 
 Rules = dict[str, Style | str]
 
@@ -64,7 +64,9 @@ def latent_attention_rules(path: str, heads: int, rotary_dim: int, query_rank: i
 
 
 def expert_rules(path: str) -> Rules:
-    """Rules for fused experts, [E, 2I, H] (gate, up) and [E, I, H]: every rank has its intermediate features of every expert."""
+    """Rules for fused experts, [E, 2I, H] (gate, up) and [E, I, H]: every rank has its intermediate features of
+    every expert.
+    """
     return {
         f"{path}.gate_up_proj": ShardedParameter(1, Packed(2)),
         f"{path}.down_proj": ShardedParameter(2),

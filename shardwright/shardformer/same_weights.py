@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .lazy import notes_of
+from ..lazy.context import notes_of
 
 _SAMPLED = 16  # elements per parameter
 
 
 def require_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """ValueError on all ranks of `group` where they have different weights: each would keep its part of its own. Collective."""
+    """ValueError on all ranks of `group` where they have different weights: each would keep its part of its own.
+    Collective.
+    """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return
     facts = facts_of_weights(model)
@@ -28,9 +30,10 @@ def require_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
         if name is not None:
             ranks = dist.get_process_group_ranks(group)
             raise ValueError(
-                f"ranks that share one model have different weights: {name} is {found[0][name]} on rank {ranks[0]} and {other.get(name)} "
-                f"on rank {ranks[rank]}. Seed all ranks alike before the model is built (launch_from_torch(seed=...) does, "
-                "torch.manual_seed(seed + rank) does not), or load the same checkpoint on all of them"
+                f"ranks that share one model have different weights: {name} is {found[0][name]} on rank {ranks[0]} and "
+                f"{other.get(name)} on rank {ranks[rank]}. Seed all ranks alike before the model is built "
+                "(launch_from_torch(seed=...) does, torch.manual_seed(seed + rank) does not), or load the same "
+                "checkpoint on all of them"
             )
 
 
@@ -49,7 +52,9 @@ def facts_of_weights(model: nn.Module) -> dict[str, str]:
         here = [(name, values) for name, values in sampled if values.device == device]
         numbers = torch.cat([values for _, values in here]).cpu()
         for (name, _), values in zip(here, numbers.split([len(values) for _, values in here]), strict=True):
-            facts[name] = f"[{', '.join(f'{value:.6g}' for value in values[:3].tolist())}, ...] (digest {hash_of(values)})"
+            facts[name] = (
+                f"[{', '.join(f'{value:.6g}' for value in values[:3].tolist())}, ...] (digest {hash_of(values)})"
+            )
     return facts
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from shardwright.models.dry_run import call_model, meta_copy, without_data
-from shardwright.models.example_inputs import has_loss, loss_of, training_batches
-from shardwright.ops.shared_grads import sync_shared_gradients
-from shardwright.shardformer.layer.parallel_module import ParallelGroup
-from shardwright.shardformer.model import gathered_logits
-from shardwright.spec import get_spec
-from shardwright.utils.tensors import map_tensors
+from ..models.dry_run import call_model, meta_copy, without_data
+from ..models.example_inputs import has_loss, loss_of, training_batches
+from ..ops.shared_grads import sync_shared_gradients
+from ..spec import get_spec
+from ..utils.tensors import map_tensors
+from .layer.parallel_module import ParallelGroup
+from .model import gathered_logits
 
 TOLERANCE = 1e-4  # relative; models cast to single precision inside
 _SAMPLES = 2  # of a user's batch
@@ -27,9 +27,10 @@ Apply = Callable[[nn.Module], None]
 class SelfCheck:
     """Holds the whole copy and its gradients; `failures` tries plans against them.
 
-    Every rank runs the whole copy by itself, and the sharded copies together, so all ranks get the same answers. Before numbers are
-    computed, every rank runs its sharded copy without data. Where some ranks cannot, or would call other collectives than the others
-    before they fail, the plan is rejected: on numbers a rank would wait for another one for good.
+    Every rank runs the whole copy by itself, and the sharded copies together, so all ranks get the same answers. Before
+    numbers are computed, every rank runs its sharded copy without data. Where some ranks cannot, or would call other
+    collectives than the others before they fail, the plan is rejected: on numbers a rank would wait for another one for
+    good.
 
     copies          whole models; the first that a batch runs on is taken
     example_inputs  the user's batch; None tries those that fit the kind of model
@@ -67,16 +68,18 @@ class SelfCheck:
         shown = "; ".join(list(failures)[-3:])
         if example_inputs is not None:
             raise ValueError(
-                f"example_inputs: a small copy of {name} does not run on it ({shown}); give a batch as the model takes it in training, "
-                "such as next(iter(dataloader)), or a policy: policy=, to the plugin custom_policy="
+                f"example_inputs: a small copy of {name} does not run on it ({shown}); give a batch as the model takes "
+                "it in training, such as next(iter(dataloader)), or a policy: policy=, to the plugin custom_policy="
             )
         raise ValueError(
-            f"{name} has no policy of its own, so its plan is tried on a small copy, which runs on no batch that could be guessed "
-            f"({shown}); pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"
+            f"{name} has no policy of its own, so its plan is tried on a small copy, which runs on no batch that could "
+            f"be guessed ({shown}); pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"
         )
 
     def reaches(self, patterns: Iterable[str], shape_of: Callable[[str], str]) -> bool:
-        """Whether the loss depends on any parameter under one of the names, which are compared as `shape_of` gives them."""
+        """Whether the loss depends on any parameter under one of the names, which are compared as `shape_of` gives
+        them.
+        """
         trained = [shape_of(name) for name, gradient in self._gradients.items() if gradient is not None]
         return any(name == pattern or name.startswith(f"{pattern}.") for pattern in patterns for name in trained)
 
@@ -91,7 +94,8 @@ class SelfCheck:
         return loss.detach(), has_loss(outputs)
 
     def failures(self, apply: Apply) -> list[str] | None:
-        """Names of parameters with wrong gradients ("loss" for the loss) on any rank; None when the plan or the forward fails.
+        """Names of parameters with wrong gradients ("loss" for the loss) on any rank; None when the plan or the forward
+        fails.
 
         apply   shards the copy that it is given
         """
@@ -118,7 +122,9 @@ class SelfCheck:
         return [name for name, value in zip(names, error[1:].tolist(), strict=True) if value > TOLERANCE]
 
     def _agree(self, model: nn.Module | None) -> bool:
-        """Whether all ranks call as many collectives, up to the end of the forward or a failure; None has failed already."""
+        """Whether all ranks call as many collectives, up to the end of the forward or a failure; None has failed
+        already.
+        """
         failed, count = model is None, 0
         if model is not None and self._runs_without_data:
             try:

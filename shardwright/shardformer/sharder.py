@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 
-from shardwright.shardformer.adapters import native_model
-from shardwright.shardformer.config import ShardConfig
-from shardwright.shardformer.init import LazyWeights
-from shardwright.shardformer.layer.embedding import LogitsParallel
-from shardwright.shardformer.layer.norm import fuse_norms, has_fusable_norms
-from shardwright.shardformer.layer.parallel_module import ParallelGroup
-from shardwright.shardformer.lowering import Lowered, lower
-from shardwright.shardformer.model import GeneratingModel, ShardedModel
-from shardwright.shardformer.plan import Plan
-from shardwright.shardformer.policies.auto import get_autopolicy
-from shardwright.shardformer.policies.base import Policy, require_policy
-from shardwright.shardformer.regions import Region, find_regions
-from shardwright.shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
-from shardwright.shardformer.styles import Decision
-from shardwright.spec import ParamSpec, get_spec, set_spec
+from ..lazy.weights import LazyWeights
+from ..spec import ParamSpec, get_spec, set_spec
+from .adapters import native_model
+from .config import ShardConfig
+from .layer.embedding import LogitsParallel
+from .layer.norm import fuse_norms, has_fusable_norms
+from .layer.parallel_module import ParallelGroup
+from .lowering import Lowered, lower
+from .model import GeneratingModel, ShardedModel
+from .plan import Plan
+from .policies.auto import get_autopolicy
+from .policies.base import Policy, require_policy
+from .regions import Region, find_regions
+from .rng import make_sharded_region, synchronize_rng, uses_dropout
+from .styles import Decision
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ _LOGGER = logging.getLogger(__name__)
 class ModelSharder:
     """Shards one model in place, as its policy says.
 
-    Everything that can be wrong with plan and settings is found before the model is touched and before any communication,
-    on every rank alike.
+    Everything that can be wrong with plan and settings is found before the model is touched and before any
+    communication, on every rank alike.
     """
 
     def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
@@ -45,7 +45,9 @@ class ModelSharder:
         self._lowered = Lowered()
 
     def layer_lists(self, pipeline: bool) -> list[str] | None:
-        """Names of the ModuleLists that the policy wants the model cut along; None leaves finding them to the pipeline."""
+        """Names of the ModuleLists that the policy wants the model cut along; None leaves finding them to the
+        pipeline.
+        """
         if pipeline:
             self.policy.check_pipeline()
         self.policy.set_model(self._native)
@@ -86,8 +88,8 @@ class ModelSharder:
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
         """Returns the parameters that pipeline stages share (see `Policy.get_shared_params`).
 
-        materialize     give a model that was built in a `LazyInitContext` this rank's weights; a pipeline first releases what other
-                        stages hold and then calls `LazyWeights.materialize` itself
+        materialize     give a model that was built in a `LazyInitContext` this rank's weights; a pipeline first
+                        releases what other stages hold and then calls `LazyWeights.materialize` itself
         """
         policy, config = self.policy, self.shard_config
         weights = LazyWeights.of(self.model)
@@ -109,7 +111,10 @@ class ModelSharder:
         if self.model is self._native:
             self.model = native
         elif native is not self._native:
-            raise ValueError(f"{type(self.policy).__name__} replaces the model itself, which it cannot once the model carries adapters")
+            raise ValueError(
+                f"{type(self.policy).__name__} replaces the model itself, which it cannot once the model "
+                "carries adapters"
+            )
         self._native = native
 
 
@@ -137,7 +142,9 @@ def _adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
 
 
 def _divide_dropout(regions: Sequence[Region], parallel: ParallelGroup) -> None:
-    """Dropout between the opening and the closing of a region draws per rank, all other draws the same on every rank."""
+    """Dropout between the opening and the closing of a region draws per rank, all other draws the same on every
+    rank.
+    """
     for region in regions:
         if region.opens and uses_dropout(region.module):
             make_sharded_region(region.module, parallel.group, region.opens, region.closes)
@@ -157,7 +164,8 @@ def _describe_parameters(model: nn.Module) -> None:
 def _check_supported(config: ShardConfig) -> None:
     if config.enable_sequence_parallelism:
         raise ValueError(
-            "enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; use the plugin or False"
+            "enable_sequence_parallelism=True: sequences are cut by HybridParallelPlugin, not by ShardFormer alone; "
+            "use the plugin or False"
         )
     if config.gradient_checkpoint_config is not None:
         raise ValueError(
@@ -165,18 +173,31 @@ def _check_supported(config: ShardConfig) -> None:
             "use the plugin, or model.gradient_checkpointing_enable()"
         )
     if config.pipeline_stage_manager is not None:
-        raise ValueError("pipeline_stage_manager: ShardFormer alone cuts no stages; use HybridParallelPlugin(pp_size=...), or leave it out")
+        raise ValueError(
+            "pipeline_stage_manager: ShardFormer alone cuts no stages; use "
+            "HybridParallelPlugin(pp_size=...), or leave it out"
+        )
     if config.enable_jit_fused:
-        raise ValueError("enable_jit_fused=True: no operation of this version has a just-in-time fused form; use torch.compile or False")
+        raise ValueError(
+            "enable_jit_fused=True: no operation of this version has a just-in-time fused form; use "
+            "torch.compile or False"
+        )
     if config.fp8_communication:
-        raise ValueError("fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False")
+        raise ValueError(
+            "fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False"
+        )
 
 
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
     if config.enable_flash_attention and not _has_sdpa(model):
-        raise ValueError(f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False")
+        raise ValueError(
+            f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False"
+        )
     if config.enable_fused_normalization and not config.enable_all_optimization and not has_fusable_norms(model):
-        _LOGGER.warning(f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each already, and stay")
+        _LOGGER.warning(
+            f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each "
+            "already, and stay"
+        )
 
 
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:

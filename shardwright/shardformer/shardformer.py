@@ -9,15 +9,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwright.cluster.coordinator import DistCoordinator
-from shardwright.shardformer.config import ShardConfig
-from shardwright.shardformer.gradients import follow_gradients
-from shardwright.shardformer.layer.parallel_module import native_class
-from shardwright.shardformer.model import ShardedModel
-from shardwright.shardformer.part import Part, PartOfModel
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.same_weights import require_same_weights
-from shardwright.shardformer.sharder import ModelSharder
+from ..cluster.coordinator import DistCoordinator
+from .config import ShardConfig
+from .gradients import follow_gradients
+from .layer.parallel_module import native_class
+from .model import ShardedModel
+from .part import Part, PartOfModel
+from .policies.base import Policy
+from .same_weights import require_same_weights
+from .sharder import ModelSharder
 
 
 class ShardFormer:
@@ -29,14 +29,17 @@ class ShardFormer:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters()).step()
 
-    Gradients are those of the whole model, as far as this rank holds it. The ranks of the group must get the same batches.
+    Gradients are those of the whole model, as far as this rank holds it. The ranks of the group must get the same
+    batches.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
         self.coordinator = DistCoordinator()
 
-    def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, torch.Tensor]]]:
+    def optimize(
+        self, model: nn.Module, policy: Policy | None = None
+    ) -> tuple[nn.Module, list[dict[int, torch.Tensor]]]:
         """Shard `model` in place over the ranks of the config's group.
 
         policy  None finds one (see `policies.auto`)
@@ -45,7 +48,8 @@ class ShardFormer:
         """
         if any(isinstance(module, Part) for module in model.modules()):
             raise ValueError(
-                f"ShardFormer.optimize: this {native_class(model).__name__} is already sharded; go on with it as it is, or give a new one"
+                f"ShardFormer.optimize: this {native_class(model).__name__} is already sharded; go on with it as it "
+                "is, or give a new one"
             )
         sharder = ModelSharder(model, policy, self.shard_config)
         sharder.prepare()
@@ -71,7 +75,7 @@ class ShardFormer:
     @staticmethod
     def init_distributed(seed: int = 1024, backend: str | None = None) -> DistCoordinator:
         """Start the processes that torchrun launched, if that was not done yet."""
-        from shardwright.cluster.launch import launch_from_torch
+        from ..cluster.launch import launch_from_torch
 
         launch_from_torch(seed=seed, backend=backend)
         return DistCoordinator()
@@ -79,11 +83,15 @@ class ShardFormer:
     def shard_dataset(
         self, dataset: Dataset[Any], batch_size: int = 1, shuffle: bool = False, seed: int = 1024, **kwargs: Any
     ) -> DataLoader[Any]:
-        """A loader that gives the ranks of one tensor-parallel group the same batches, and every group its own part of the data."""
+        """A loader that gives the ranks of one tensor-parallel group the same batches, and every group its own part
+        of the data.
+        """
         first = min(dist.get_process_group_ranks(self.shard_config.parallel.group))
         firsts: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(firsts, first)  # every group is known by its first rank
         groups = sorted(set(firsts))
         replicas, replica = len(groups), groups.index(first)
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=replicas, rank=replica, shuffle=shuffle, seed=seed)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=replicas, rank=replica, shuffle=shuffle, seed=seed
+        )
         return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **kwargs)

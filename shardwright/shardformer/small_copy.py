@@ -11,13 +11,25 @@ import torch.nn as nn
 
 SMALL_ENOUGH = 3_000_000  # parameters; a model below is copied as it is
 _DEPTH = 4
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "encoder_hidden_size"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "encoder_hidden_size"), 64
+    ),
     **dict.fromkeys(("pooler_hidden_size", "projection_size", "output_channels"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96
+    ),
     "shared_expert_intermediate_size": 96,
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim"), 16),
@@ -36,7 +48,8 @@ _LENGTHS = {"max_position_embeddings": 64, "n_positions": 64, "max_source_positi
 
 
 def small_copies(model: nn.Module, ranks: int, keep_inputs: bool = False) -> Iterator[nn.Module]:
-    """Models of the same class in evaluation mode and double precision, the smallest first; none where none can be built.
+    """Models of the same class in evaluation mode and double precision, the smallest first; none where none can be
+    built.
 
     Equal on every rank: the weights come from a fixed seed. The caller's random state is left alone.
 
@@ -120,7 +133,8 @@ def _shrink_inputs(config: Any) -> None:
         elif name in _LENGTHS:
             setattr(config, name, min(value, _LENGTHS[name]))
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if isinstance(size, int) and isinstance(patch, int) and size > _PIXELS and not hasattr(config, "depths"):  # windows need enough patches
+    # windows need enough patches
+    if isinstance(size, int) and isinstance(patch, int) and size > _PIXELS and not hasattr(config, "depths"):
         config.image_size = max(_PIXELS // patch, 2) * patch
         if hasattr(config, "image_embedding_size"):
             config.image_embedding_size = config.image_size // patch
@@ -145,7 +159,8 @@ def _narrow(config: Any, ranks: int) -> None:
             setattr(config, name, heads // ratio)
         elif name in _WIDTHS and value > _WIDTHS[name]:
             setattr(config, name, 16 * heads if name in _HIDDEN else _WIDTHS[name])
-    if hasattr(config, "output_channels") and hasattr(config, "num_pos_feats"):  # sine and cosine of every feature make a channel
+    # sine and cosine of every feature make a channel
+    if hasattr(config, "output_channels") and hasattr(config, "num_pos_feats"):
         config.num_pos_feats = config.output_channels // 2
     if isinstance(stages, list | tuple):  # the width doubles from stage to stage
         config.num_heads = [heads] * len(stages)

@@ -1,7 +1,8 @@
 """How the indices of a dimension are dealt to the ranks of a group.
 
-A split is a value that turns a size into pieces (see `shardwright.spec`). Styles say *which* dimension of a parameter is
-sharded, splits say *how*: evenly, head by head, part by part of a fused projection, or with the padding of a vocabulary.
+A split is a value that turns a size into pieces (see `shardwright.spec`). Styles say *which* dimension of a parameter
+is sharded, splits say *how*: evenly, head by head, part by part of a fused projection, or with the padding of a
+vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Literal, Protocol
 
 import torch.nn as nn
 
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.spec import PADDING, Piece, joined_pieces
+from ..spec import PADDING, Piece, joined_pieces
+from .heads import HeadGeometry
 
 Pieces = tuple[tuple[Piece, ...], ...]
 
@@ -24,12 +25,16 @@ class Split(Protocol):
 
 
 def deal(size: int, ranks: int, start: int = 0) -> Pieces:
-    """`size` indices from `start` in `ranks` contiguous runs whose lengths differ by one at most: no rank carries padding.
+    """`size` indices from `start` in `ranks` contiguous runs whose lengths differ by one at most: no rank carries
+    padding.
 
     Uneven shards need no equal shapes, because column and row shards never travel: only their sums and inputs do.
     """
     if size < ranks:
-        raise ValueError(f"{size} features cannot be dealt to {ranks} ranks; use at most {size} ranks or leave the layer out of the plan")
+        raise ValueError(
+            f"{size} features cannot be dealt to {ranks} ranks; use at most {size} ranks or leave the "
+            "layer out of the plan"
+        )
     share, extra = divmod(size, ranks)
     result, low = [], start
     for rank in range(ranks):
@@ -49,7 +54,9 @@ class Even:
         if size % self.granule:
             raise ValueError(f"{size} features are not whole granules of {self.granule}")
         dealt = deal(size // self.granule, ranks)
-        return tuple(tuple(Piece(start * self.granule, length * self.granule) for start, length in rank) for rank in dealt)
+        return tuple(
+            tuple(Piece(start * self.granule, length * self.granule) for start, length in rank) for rank in dealt
+        )
 
 
 EVEN = Even()
@@ -98,7 +105,9 @@ class Heads:
         count = geometry.rows(self.kind)
         dim, rest = divmod(size, count)
         if rest:
-            raise ValueError(f"{size} features are not {count} heads ({geometry}, {self.kind}); give the plan the right HeadGeometry")
+            raise ValueError(
+                f"{size} features are not {count} heads ({geometry}, {self.kind}); give the plan the right HeadGeometry"
+            )
         return tuple(
             _merged(
                 [
@@ -134,7 +143,9 @@ def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
         if not piece.length:
             continue
         last = result[-1] if result else Piece(0, 0)
-        follows = last.is_padding if piece.is_padding else not last.is_padding and last.start + last.length == piece.start
+        follows = (
+            last.is_padding if piece.is_padding else not last.is_padding and last.start + last.length == piece.start
+        )
         if last.length and follows:
             result[-1] = Piece(last.start, last.length + piece.length)
         else:

@@ -1,8 +1,8 @@
 """Styles: what a rule of a plan does to the module or parameter that it names.
 
-A style works in two phases. `specs` says how the parameters will be laid out: it is asked for every rule of the plan before
-anything is touched, so that a plan with a mistake leaves the model as it was. `convert` then shards and changes the
-module. Styles are values without state; everything they need comes from the site.
+A style works in two phases. `specs` says how the parameters will be laid out: it is asked for every rule of the plan
+before anything is touched, so that a plan with a mistake leaves the model as it was. `convert` then shards and changes
+the module. Styles are values without state; everything they need comes from the site.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 
-from shardwright.ops.collective import copy_all_to_group, copy_to_group, reduce_from_group
-from shardwright.shardformer.layer.embedding import (
+from ..ops.collective import copy_all_to_group, copy_to_group, reduce_from_group
+from ..spec import ParamSpec
+from .layer.embedding import (
     LogitsParallel,
     VocabParallel,
     head_class,
@@ -25,7 +26,7 @@ from shardwright.shardformer.layer.embedding import (
     vocab_class,
     vocab_specs,
 )
-from shardwright.shardformer.layer.linear import (
+from .layer.linear import (
     ColumnParallel,
     RowParallel,
     column_class,
@@ -37,10 +38,9 @@ from shardwright.shardformer.layer.linear import (
     row_specs,
     shape_of,
 )
-from shardwright.shardformer.layer.norm import FusedLayerNorm, FusedRMSNorm
-from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, shard_parameters
-from shardwright.shardformer.splits import EVEN, Heads, Packed, Pieces, Split, Vocabulary
-from shardwright.spec import ParamSpec
+from .layer.norm import FusedLayerNorm, FusedRMSNorm
+from .layer.parallel_module import ParallelGroup, ParallelModule, shard_parameters
+from .splits import EVEN, Heads, Packed, Pieces, Split, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Style:
 
     @property
     def role(self) -> Role | None:
-        """What the module does to the activations (see `shardformer.regions`); None for those that neither read nor write sharded ones.
+        """What the module does to the activations (see `shardformer.regions`); None for those that neither read nor
+        write sharded ones.
 
         opens     its output is sharded
         closes    its input is sharded, its output whole
@@ -176,7 +177,9 @@ class VocabEmbedding(Style):
 
 @dataclass(frozen=True)
 class HiddenEmbedding(Style):
-    """Embedding whose columns are dealt to the ranks: one per attention head (relative position bias), or the hidden size."""
+    """Embedding whose columns are dealt to the ranks: one per attention head (relative position bias), or the hidden
+    size.
+    """
 
     split: Split = EVEN
     gather_output: bool = False
@@ -196,7 +199,9 @@ class HiddenEmbedding(Style):
 
 @dataclass(frozen=True)
 class VocabHead(Style):
-    """Linear over the vocabulary, dealt like `VocabEmbedding`; gathered, or left sharded for the vocabulary-parallel loss."""
+    """Linear over the vocabulary, dealt like `VocabEmbedding`; gathered, or left sharded for the vocabulary-parallel
+    loss.
+    """
 
     multiple: int = 1
     gather_output: bool = False
@@ -212,7 +217,9 @@ class VocabHead(Style):
 
 @dataclass(frozen=True)
 class ShardedParameter(Style):
-    """A parameter by itself, dealt along one dim (attention sinks, expert weights, a bias that is tied to a sharded one)."""
+    """A parameter by itself, dealt along one dim (attention sinks, expert weights, a bias that is tied to a sharded
+    one).
+    """
 
     dim: int = 0
     split: Split = EVEN
@@ -223,20 +230,25 @@ class ShardedParameter(Style):
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         if site.parameter is None:
-            raise ValueError(f"the style shards a parameter, but the rule names a {type(site.module).__name__}; name the parameter")
+            raise ValueError(
+                f"the style shards a parameter, but the rule names a {type(site.module).__name__}; name the parameter"
+            )
         param = site.module.get_parameter(site.parameter)
         dim = self.dim % param.ndim
-        return {site.parameter: ParamSpec(site.name, tuple(param.shape), dim, site.pieces(self.split, param.shape[dim]))}
+        return {
+            site.parameter: ParamSpec(site.name, tuple(param.shape), dim, site.pieces(self.split, param.shape[dim]))
+        }
 
 
 @dataclass(frozen=True)
 class PartialSum(Style):
-    """A module that every rank runs on its own shards of the parameters (which other rules shard) from whole inputs, and whose
-    outputs are the ranks' parts of a sum: experts whose intermediate features are dealt to the ranks.
+    """A module that every rank runs on its own shards of the parameters (which other rules shard) from whole inputs,
+    and whose outputs are the ranks' parts of a sum: experts whose intermediate features are dealt to the ranks.
 
     The gradients of all floating-point inputs are summed, and so is the output.
 
-    once    parameters that every rank holds and that only the first may add (biases of the outputs); the style decides on these
+    once    parameters that every rank holds and that only the first may add (biases of the outputs); the style decides
+            on these
     """
 
     once: tuple[str, ...] = ()
@@ -269,7 +281,9 @@ class _PartialSumForward(ParallelModule):
     def _summed(self, *args: Any, **kwargs: Any) -> Any:
         group = self.parallel.group
         values = [*args, *kwargs.values()]
-        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+        places = [
+            place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
         for place, value in zip(places, copy_all_to_group([values[place] for place in places], group), strict=True):
             values[place] = value
         output = super().forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
@@ -280,8 +294,8 @@ class _PartialSumForward(ParallelModule):
 class LatentKeyValue(Style):
     """The down projection of latent attention, whole on every rank: [latent | rotary key shared by all heads].
 
-    The latent part goes on through sharded linears, which sum its gradient; the rotary part meets the rank's own heads at
-    once, so its gradient is summed here.
+    The latent part goes on through sharded linears, which sum its gradient; the rotary part meets the rank's own heads
+    at once, so its gradient is summed here.
 
     rotary_dim  features of the rotary part, the last ones
     """
@@ -307,7 +321,9 @@ class _LatentForward(ParallelModule):
 
 @dataclass(frozen=True)
 class Custom(Style):
-    """A function of a policy that changes a module after its parameters have been decided on; it decides on none itself."""
+    """A function of a policy that changes a module after its parameters have been decided on; it decides on none
+    itself.
+    """
 
     change: Callable[[nn.Module, ParallelGroup], None] = field(compare=False)
 
@@ -321,7 +337,8 @@ class Custom(Style):
 
 @dataclass(frozen=True)
 class Replaced(Style):
-    """A layer class of a policy in the place of a module: one that no style stands for, which shards the module as it sees fit.
+    """A layer class of a policy in the place of a module: one that no style stands for, which shards the module as it
+    sees fit.
 
     target  class with `from_native_module(module, process_group, **kwargs)`
     """
@@ -358,7 +375,8 @@ class Decision:
 def _module(site: Site, style: Style) -> nn.Module:
     if site.parameter is not None:
         raise ValueError(
-            f"{type(style).__name__} applies to a module, but the rule names a parameter; name its module, or use ShardedParameter"
+            f"{type(style).__name__} applies to a module, but the rule names a parameter; name its module, or use "
+            "ShardedParameter"
         )
     return site.module
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright._moved import missing_name
-from shardwright.models.example_inputs import loss_of
-from shardwright.testing.compare import check_complete, compare_models
-from shardwright.testing.compare_report import Difference, MismatchError, Report
-from shardwright.testing.exact import keep_float64
-from shardwright.testing.rank_report import RankError
-from shardwright.testing.ranks import run_ranks
-from shardwright.testing.train import adamw, train_steps
+from .._moved import missing_name
+from ..models.example_inputs import loss_of
+from .compare import check_complete, compare_models
+from .compare_report import Difference, MismatchError, Report
+from .exact import keep_float64
+from .rank_report import RankError
+from .ranks import run_ranks
+from .train import adamw, train_steps
 
 __all__ = [
     "Difference",

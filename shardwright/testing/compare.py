@@ -1,8 +1,8 @@
 """Parallel against single process: loss, every gradient and every updated weight, by full name.
 
-The reference is the plain model, trained on the whole batch in one process. The other side is what this rank holds of the
-parallel model: all of it, a pipeline stage, shards described by `ParamSpec`, or FSDP2's DTensors. `compare_models` cuts the
-reference to the same shape and names what differs:
+The reference is the plain model, trained on the whole batch in one process. The other side is what this rank holds of
+the parallel model: all of it, a pipeline stage, shards described by `ParamSpec`, or FSDP2's DTensors. `compare_models`
+cuts the reference to the same shape and names what differs:
 
     with keep_float64():
         reference_losses = train_steps(reference, reference_optimizer, batches)
@@ -11,10 +11,10 @@ reference to the same shape and names what differs:
 
 Tolerances. A difference is measured against a scale and must not exceed the tolerance of the dtype (`TOLERANCES`):
     losses, weights   scale = max(1, largest absolute reference value of that tensor)
-    gradients         scale = max(largest absolute value of that reference gradient, GRADIENT_FLOOR * the largest one of all
-                      reference gradients): gradients are often far below 1, where an absolute bound would see nothing, and
-                      some are exactly zero in theory (the bias of keys under softmax), where only the scale of the others
-                      says what rounding may leave
+    gradients         scale = max(largest absolute value of that reference gradient, GRADIENT_FLOOR * the largest one of
+                      all reference gradients): gradients are often far below 1, where an absolute bound would see
+                      nothing, and some are exactly zero in theory (the bias of keys under softmax), where only the
+                      scale of the others says what rounding may leave
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.interface.model import ModelWrapper
-from shardwright.spec import ParamSpec, get_spec
-from shardwright.testing.compare_report import Difference, MismatchError, Report
+from ..interface.model import ModelWrapper
+from ..spec import ParamSpec, get_spec
+from .compare_report import Difference, MismatchError, Report
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GRADIENT_FLOOR = 1e-2
@@ -50,16 +50,17 @@ def compare_models(
 ) -> Report:
     """Compare what this rank holds of `model` with `reference`; raises `MismatchError` with the worst parameters.
 
-    Call it when the gradients are synchronised, on all ranks alike (DTensors are gathered). Parameters that carry a `ParamSpec`
-    are compared under `spec.name`, shard against shard; padding is left out. Parameters of other stages (on the meta device or
-    released) are not compared: `check_complete` tells whether the ranks together hold everything.
+    Call it when the gradients are synchronised, on all ranks alike (DTensors are gathered). Parameters that carry a
+    `ParamSpec` are compared under `spec.name`, shard against shard; padding is left out. Parameters of other stages (on
+    the meta device or released) are not compared: `check_complete` tells whether the ranks together hold everything.
 
     coordinate   this rank's place along the axis of the shards: `mesh.coordinate`, a mapping from axes, or a number
     losses       (reference, parallel): numbers or tensors, for example what `train_steps` returned
     gradients    False leaves them out; a mapping from full names brings gradients that are not in `.grad`
     weights      False leaves the weights out
     tolerance    instead of that of each parameter's dtype
-    gradient_floor  smallest scale of a gradient, as a share of the largest one of the model; 1 measures all against that one, which is
+    gradient_floor  smallest scale of a gradient, as a share of the largest one of the model; 1 measures all against
+                    that one, which is
                  what fp32 can promise after steps of Adam have carried rounding into the weights
     check        False returns the report of a comparison that failed, too
 
@@ -70,7 +71,9 @@ def compare_models(
     report = Report()
     if losses is not None:
         report.add(_compare_losses(*losses, tolerance))
-    largest = max((float(p.grad.abs().max()) for p in expected.values() if p.grad is not None and p.grad.numel()), default=0.0)
+    largest = max(
+        (float(p.grad.abs().max()) for p in expected.values() if p.grad is not None and p.grad.numel()), default=0.0
+    )
     for name, parameter in held.items():
         spec = get_spec(parameter)
         if name not in expected:
@@ -97,7 +100,9 @@ def compare_models(
 
 
 def check_complete(reference: nn.Module, held: Iterable[Iterable[str]]) -> None:
-    """Raise `MismatchError` unless the names that the ranks compared (`report.held` of each) make up the whole reference."""
+    """Raise `MismatchError` unless the names that the ranks compared (`report.held` of each) make up the whole
+    reference.
+    """
     missing = sorted(set(_named_parameters(reference)) - {name for names in held for name in names})
     if missing:
         raise MismatchError(f"{len(missing)} parameters are held by no rank: {', '.join(missing)}")
@@ -117,7 +122,9 @@ def _held_parameters(model: nn.Module, expected: Mapping[str, nn.Parameter]) -> 
     seen: dict[int, str] = {}
     for name, parameter in _named_parameters(model).items():
         spec = get_spec(parameter)
-        if parameter.is_meta or (parameter.numel() == 0 and name in expected and expected[name].numel() and spec is None):
+        if parameter.is_meta or (
+            parameter.numel() == 0 and name in expected and expected[name].numel() and spec is None
+        ):
             continue
         name = spec.name if spec is not None else name
         known = seen.get(id(parameter))
@@ -133,7 +140,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _plain(name: str) -> str:
-    """The name without what wrappers add: `module.` at the front (DDP), others also inside (checkpointing of single layers)."""
+    """The name without what wrappers add: `module.` at the front (DDP), others also inside (checkpointing of single
+    layers).
+    """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while parts[0] == "module":
         del parts[0]
@@ -197,7 +206,9 @@ def _layout_problem(full: torch.Tensor, spec: ParamSpec | None) -> str | None:
     return f"{len(lost)} indices of dim {spec.dim} are in no rank's pieces, the first is {lost[0]}" if lost else None
 
 
-def _difference(kind: str, name: str, full: torch.Tensor, local: torch.Tensor, part: _Part, allowed: float, floor: float) -> Difference:
+def _difference(
+    kind: str, name: str, full: torch.Tensor, local: torch.Tensor, part: _Part, allowed: float, floor: float
+) -> Difference:
     pair = part.pair(full, local)
     if isinstance(pair, str):
         return Difference(kind, name, note=pair)

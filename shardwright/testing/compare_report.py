@@ -37,7 +37,10 @@ class Difference:
     def __str__(self) -> str:
         if math.isinf(self.max_abs):
             return f"{self.kind} {self.name}: {self.note or 'infinite error'}"
-        numbers = f"max error {self.max_abs:.3e}, relative {self.relative:.3e} of scale {self.scale:.3e} (allowed {self.allowed:.0e})"
+        numbers = (
+            f"max error {self.max_abs:.3e}, relative {self.relative:.3e} of scale {self.scale:.3e} "
+            f"(allowed {self.allowed:.0e})"
+        )
         return f"{self.kind} {self.name}: {self.note + ', ' if self.note else ''}{numbers}"
 
 
@@ -63,12 +66,16 @@ class Report:
                 return math.inf
             return difference.relative / difference.allowed if difference.allowed else difference.relative
 
-        return sorted(self.differences, key=lambda difference: (difference.failed, badness(difference)), reverse=True)[:count]
+        return sorted(self.differences, key=lambda difference: (difference.failed, badness(difference)), reverse=True)[
+            :count
+        ]
 
     def check(self) -> None:
         """Raise `MismatchError` if anything failed, or if nothing was compared."""
         if not self.differences:
-            raise MismatchError("nothing was compared: this rank holds no parameter of the model and no losses were given")
+            raise MismatchError(
+                "nothing was compared: this rank holds no parameter of the model and no losses were given"
+            )
         if self.failures:
             raise MismatchError(str(self))
 

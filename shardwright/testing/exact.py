@@ -1,7 +1,8 @@
 """Keep double precision where models ask for single precision.
 
-transformers casts to float32 in norms, softmax and losses, whatever the model's dtype. A float64 model then computes its loss
-in float32, and a comparison to 1e-10 sees the order of float32 sums (microbatches, vocabulary shards) instead of errors.
+transformers casts to float32 in norms, softmax and losses, whatever the model's dtype. A float64 model then computes
+its loss in float32, and a comparison to 1e-10 sees the order of float32 sums (microbatches, vocabulary shards) instead
+of errors.
 """
 
 from __future__ import annotations
@@ -14,21 +15,26 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# Whatever casts its first argument, by itself or through `dtype`. The functions themselves are replaced, because a torch function
-# mode is not active while a checkpointed forward is recomputed inside backward.
+# Whatever casts its first argument, by itself or through `dtype`. The functions themselves are replaced, because a
+# torch function mode is not active while a checkpointed forward is recomputed inside backward.
 _CASTING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("float", "to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")),
     (torch, ("softmax", "log_softmax", "sum", "mean", "cumsum")),
     (functional, ("softmax", "log_softmax")),
 )
-# What refuses operands of two dtypes, one of which was kept (transformers 5.17 multiplies rotary frequencies with positions).
-_MULTIPLYING: tuple[tuple[Any, tuple[str, ...]], ...] = ((torch.Tensor, ("__matmul__", "matmul", "bmm")), (torch, ("matmul", "bmm")))
+# What refuses operands of two dtypes, one of which was kept (transformers 5.17 multiplies rotary frequencies with
+# positions).
+_MULTIPLYING: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("__matmul__", "matmul", "bmm")),
+    (torch, ("matmul", "bmm")),
+)
 _depth = 0
 
 
 @contextmanager
 def keep_float64() -> Iterator[None]:
-    """Inside, a float64 tensor stays float64 when it is cast to float32 (`.float()`, `.to(torch.float32)`, `softmax(dtype=torch.float32)`).
+    """Inside, a float64 tensor stays float64 when it is cast to float32 (`.float()`, `.to(torch.float32)`,
+    `softmax(dtype=torch.float32)`).
 
     Use it around forward, backward and step, on the reference and on the parallel side alike:
 

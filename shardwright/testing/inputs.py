@@ -1,7 +1,7 @@
 """Batches that hide nothing: ragged masks, labels unevenly spread over samples, sizes that divide by nothing.
 
-A batch whose samples all look alike passes tests that a real one would fail: with equal token counts per sample, a loss that
-is averaged per microbatch equals the loss of the batch; with full masks, a wrong mask changes nothing.
+A batch whose samples all look alike passes tests that a real one would fail: with equal token counts per sample, a loss
+that is averaged per microbatch equals the loss of the batch; with full masks, a wrong mask changes nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ _FIRST_WORD = 5  # ids below are kept for padding and special tokens
 Batch = dict[str, torch.Tensor]
 
 
-def make_inputs(task: str, config: Any, batch_size: int = 4, seq_len: int = 13, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
-    """Keyword arguments for the forward of a model with this task and config, labels included where the task has a loss.
+def make_inputs(
+    task: str, config: Any, batch_size: int = 4, seq_len: int = 13, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Batch:
+    """Keyword arguments for the forward of a model with this task and config, labels included where the task has a
+    loss.
 
     `config` is the transformers config (sizes and special tokens are read from it), `dtype` that of images.
     """
@@ -28,7 +31,8 @@ def make_inputs(task: str, config: Any, batch_size: int = 4, seq_len: int = 13, 
         raise ValueError(f"task={task!r} is not one of {', '.join(sorted(_MAKERS))}")
     if batch_size < 1 or seq_len < 6:
         raise ValueError(
-            f"batch_size={batch_size}, seq_len={seq_len}: at least 1 sample of 6 tokens is needed for ragged lengths and labels"
+            f"batch_size={batch_size}, seq_len={seq_len}: at least 1 sample of 6 tokens is needed for ragged lengths "
+            "and labels"
         )
     generator = torch.Generator().manual_seed(seed)
     batch = _MAKERS[task](config, batch_size, seq_len, generator)
@@ -101,7 +105,9 @@ def _masked_lm(config: Any, batch_size: int, seq_len: int, generator: torch.Gene
 
 
 def _sequence_classification(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
-    return _text(config, batch_size, seq_len, generator) | {"labels": _classes(config.num_labels, (batch_size,), generator)}
+    return _text(config, batch_size, seq_len, generator) | {
+        "labels": _classes(config.num_labels, (batch_size,), generator)
+    }
 
 
 def _token_classification(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
@@ -125,7 +131,9 @@ def _choices(config: Any, batch_size: int, seq_len: int, generator: torch.Genera
 
 
 def _multiple_choice(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
-    return _choices(config, batch_size, seq_len, generator) | {"labels": _classes(NUM_CHOICES, (batch_size,), generator)}
+    return _choices(config, batch_size, seq_len, generator) | {
+        "labels": _classes(NUM_CHOICES, (batch_size,), generator)
+    }
 
 
 def _double_heads(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
@@ -142,7 +150,9 @@ def _next_sentence(config: Any, batch_size: int, seq_len: int, generator: torch.
 
 
 def _pretraining(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
-    return _masked_lm(config, batch_size, seq_len, generator) | {"next_sentence_label": _classes(2, (batch_size,), generator)}
+    return _masked_lm(config, batch_size, seq_len, generator) | {
+        "next_sentence_label": _classes(2, (batch_size,), generator)
+    }
 
 
 def _target_text(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
@@ -168,7 +178,9 @@ def _image_base(config: Any, batch_size: int, seq_len: int, generator: torch.Gen
 
 
 def _image_classification(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
-    return _image_base(config, batch_size, seq_len, generator) | {"labels": _classes(config.num_labels, (batch_size,), generator)}
+    return _image_base(config, batch_size, seq_len, generator) | {
+        "labels": _classes(config.num_labels, (batch_size,), generator)
+    }
 
 
 def _masked_image(config: Any, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:

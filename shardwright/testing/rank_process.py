@@ -74,9 +74,12 @@ def main(call: Call, rank: int) -> None:
         result = fn(rank, call.world_size, *args, **kwargs)
         _write(call.directory / f"result-{rank}", _dump(result))
     except BaseException as error:
-        failure = Failure(time.monotonic(), "".join(traceback.format_exception_only(error)).strip(), _own_traceback(error))
+        failure = Failure(
+            time.monotonic(), "".join(traceback.format_exception_only(error)).strip(), _own_traceback(error)
+        )
         _write(call.directory / f"failure-{rank}", pickle.dumps(failure))
-        # The peers may be inside a collective with this rank: leave at once rather than run clean-up that could wait for them.
+        # The peers may be inside a collective with this rank: leave at once rather than run clean-up that could wait
+        # for them.
         _leave(1)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -85,8 +88,9 @@ def main(call: Call, rank: int) -> None:
 def load_module(name: str, file: str | None) -> None:
     """Make `name` importable as the module that lives in `file`.
 
-    Test modules are often not importable by their name (pytest's importlib mode, equal basenames in two directories), and
-    another file of that name may come first on sys.path; so the file decides, and the name is what pickles refer to.
+    Test modules are often not importable by their name (pytest's importlib mode, equal basenames in two directories),
+    and another file of that name may come first on sys.path; so the file decides, and the name is what pickles refer
+    to.
     """
     present = sys.modules.get(name)
     if present is not None and (file is None or _same_file(getattr(present, "__file__", None), file)):
@@ -114,7 +118,9 @@ def _same_file(first: str | None, second: str) -> bool:
 
 
 def end_with_caller() -> None:
-    """A rank must not outlive its caller, however that ends. The fork server does not see to it: ranks keep its pipe open."""
+    """A rank must not outlive its caller, however that ends. The fork server does not see to it: ranks keep its pipe
+    open.
+    """
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()
@@ -122,7 +128,9 @@ def end_with_caller() -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Send file descriptors 1 and 2 to `path`; the ones inherited from the fork server belong to whichever call started it."""
+    """Send file descriptors 1 and 2 to `path`; the ones inherited from the fork server belong to whichever call
+    started it.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -135,7 +143,9 @@ def _set_up_environment(call: Call, rank: int) -> None:
     # The server's environment is that of its start; the caller's may have changed since.
     os.environ.clear()
     os.environ.update(call.environ)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size)
+    )
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = call.debug
     # The loopback device: a host name that does not resolve must not fail a test.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -151,7 +161,8 @@ def _set_up_torch(call: Call, rank: int) -> None:
     # Longer than the caller's limit, so that a hang is reported by the caller with the stacks of all ranks.
     limit = timedelta(seconds=call.timeout + 60)
     dist.init_process_group(call.backend, store=store, rank=rank, world_size=call.world_size, timeout=limit)
-    # A function may end, or fail, while a peer still connects to this rank, which would fail there as a lost connection.
+    # A function may end, or fail, while a peer still connects to this rank, which would fail there as a lost
+    # connection.
     store.set(f"connected {rank}", "")
     store.wait([f"connected {peer}" for peer in range(call.world_size)], limit)
 
@@ -168,7 +179,9 @@ def _dump(result: Any) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        raise TypeError(f"the return value of a rank must be picklable, got {type(result).__name__}: {error}") from error
+        raise TypeError(
+            f"the return value of a rank must be picklable, got {type(result).__name__}: {error}"
+        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -7,10 +7,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.testing.rank_process import Failure, end_with_caller
+from .rank_process import Failure, end_with_caller
 
 _OUTPUT_LINES = 20  # of a rank that died without a traceback
-# The time at which the caller sees a death lies a little after it, and peers may have reported a broken connection by then.
+# The time at which the caller sees a death lies a little after it, and peers may have reported a broken connection by
+# then.
 _DEATH_LAG = 0.5
 
 
@@ -57,9 +58,13 @@ class RankOutcome:
             return self.failure.traceback.rstrip()
         parts = []
         if self.exitcode is not None and self.failed:
-            parts.append(f"rank {self.rank} was {self.summary()}" if self.exitcode < 0 else f"rank {self.rank} {self.summary()}")
+            parts.append(
+                f"rank {self.rank} was {self.summary()}" if self.exitcode < 0 else f"rank {self.rank} {self.summary()}"
+            )
             if self.exitcode > 0 and not self.stacks and not self.output:
-                parts.append('(before its function was called; does the script lack the `if __name__ == "__main__":` guard?)')
+                parts.append(
+                    '(before its function was called; does the script lack the `if __name__ == "__main__":` guard?)'
+                )
         if self.stacks.strip():
             parts.append(self.stacks.rstrip())
         if self.output.strip():

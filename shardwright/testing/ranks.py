@@ -1,7 +1,7 @@
 """`run_ranks`: call a function on several rank processes and collect what each returns.
 
-Ranks are forked from a server that has already imported torch and transformers, so that four of them start in a fraction
-of a second, and each call gets fresh processes. They meet through a file store: no ports, no clashes.
+Ranks are forked from a server that has already imported torch and transformers, so that four of them start in a
+fraction of a second, and each call gets fresh processes. They meet through a file store: no ports, no clashes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from shardwright.testing import rank_process
-from shardwright.testing.rank_process import Call, Failure
-from shardwright.testing.rank_report import RankError, RankOutcome, failure_text, timeout_text, without_watcher
-from shardwright.utils.errors import one_of
+from ..utils.errors import one_of
+from . import rank_process
+from .rank_process import Call, Failure
+from .rank_report import RankError, RankOutcome, failure_text, timeout_text, without_watcher
 
 GRACE = 2.0  # seconds that the other ranks get to end by themselves after one has failed
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
@@ -42,7 +42,10 @@ _PRELOAD_MODELS = [
     "transformers",
     "transformers.modeling_utils",
     # Some ten milliseconds each, once the first one has brought what they share.
-    *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "opt")),
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "opt")
+    ),
 ]
 
 
@@ -58,14 +61,15 @@ def run_ranks(
     """Call `fn(rank, world_size, *args, **kwargs)` on `world_size` processes; returns what each rank returned, by rank.
 
     Every rank runs with the default process group initialised over `backend`, one torch thread, the same random seeds,
-    and the caller's environment plus RANK, LOCAL_RANK and WORLD_SIZE. What ranks print is printed by the caller when they have
-    ended.
+    and the caller's environment plus RANK, LOCAL_RANK and WORLD_SIZE. What ranks print is printed by the caller when
+    they have ended.
 
     fn          a function at the top level of a file; a script needs the `if __name__ == "__main__":` guard
-    timeout     seconds from the start of the ranks; when they pass, every rank's Python stacks are in the error. Multiplied by
-                SHARDWRIGHT_PATIENCE of the environment, for tests that run side by side
-    debug       TORCH_DISTRIBUTED_DEBUG: with "DETAIL", collectives that do not match between ranks are errors rather than hangs;
-                "INFO" for DistributedDataParallel, whose constructor crashes under "DETAIL" in torch 2.13, and "OFF" for timings
+    timeout     seconds from the start of the ranks; when they pass, every rank's Python stacks are in the error.
+                Multiplied by SHARDWRIGHT_PATIENCE of the environment, for tests that run side by side
+    debug       TORCH_DISTRIBUTED_DEBUG: with "DETAIL", collectives that do not match between ranks are errors rather
+                than hangs; "INFO" for DistributedDataParallel, whose constructor crashes under "DETAIL" in torch 2.13,
+                and "OFF" for timings
     args, kwargs, results   anything picklable, tensors included
 
     Raises `RankError` when a rank raises, dies or does not end in time.
@@ -99,15 +103,25 @@ def _patience() -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(said) < float("inf"):
             return float(said)
-    raise ValueError(f"SHARDWRIGHT_PATIENCE={said}: it must be a positive number, by which timeouts of run_ranks are multiplied")
+    raise ValueError(
+        f"SHARDWRIGHT_PATIENCE={said}: it must be a positive number, by which timeouts of run_ranks are multiplied"
+    )
 
 
 def _origin_of(fn: Callable[..., Any]) -> tuple[str, str | None]:
     """Module name and file that let a rank find `fn`."""
     name, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     module = sys.modules.get(name) if name else None
-    if name is None or module is None or "<" in qualname or "." in qualname or getattr(module, qualname, None) is not fn:
-        raise ValueError(f"fn={fn!r}: rank processes import it by name, so it must be a function at the top level of a module")
+    if (
+        name is None
+        or module is None
+        or "<" in qualname
+        or "." in qualname
+        or getattr(module, qualname, None) is not fn
+    ):
+        raise ValueError(
+            f"fn={fn!r}: rank processes import it by name, so it must be a function at the top level of a module"
+        )
     file = getattr(module, "__file__", None)
     if name == "__main__":
         if file is None:
@@ -130,7 +144,10 @@ def fork_server() -> ForkServerContext:
 
 def _start(call: Call) -> list[ForkServerProcess]:
     context = fork_server()
-    processes = [context.Process(target=rank_process.main, args=(call, rank), name=f"rank {rank}") for rank in range(call.world_size)]
+    processes = [
+        context.Process(target=rank_process.main, args=(call, rank), name=f"rank {rank}")
+        for rank in range(call.world_size)
+    ]
     try:
         for process in processes:
             process.start()
@@ -184,7 +201,8 @@ def _dump_stacks(call: Call, processes: list[ForkServerProcess], ranks: list[int
     for rank in ranks:
         pid = processes[rank].pid
         assert pid is not None
-        # A rank that is not yet past the set-up of its handlers would die of the signal; it has no stacks to show either.
+        # A rank that is not yet past the set-up of its handlers would die of the signal; it has no stacks to show
+        # either.
         if (call.directory / f"stacks-{rank}").exists():
             try:
                 os.kill(pid, rank_process.DUMP_SIGNAL)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.models.example_inputs import loss_of
-from shardwright.testing.inputs import Batch
+from ..models.example_inputs import loss_of
+from .inputs import Batch
 
 
 def train_steps(
@@ -23,8 +23,8 @@ def train_steps(
 ) -> torch.Tensor:
     """One optimizer step per batch; returns the losses [steps].
 
-    The gradients of the last step stay in place, so that `compare_models` sees them next to the updated weights. Gradients are
-    reset to None before each step: a parameter that the last batch does not reach has none.
+    The gradients of the last step stay in place, so that `compare_models` sees them next to the updated weights.
+    Gradients are reset to None before each step: a parameter that the last batch does not reach has none.
 
     loss_fn     computes the loss from model and batch; by default `loss_of(model(**batch))`
     backward    instead of `loss.backward()`, for example `lambda loss: booster.backward(loss, optimizer)`
@@ -58,7 +58,7 @@ def clip_gradients(model: nn.Module, optimizer: Any, max_norm: float) -> None:
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
     """AdamW for comparisons.
 
-    Its epsilon is large on purpose: with the usual 1e-8, a gradient element that is zero but for rounding moves its weight by
-    the full learning rate in a random direction, and the comparison fails without an error.
+    Its epsilon is large on purpose: with the usual 1e-8, a gradient element that is zero but for rounding moves its
+    weight by the full learning rate in a random direction, and the comparison fails without an error.
     """
     return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-3, weight_decay=0.1)

@@ -3,9 +3,9 @@
     model = zoo.build("llama-causal-lm", dtype=torch.float64)
     loss = model(**zoo.inputs(model)).loss
 
-Sizes are chosen to catch mistakes: a vocabulary of 101, 5 labels, 4 layers, a hidden size of 48 that differs from heads x head
-size where the family allows it, fewer key/value heads than heads. Weights are large enough for attention to be far from
-uniform, and every parameter is perturbed, so that none sits at the zero or one it was initialised with.
+Sizes are chosen to catch mistakes: a vocabulary of 101, 5 labels, 4 layers, a hidden size of 48 that differs from heads
+x head size where the family allows it, fewer key/value heads than heads. Weights are large enough for attention to be
+far from uniform, and every parameter is perturbed, so that none sits at the zero or one it was initialised with.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.interface.model import ModelWrapper
-from shardwright.testing.inputs import Batch, make_inputs
-from shardwright.utils.errors import nearest
+from ..interface.model import ModelWrapper
+from ..utils.errors import nearest
+from .inputs import Batch, make_inputs
 
 INIT_STD = 0.15
 PERTURBATION = 0.05
@@ -65,17 +65,30 @@ _T5_HEADS = {
     "token_classification": "{}ForTokenClassification",
     "question_answering": "{}ForQuestionAnswering",
 }
-_VIT_HEADS = {"image_base": "{}Model", "image_classification": "{}ForImageClassification", "masked_image": "{}ForMaskedImageModeling"}
+_VIT_HEADS = {
+    "image_base": "{}Model",
+    "image_classification": "{}ForImageClassification",
+    "masked_image": "{}ForMaskedImageModeling",
+}
 _LM_ONLY = ("causal_lm",)
 
 _BERT = {
-    **{name: _DECODER[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
-    **{name: _DECODER[name] for name in ("max_position_embeddings", "initializer_range", "pad_token_id", "use_cache", "num_labels")},
+    **{
+        name: _DECODER[name]
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    },
+    **{
+        name: _DECODER[name]
+        for name in ("max_position_embeddings", "initializer_range", "pad_token_id", "use_cache", "num_labels")
+    },
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
 _GPT2 = {
-    **{name: _DECODER[name] for name in ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")},
+    **{
+        name: _DECODER[name]
+        for name in ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+    },
     **{name: _DECODER[name] for name in ("use_cache", "num_labels")},
     "n_embd": 48,
     "n_layer": 4,
@@ -107,7 +120,10 @@ _T5 = {
     "num_labels": 5,
 }
 _OPT = {
-    **{name: _DECODER[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "attention_dropout")},
+    **{
+        name: _DECODER[name]
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "attention_dropout")
+    },
     **{name: _DECODER[name] for name in ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")},
     **{name: _DECODER[name] for name in ("use_cache", "num_labels")},
     "ffn_dim": 88,
@@ -117,14 +133,20 @@ _OPT = {
     "layerdrop": 0.0,
 }
 _BLOOM = {
-    **{name: _DECODER[name] for name in ("vocab_size", "hidden_size", "initializer_range", "pad_token_id", "bos_token_id")},
+    **{
+        name: _DECODER[name]
+        for name in ("vocab_size", "hidden_size", "initializer_range", "pad_token_id", "bos_token_id")
+    },
     **{name: _DECODER[name] for name in ("eos_token_id", "use_cache", "num_labels", "attention_dropout")},
     "n_layer": 4,
     "n_head": 4,
     "hidden_dropout": 0.0,
 }
 _VIT = {
-    **{name: _DECODER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_labels")},
+    **{
+        name: _DECODER[name]
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_labels")
+    },
     "initializer_range": INIT_STD,
     "image_size": 20,
     "patch_size": 5,
@@ -152,18 +174,24 @@ class _Variant:
 _VARIANTS: dict[str, _Variant] = {
     "llama": _Variant("Llama", _DECODER),
     "llama-tied": _Variant("Llama", _DECODER | {"tie_word_embeddings": True}, only=_LM_ONLY, family="llama"),
-    "llama-biased": _Variant("Llama", _DECODER | {"attention_bias": True, "mlp_bias": True}, only=_LM_ONLY, family="llama"),
+    "llama-biased": _Variant(
+        "Llama", _DECODER | {"attention_bias": True, "mlp_bias": True}, only=_LM_ONLY, family="llama"
+    ),
     "mistral": _Variant("Mistral", _DECODER | {"sliding_window": 5, "head_dim": 16}),
     "qwen2": _Variant("Qwen2", _DECODER),
     "qwen2-tied": _Variant("Qwen2", _DECODER | {"tie_word_embeddings": True}, only=_LM_ONLY, family="qwen2"),
     "qwen3": _Variant("Qwen3", _DECODER | {"head_dim": 16}),
-    "qwen3-tied": _Variant("Qwen3", _DECODER | {"head_dim": 16, "tie_word_embeddings": True}, only=_LM_ONLY, family="qwen3"),
+    "qwen3-tied": _Variant(
+        "Qwen3", _DECODER | {"head_dim": 16, "tie_word_embeddings": True}, only=_LM_ONLY, family="qwen3"
+    ),
     "qwen3-moe": _Variant("Qwen3Moe", _DECODER | _QWEN3_MOE, only=_LM_ONLY),
     "mixtral": _Variant("Mixtral", _DECODER | _MOE | {"num_local_experts": 4}, only=_LM_ONLY),
     "gpt2": _Variant("GPT2", _GPT2, _GPT2_HEADS),
     "gpt2-untied": _Variant("GPT2", _GPT2 | {"tie_word_embeddings": False}, _GPT2_HEADS, only=_LM_ONLY, family="gpt2"),
     "bert": _Variant("Bert", _BERT, _BERT_HEADS),
-    "bert-untied": _Variant("Bert", _BERT | {"tie_word_embeddings": False}, _BERT_HEADS, only=("masked_lm",), family="bert"),
+    "bert-untied": _Variant(
+        "Bert", _BERT | {"tie_word_embeddings": False}, _BERT_HEADS, only=("masked_lm",), family="bert"
+    ),
     "t5": _Variant("T5", _T5, _T5_HEADS),
     "t5-gated": _Variant(
         "T5",
@@ -230,7 +258,9 @@ def _known(attribute: str) -> list[str]:
 
 def entry(name: str) -> Entry:
     if name not in ENTRIES:
-        raise ValueError(f"{name!r} is not in the zoo{nearest(name, ENTRIES)}; shardwright.testing.zoo.names() lists all")
+        raise ValueError(
+            f"{name!r} is not in the zoo{nearest(name, ENTRIES)}; shardwright.testing.zoo.names() lists all"
+        )
     return ENTRIES[name]
 
 
@@ -243,7 +273,8 @@ def config(name: str, **overrides: Any) -> Any:
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> nn.Module:
-    """The model `name` in training mode. Equal arguments give equal weights; every dtype gets the same (rounded) values.
+    """The model `name` in training mode. Equal arguments give equal weights; every dtype gets the same (rounded)
+    values.
 
     The caller's random state is left alone.
     """
@@ -260,18 +291,27 @@ def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **overri
 
 
 def inputs(
-    model: nn.Module | str, batch_size: int = 4, seq_len: int = 13, seed: int = 0, dtype: torch.dtype | None = None, **overrides: Any
+    model: nn.Module | str,
+    batch_size: int = 4,
+    seq_len: int = 13,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
 ) -> Batch:
     """A batch for a model of the zoo or for its name (then `overrides` are those given to `build`).
 
     Images come in `dtype`, by default that of the model's parameters, or float64 for a name.
     """
     if isinstance(model, str):
-        return make_inputs(entry(model).task, config(model, **overrides), batch_size, seq_len, seed, dtype or torch.float64)
+        return make_inputs(
+            entry(model).task, config(model, **overrides), batch_size, seq_len, seed, dtype or torch.float64
+        )
     if overrides:
         raise ValueError(f"{', '.join(overrides)}: a model brings its own config; overrides go with a name")
     plain: Any = model.unwrap() if isinstance(model, ModelWrapper) else model
-    return make_inputs(_task_of(plain), plain.config, batch_size, seq_len, seed, dtype or next(plain.parameters()).dtype)
+    return make_inputs(
+        _task_of(plain), plain.config, batch_size, seq_len, seed, dtype or next(plain.parameters()).dtype
+    )
 
 
 def _task_of(model: nn.Module) -> str:
@@ -280,4 +320,7 @@ def _task_of(model: nn.Module) -> str:
     for base in type(model).__mro__:
         if base.__name__ in tasks:
             return tasks[base.__name__]
-    raise ValueError(f"{type(model).__name__} is not a class of the zoo; use shardwright.testing.inputs.make_inputs(task, model.config)")
+    raise ValueError(
+        f"{type(model).__name__} is not a class of the zoo; use shardwright.testing.inputs.make_inputs(task, "
+        "model.config)"
+    )

@@ -1,7 +1,8 @@
 """Types of arguments, read from the annotations of the dataclass or function that takes them.
 
-Scripts get their sizes from command lines, environment variables and JSON, where a number easily arrives as "2", 2.0 or True. Each of
-these would work in some places and fail, or mean something else, in others; so each is refused by name before anything else looks at it.
+Scripts get their sizes from command lines, environment variables and JSON, where a number easily arrives as "2", 2.0 or
+True. Each of these would work in some places and fail, or mean something else, in others; so each is refused by name
+before anything else looks at it.
 """
 
 from __future__ import annotations

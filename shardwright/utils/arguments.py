@@ -16,7 +16,11 @@ R = TypeVar("R")
 
 
 def check_call(
-    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], advice: Mapping[str, str] | None = None
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    advice: Mapping[str, str] | None = None,
 ) -> None:
     """ValueError for a call that `signature` cannot take. `advice` says more about some unknown names."""
     parameters = signature.parameters
@@ -33,7 +37,10 @@ def check_call(
         )
     twice = [key for key in positional[: len(args)] if key in kwargs]
     if twice:
-        raise ValueError(f"{name} got {twice[0]} twice: as positional argument {positional.index(twice[0]) + 1} and by name; give it once")
+        raise ValueError(
+            f"{name} got {twice[0]} twice: as positional argument {positional.index(twice[0]) + 1} and by "
+            "name; give it once"
+        )
 
 
 def _nearest(unknown: str, known: Mapping[str, Any]) -> str:
@@ -43,7 +50,9 @@ def _nearest(unknown: str, known: Mapping[str, Any]) -> str:
 
 
 class ExplainedArguments(ABCMeta):
-    """Metaclass of classes whose constructors explain which arguments they take; `argument_advice` of the class is said too."""
+    """Metaclass of classes whose constructors explain which arguments they take; `argument_advice` of the class is
+    said too.
+    """
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -57,8 +66,8 @@ class ExplainedArguments(ABCMeta):
 
 
 def explained(advice: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Unknown keyword arguments are refused with the nearest name, or with what `advice` says of them; so are flags and numbers that
-    came as text (see `argument_types`)."""
+    """Unknown keyword arguments are refused with the nearest name, or with what `advice` says of them; so are flags and
+    numbers that came as text (see `argument_types`)."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
     """Make every block recompute its forward during backward, without changing its class, its names or its hooks.
 
-    The block's class is replaced by a subclass whose `forward` runs the original under non-reentrant checkpointing. Hooks stay
-    outside the checkpoint, so they run once. A block that transformers already checkpoints is left to transformers.
+    The block's class is replaced by a subclass whose `forward` runs the original under non-reentrant checkpointing.
+    Hooks stay outside the checkpoint, so they run once. A block that transformers already checkpoints is left to
+    transformers.
     """
     for block in blocks:
         if getattr(block, "gradient_checkpointing", False) or getattr(block, "_shardwright_checkpointed", False):
@@ -33,5 +34,7 @@ def _checkpointed_class(cls: type[nn.Module]) -> type[nn.Module]:
                 return cls.forward(self, *args, **kwargs)
             return checkpoint(partial(cls.forward, self), *args, use_reentrant=False, **kwargs)
 
-        _classes[cls] = type(cls.__name__, (cls,), {"forward": forward, "_shardwright_checkpointed": True, "__module__": cls.__module__})
+        _classes[cls] = type(
+            cls.__name__, (cls,), {"forward": forward, "_shardwright_checkpointed": True, "__module__": cls.__module__}
+        )
     return _classes[cls]

@@ -1,4 +1,6 @@
-"""Whether tensors have elements in common: parameters that do are one weight to torch, and several to whoever moves them."""
+"""Whether tensors have elements in common: parameters that do are one weight to torch, and several to whoever moves
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def overlapping(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
     """The names of every two that share elements; the columns of one matrix share none. Reads no values."""
     found: list[tuple[str, str]] = []
     near: list[_Extent] = []  # that reach beyond where the last one starts
-    for extent in sorted((_extent(name, tensor) for name, tensor in tensors if _has_addresses(tensor)), key=lambda extent: extent[:3]):
+    for extent in sorted(
+        (_extent(name, tensor) for name, tensor in tensors if _has_addresses(tensor)), key=lambda extent: extent[:3]
+    ):
         near = [other for other in near if other.device == extent.device and other.end > extent.start]
         found += [(other.name, extent.name) for other in near if _share(other, extent)]
         near.append(extent)
@@ -31,7 +35,8 @@ def overlapping(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
 
 
 def _has_addresses(tensor: Tensor) -> bool:
-    if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):  # which wraps others, as DTensors do
+    # which wraps others, as DTensors do
+    if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return False
     return tensor.data_ptr() != 0
 
@@ -54,4 +59,6 @@ def _share(first: _Extent, second: _Extent) -> bool:
 def _bytes(of: Tensor, extent: _Extent, start: int) -> Tensor:
     """The elements of `of` that stand for the bytes of a tensor; it begins at address `start`."""
     tensor, size = extent.tensor, extent.tensor.itemsize
-    return of.as_strided((*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1), extent.start - start)
+    return of.as_strided(
+        (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1), extent.start - start
+    )

@@ -12,11 +12,19 @@ class UnsafePath(ValueError):
 
 
 def inside(directory: Path, name: Any) -> Path:
-    """The path of the file `name` of `directory`, or UnsafePath if that would be anywhere else. The file need not exist.
+    """The path of the file `name` of `directory`, or UnsafePath if that would be anywhere else. The file need not
+    exist.
 
     A link must end in the directory too, or in the blob store beside the snapshot folders of a HuggingFace cache.
     """
-    if not isinstance(name, str) or not name or name in (".", "..") or name != os.path.basename(name) or "\\" in name or "\0" in name:
+    if (
+        not isinstance(name, str)
+        or not name
+        or name in (".", "..")
+        or name != os.path.basename(name)
+        or "\\" in name
+        or "\0" in name
+    ):
         raise UnsafePath(f"{directory} names a file {name!r}: file names must be plain names inside the directory")
     path, root = directory / name, directory.resolve()
     if path.is_symlink():

@@ -28,7 +28,9 @@ def to_device(tree: T, device: torch.device) -> T:
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply all by one number, in place. A 0-d tensor enters in its own precision, also where the tensors have half."""
+    """Multiply all by one number, in place. A 0-d tensor enters in its own precision, also where the tensors have
+    half.
+    """
     if isinstance(factor, float):
         if factor != 1.0 and tensors:
             torch._foreach_mul_(list(tensors), factor)
@@ -38,13 +40,20 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> 
         if dtype.itemsize >= 4:
             torch._foreach_mul_(same, factor.to(same[0].device, dtype))
             continue
-        wide = factor.to(same[0].device, torch.float32).reshape(1)  # of one dim, or it would be rounded to `dtype` first
+        # of one dim, or it would be rounded to `dtype` first
+        wide = factor.to(same[0].device, torch.float32).reshape(1)
         for tensor in same:
             torch.mul(tensor, wide, out=tensor)
 
 
 def is_unmoved(made: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether `made`, by a conversion of `tensor`, is the same data: torch returns a tensor itself where there is nothing to convert."""
+    """Whether `made`, by a conversion of `tensor`, is the same data: torch returns a tensor itself where there is
+    nothing to convert.
+    """
     if made is tensor:
         return True
-    return hasattr(tensor, "to_local") and (made.dtype, made.device, made.shape) == (tensor.dtype, tensor.device, tensor.shape)
+    return hasattr(tensor, "to_local") and (made.dtype, made.device, made.shape) == (
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+    )

@@ -1,549 +1,322 @@
-"""Reducing gradients bucket by bucket while backward runs.
+"""The tensors of one bucket.
 
-A bucket's way, with the groups of `Groups`:
+    flat     [numel]        working parameters, in the working dtype; the model's parameters are views of it
+    grads    [numel]        accumulated gradients in the master's dtype (full_grads only); the parameters' .grad are
+             views of it
+    shard_grad [shard]      this rank's part of the gradients: a view of `grads`, or a buffer of its own
+    carry    [shard]        gradients of the step that were reduced before more came; made only then
+    master   [shard]        what the optimizer steps on: a view of `flat` where the dtypes agree, else a copy in fp32
 
-    shard group (k ranks)     reduce-scatter of the whole bucket: each rank gets the sum of its shard
-    model axes                all-reduce of the shard over the axes that its gradients are partial over, and over tied copies
-    replica group (d/k)       all-reduce of the shard across the sub-groups; at stage 0 (k = 1) the shard is the bucket
-
-A bucket that takes more scratch memory than `scratch_numel` elements goes in pieces, each a range of every shard, so that what is lent
-stays bounded however large a parameter is.
-
-Sums stay raw: the mean over data-parallel ranks is part of the factor that the optimizer applies once per step. On a 16-bit wire
-they are divided by a power of two that is at least the number of ranks, so that the sum fits, and multiplied again on arrival, which
-loses nothing.
-
-[Note: order of launches] Collectives of one group must start in the same order on every rank, whatever order gradients arrive
-in. So a bucket starts when it and all buckets before it (in its section) are complete; at the end of backward the rest start
-with zeros in place of gradients that never came.
-
-What a bucket may be asked for when is in [Note: states of gradients] (precision/grad_state.py).
+[Note: who holds gradients] With `full_grads` (stages 0 and 1) autograd accumulates straight into `grads`: the
+parameter's .grad is preset to a view, and `grad_dtype` lets a bf16 parameter have an fp32 gradient. Without (stage 2)
+autograd makes a gradient per parameter, and the reducer collects those of a bucket when the last one has arrived.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..cluster import job
-from ..comm.compat import put_hook_last, without_torch_function
-from ..comm.handle import Handle
-from ..ops.weight_grad import told_late
+from ..comm.compat import without_torch_function
 from ..precision.grad_state import GradState
-from .buffers import Bucket, ScratchPool
-from .collectives import Scratch, reduce_scatter_in_place
-from .exchange import SharedRows
-from .flight import Flight
-from .groups import Groups
-from .layout import Slot, aligned
-from .param_guard import drop_own_gradient, own_gradient
+from ..precision.policy import HALF
+from ..utils.tensors import multiply_
+from .layout import CUDA_BUCKET_BYTES, FROZEN, BucketPlan, Slot
 
-_MAX_IN_FLIGHT = 2
-_Copy = tuple[torch.Tensor, torch.Tensor]  # to, from
+# Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the
+# view.
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
-class _Window:
-    """Progress of one section between two reductions: which slots are missing, which bucket is next."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets
-        self.close()
-
-    def close(self) -> None:
-        self.next = 0
-        self.is_open = False  # whether buckets leave as they are complete
-        self.missing: list[set[Slot]] = []
-
-    def open(self, awaited: set[Slot] | None = None) -> None:
-        """Gradients come now: those of all slots, or of the `awaited` ones."""
-        self.next, self.is_open = 0, True
-        self.missing = [set(bucket.plan.slots) if awaited is None else awaited.intersection(bucket.plan.slots) for bucket in self.buckets]
-
-    @property
-    def has_complete(self) -> bool:
-        """Whether the next bucket may leave."""
-        return self.next < len(self.buckets) and not self.missing[self.next]
+def master_dtype(working: torch.dtype, master_weights: bool) -> torch.dtype:
+    return torch.float32 if master_weights and working in HALF else working
 
 
-class GradReducer:
-    """Collects gradients in buckets and reduces them.
+class Bucket:
+    """Storage of `plan` on the rank that owns `shard`.
 
-    keep_full           gradients accumulate in full buffers and are reduced once per step (stages 0, 1); else every backward is
-                        reduced and only shards are kept (stage 2)
-    overlap             collectives run while backward goes on; the numbers are the same either way
-    wire_dtype          dtype on the wire, None for that of the gradients
-    ranks               how many ranks' gradients are summed
-    scratch_numel       most elements of a bucket that are on their way in one piece, where they are not reduced in place
-    launch_in_backward  whether every backward reduces; a pipeline runtime calls `open` and `reduce` itself instead
-    on_final            called with each bucket whose shard holds its final sum, on the stream that made it
-    on_outside          called with the slot of a gradient that came in no backward of this reducer; it is added unless that raises
+    It comes in two parts, so that buckets can be filled one after the other, each taking the place of the storage that
+    its parameters leave, before any of them gets gradients: `adopt`, then `make_gradients`.
     """
+
+    grads: torch.Tensor | None
+    shard_grad: torch.Tensor
+    step_grad: torch.Tensor  # gradients as the optimizer steps on them: in host memory when the master lies there
+    grad_views: dict[Slot, torch.Tensor]
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        groups: Groups,
-        device: torch.device,
+        plan: BucketPlan,
+        index: int,
+        shard: int,
         *,
-        keep_full: bool,
-        overlap: bool,
-        wire_dtype: torch.dtype | None,
-        ranks: float,
-        scratch_numel: int,
-        launch_in_backward: bool,
-        shared_rows: dict[int, SharedRows],
-        on_final: Callable[[Bucket], None],
-        on_outside: Callable[[Slot], None],
+        device: torch.device,
+        master_weights: bool,
+        offload: bool,
     ) -> None:
-        self.buckets = list(buckets)
-        self.groups = groups
-        self.keep_full = keep_full
-        self.overlap = overlap
-        self.require_sync = True
-        self.launch_in_backward = launch_in_backward
-        self._wire_dtype = wire_dtype
-        self._predivide = 2.0 ** math.ceil(math.log2(ranks)) if wire_dtype is not None and wire_dtype.itemsize < 4 and ranks > 1 else 1.0
-        self._shared_rows = shared_rows
-        self._on_final = on_final
-        self._on_outside = on_outside
-        self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
-        self._pieces = {bucket.index: self._cut(bucket, scratch_numel) for bucket in self.buckets}
-        self.pool = ScratchPool(device, max(map(self._scratch_bytes, self.buckets), default=0))
-        sections = sorted({bucket.plan.family.section for bucket in self.buckets})
-        self._windows = {s: _Window([bucket for bucket in self.buckets if bucket.plan.family.section == s]) for s in sections}
-        self._places = {
-            slot: (window, position)
-            for window in self._windows.values()
-            for position, bucket in enumerate(window.buckets)
-            for slot in bucket.plan.slots
-        }
-        self.slots = {slot.entry.param: slot for slot in self._places}
-        self._flying: list[Flight] = []
-        self._in_parts: Bucket | None = None  # with pieces that are still to be launched
-        self._ending = True  # whether what is reduced now completes the step's gradients
-        self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
-        self.in_backward = False
-        self._generation = job.generation()
-        self.touched: set[int] = set()  # entries that got a gradient in this step
-        self._kept: set[int] = set()  # entries whose gradients were set to zero, not None: they take part in steps from here on
-        self._hooks = self._install()
+        self.plan = plan
+        self.index = index
+        self.shard = shard
+        self.device = device
+        self.low, self.high = plan.shard_range(shard)
+        self.dtype = plan.family.dtype
+        self.master_dtype = master_dtype(self.dtype, master_weights)
+        self.offload = offload
+        self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=device)
+        self.master = self._new_master()
+        self.state = GradState.ACCUMULATING
+        self.empty = True  # whether the gradient buffers hold nothing of this step
+        self.carry: torch.Tensor | None = None
+        self._versions: list[int] = []
+        self._addresses: list[int] = []  # of the parameters' views
 
-    def _wire(self, bucket: Bucket) -> torch.dtype:
-        return self._wire_dtype or bucket.master_dtype
+    def _new_master(self) -> torch.Tensor:
+        if self.offload:
+            return self._host_buffer()
+        if self.master_dtype == self.dtype:
+            return self.flat[self.low : self.high]
+        return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
 
-    def _in_place(self, bucket: Bucket) -> bool:
-        """Whether its gradients are reduced where they are. On the CPU what arrives from others needs room of its own."""
-        same = self.keep_full and self._wire(bucket) == bucket.master_dtype
-        return same and (self.groups.shard is None or bucket.device.type != "cpu")
+    def _host_buffer(self) -> torch.Tensor:
+        pinned = self.device.type == "cuda"
+        return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device="cpu", pin_memory=pinned)
 
-    def _cut(self, bucket: Bucket, most: int) -> list[tuple[int, int]]:
-        """Ranges of a shard that are reduced one after the other."""
-        numel = bucket.plan.shard_numel
-        if self._in_place(bucket) or bucket.index in self._shared_rows:  # these are exchanged whole, and are small
-            return [(0, numel)]
-        length = aligned(-(-numel // -(-bucket.plan.numel // most)))
-        return [(start, min(start + length, numel)) for start in range(0, numel, length)]
+    def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        return flat[slot.start : slot.stop].view(slot.entry.param.shape)
 
-    def _scratch_bytes(self, bucket: Bucket) -> int:
-        longest = max(stop - start for start, stop in self._pieces[bucket.index])
-        return 0 if self._in_place(bucket) else bucket.plan.shards * longest * self._wire(bucket).itemsize
-
-    def _install(self) -> Callable[[], Any]:
-        """Put hooks on the parameters; returns what takes them off.
-
-        autograd holds hooks where the garbage collector cannot see them, so they know this object and the parameters by number and
-        weak reference only, and go when it goes.
-        """
-        me = weakref.ref(self)
-        self._by_number = list(self._places)
-        handles = [
-            slot.entry.param.register_post_accumulate_grad_hook(told_late(partial(_arrived, me, number)))
-            for number, slot in enumerate(self._by_number)
-        ]
-        self._hook_numbers = {slot: handle.id for slot, handle in zip(self._by_number, handles, strict=True)}
-        return weakref.finalize(self, _remove, handles)
-
-    # Backward.
-
-    def bucket_of(self, slot: Slot) -> Bucket:
-        window, position = self._places[slot]
-        return window.buckets[position]
-
-    def begin_backward(self) -> None:
-        self.in_backward = True
-        self.expect()
-        if self.launch_in_backward:
-            for window in self._windows.values():
-                self._let_scripts_hook_first(window)
-                if self._reduces_now:
-                    window.open()
-
-    def _let_scripts_hook_first(self, window: _Window) -> None:
-        """A script's hooks change gradients before they leave."""
-        with without_torch_function():  # nobody is asked about hooks
-            for bucket in window.buckets:
-                for slot in bucket.plan.slots:
-                    put_hook_last(slot.entry.param, self._hook_numbers[slot])
-
-    def open(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
-        """For runtimes: gradients of one microbatch in `section` are about to come. What they complete leaves at once.
-
-        last  no more will come for the section in this step
-        of    the parameters that get one; default: all
-        """
-        window = self._windows.get(section)
-        if window is None or (self.keep_full and not (last and self.require_sync)):
-            return
-        self._require_unreduced(window)
-        self._let_scripts_hook_first(window)
-        self._ending = last
-        window.open(None if of is None else {self.slots[param] for param in of if param in self.slots})
-        while window.has_complete:
-            self._launch_next(window)
-
-    def expect(self) -> None:
-        """Gradients are about to come."""
-        self._fresh = True
-        self.touched |= self._kept
+    def holds(self, slot: Slot) -> bool:
+        """Whether the parameter still lies in `flat`."""
+        return slot.entry.param.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     @property
-    def takes_gradients(self) -> bool:
-        """Whether what is added to the buffers now would be reduced with what is there."""
-        return all(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in self.buckets)
-
-    def on_gradient(self, slot: Slot) -> None:
-        if not self.in_backward and not self.bucket_of(slot).holds(slot):
-            return  # the model has been boosted again, and this optimizer is of the past
-        if not self.in_backward and self.launch_in_backward:
-            self._on_outside(slot)
-            self._collect(*self._places[slot], slot)
-            return
-        window, position = self._places[slot]
-        bucket = window.buckets[position]
-        if not self.launch_in_backward and bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
-            raise ValueError(
-                f"{slot.entry.name}: a gradient after those of its pipeline stage were reduced; pass a batch like this one as "
-                "example_inputs= to the plugin, so that the pipeline knows which stages use the parameter"
-            )
-        self._collect(window, position, slot)
-        if not window.is_open:
-            return
-        if position < window.next:
-            raise ValueError(
-                f"{slot.entry.name}: a second gradient after its bucket was reduced; call backward through the booster (booster.backward), "
-                "once per forward, with no_sync() around all but the last one of a step"
-            )
-        missing = window.missing[position]
-        missing.discard(slot)
-        while window.has_complete:
-            self._launch_next(window)
-
-    def _collect(self, window: _Window, position: int, slot: Slot) -> None:
-        self.touched.add(slot.entry.index)
-        if self.keep_full:
-            window.buckets[position].collect(slot)
+    def own_flat(self) -> torch.Tensor:
+        """This rank's part of the working parameters."""
+        return self.flat[self.low : self.high]
 
     @property
-    def _reduces_now(self) -> bool:
-        return self.require_sync or not self.keep_full
+    def is_trained(self) -> bool:
+        return self.plan.slots[0].entry.group != FROZEN
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """[numel]: what the parameters are views of."""
+        return self.flat
+
+    @torch.no_grad()
+    def adopt(self, group: dist.ProcessGroup | None, most: int = CUDA_BUCKET_BYTES // 4) -> None:
+        """Move the parameters' values in, take the first rank's where `group` is given, and turn the parameters into
+        views.
+
+        Values pass through buffers of at most `most` elements in the master's dtype, so that a model loaded in fp32
+        keeps its fp32 values as masters.
+        """
+        for start in range(0, self.plan.numel, most):
+            self._take_values(start, min(start + most, self.plan.numel), group)
+        for slot in self.plan.slots:
+            param = slot.entry.param
+            param.grad = None
+            param.data = self.view(self.flat, slot)
+        self._addresses = [slot.entry.param.data_ptr() for slot in self.plan.slots]
+        self.note_versions()
+
+    def _take_values(self, start: int, stop: int, group: dist.ProcessGroup | None) -> None:
+        same = self.master_dtype == self.dtype
+        values = (
+            self.flat[start:stop] if same else torch.zeros(stop - start, dtype=self.master_dtype, device=self.device)
+        )
+        for slot in self.plan.slots:
+            part = slot.part_in(start, stop)
+            if part is not None:
+                place = slot.start + part[0] - start
+                values[place : place + part[1] - part[0]].copy_(slot.entry.param.reshape(-1)[part[0] : part[1]])
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.broadcast(values, group=group, group_src=0)
+        if not same:
+            self.flat[start:stop].copy_(values)
+        first, last = max(start, self.low), min(stop, self.high)
+        if first < last and self.master.data_ptr() != self.own_flat.data_ptr():
+            self.master[first - self.low : last - self.low].copy_(values[first - start : last - start])
+
+    def make_gradients(self, full: bool) -> None:
+        """Room for gradients; `full`: for those of the whole bucket (see [Note: who holds gradients])."""
+        self.grads = torch.zeros(self.plan.numel, dtype=self.master_dtype, device=self.device) if full else None
+        if self.grads is not None:
+            self.shard_grad = self.grads[self.low : self.high]
+        else:
+            self.shard_grad = torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
+        self.step_grad = self._host_buffer() if self.offload else self.shard_grad
+        self.grad_views = (
+            {slot: self.view(self.grads, slot) for slot in self.plan.slots} if self.grads is not None else {}
+        )
+        self.attach_gradients()
+
+    def attach_gradients(self) -> None:
+        """Point every parameter's .grad at its view of `grads` (see [Note: who holds gradients])."""
+        for slot, view in self.grad_views.items():
+            param = slot.entry.param
+            if param.grad is view:
+                continue
+            if param.dtype != view.dtype:
+                if not HAS_GRAD_DTYPE:
+                    continue
+                param.grad_dtype = view.dtype
+            param.grad = view
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether masters are copies, which do not see what is written to the working parameters."""
+        return self.master.data_ptr() != self.own_flat.data_ptr()
+
+    def note_versions(self) -> None:
+        """Remember how often autograd has counted each parameter as written to (publishing writes to `flat`, which
+        is not counted).
+        """
+        if self.has_copies:
+            self._versions = [slot.entry.param._version for slot in self.plan.slots]
+
+    @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Take the values of parameters that were given other storage (`param.data = tensor`), and make them views
+        again.
+        """
+        with without_torch_function():
+            assigned = [
+                slot
+                for slot, address in zip(self.plan.slots, self._addresses, strict=True)
+                if slot.entry.param.data_ptr() != address
+            ]
+            for slot in assigned:
+                param, view = slot.entry.param, self.view(self.flat, slot)
+                self._check_assigned(slot, view)
+                view.copy_(param)
+                param.data = view
+                self._follow(slot)
+
+    @staticmethod
+    def _check_assigned(slot: Slot, view: torch.Tensor) -> None:
+        param = slot.entry.param
+        if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+            raise ValueError(
+                f"{slot.entry.name}.data = a tensor of {_describe(param)} after boost: the optimizer knows this "
+                f"parameter as {_describe(view)}; assign one like that, or change the model before booster.boost"
+            )
+
+    @torch.no_grad()
+    def take_edits(self, written: Collection[nn.Parameter]) -> None:
+        """Let the masters of parameters that were written to in place since `note_versions` follow, and of those in
+        `written`.
+        """
+        for slot, before in zip(self.plan.slots, self._versions, strict=bool(self._versions)):
+            if slot.entry.param._version != before or slot.entry.param in written:
+                self._follow(slot)
+        self.note_versions()
+
+    def _follow(self, slot: Slot) -> None:
+        """Take into the master what was written to a parameter; elements that were left alone keep what rounding has
+        cut off.
+        """
+        part = slot.part_in(self.low, self.high) if self.has_copies else None
+        if part is not None:
+            where = slice(slot.start + part[0] - self.low, slot.start + part[1] - self.low)
+            master = self.master[where]
+            working = self.seen[self.low : self.high][where].to(master.device)
+            master.copy_(torch.where(working == master.to(working.dtype), master, working.to(master.dtype)))
+
+    def whole_gradient(self, slot: Slot) -> torch.Tensor:
+        """The gradient of a parameter, where this rank has all of it."""
+        return self.view(self.grads if self.grads is not None else self.shard_grad, slot)
 
     def set_aside(self, scale: float | torch.Tensor) -> None:
-        """More gradients follow those that were reduced, which come back times `scale` when the next reduction is final.
+        """Move the reduced gradients, times `scale`, to `carry`, and let what accumulates begin at zero."""
+        assert self.state.is_reduced
+        if self.carry is None:
+            self.carry = torch.empty_like(self.shard_grad)
+        self.carry.copy_(self.step_grad)
+        multiply_([self.carry], scale)
+        if self.grads is not None:
+            self.grads.zero_()
+        self.state, self.empty = GradState.ACCUMULATING, True
 
-        All ranks must be at the same point of their step: it waits for reductions that are under way.
-        """
-        if any(flight.final for flight in self._flying):
-            self.settle()
-        reduced = [bucket for bucket in self.buckets if bucket.state.is_reduced]
-        if reduced:
-            self._wait_stream()
-        for bucket in reduced:
-            bucket.set_aside(scale)
-
-    def reduce(self, section: int, last: bool = True) -> None:
-        """For runtimes: start reducing what is left of `section`. At stage 2 also between microbatches, with `last` False.
-
-        Tied copies count as having a gradient: their ranks must agree, and each sees its own uses of the parameter only.
-        """
-        window = self._windows.get(section)
-        if window is None or (self.keep_full and not (last and self.require_sync)):
-            return
-        if not window.is_open:
-            self._require_unreduced(window)
-        for bucket in window.buckets[window.next :]:
-            for slot in bucket.plan.slots:
-                arrived = not self.keep_full and own_gradient(slot.entry.param) is not None
-                if arrived or slot.entry.family.tied is not None:
-                    self._collect(*self._places[slot], slot)
-        self._ending = last
-        self._launch_window(window)
-        self._ending = True
-
-    def _require_unreduced(self, window: _Window) -> None:
-        if self.keep_full and any(bucket.state is not GradState.ACCUMULATING for bucket in window.buckets):
-            raise ValueError("gradients were reduced already in this step; call zero_grad() before the next one")
-
-    def end_backward(self) -> None:
-        """Start what backward left: buckets with parameters that got no gradient."""
-        self.in_backward = False
-        if self._reduces_now and self.launch_in_backward:
-            for window in self._windows.values():
-                self._launch_window(window)
-            self._fresh = False
-
-    def launch_rest(self) -> None:
-        """Start all reductions that the step still needs: which ones follows from what all ranks share, not from the gradients that
-        this rank happens to have."""
-        self.touched |= self._kept
-        self._ending = True
-        if self.keep_full or self._fresh:
-            for window in self._windows.values():
-                if any(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in window.buckets):
-                    self._launch_window(window)
-        with self._on_stream():
-            for flight in [flight for flight in self._flying if not flight.final]:
-                self._settle(flight)
-            for bucket in self.buckets:
-                if bucket.state is GradState.ACCUMULATING:
-                    self._launch_held(bucket)
-        self._fresh = False
-
-    def settle(self) -> None:
-        """Wait for what is under way: afterwards every shard that was launched for good holds the raw sum over all ranks."""
-        with self._on_stream():
-            for flight in self._flying:
-                self._advance(flight)
-            for flight in list(self._flying):
-                self._settle(flight)
-        self._wait_stream()
-
-    # One bucket.
-
-    def _launch_window(self, window: _Window) -> None:
-        while window.next < len(window.buckets):
-            self._launch_next(window)
-        window.close()
-
-    def _launch_next(self, window: _Window) -> None:
-        bucket = window.buckets[window.next]
-        window.next += 1
-        if bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
-            return  # launched before, by a runtime that reduces part by part
-        with self._on_stream():
-            for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
-                self._settle(earlier)
-        *first, last = range(len(self._pieces[bucket.index]))
-        self._in_parts = bucket
-        for number in first:
-            self._launch_piece(bucket, number)
-        self._in_parts = None
-        self._launch_piece(bucket, last)
-        bucket.empty = False
-
-    def _launch_piece(self, bucket: Bucket, number: int) -> None:
-        self._make_room()
-        lent: list[torch.Tensor] = []
-
-        def scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            lent.append(self.pool.lend(numel, dtype))
-            return lent[-1]
-
-        rows = self._fill(bucket, number, scratch)  # on the stream of the backward, which goes on when they are copied
-        with self._on_stream():
-            if bucket.index in self._shared_rows:
-                whole = rows.view(-1)
-                self._shared_rows[bucket.index].sum_({slot.entry.index: bucket.view(whole, slot) for slot in bucket.plan.slots})
-            if self.groups.shard is None:
-                scatter: Handle[torch.Tensor] = Handle("reduce_scatter", [], lambda: rows[0])
-            else:
-                tag = 2 * (bucket.index + number * len(self.buckets))
-                scatter = reduce_scatter_in_place(rows, self.groups.shard, scratch, tag=tag)
-            flight = self._fly(bucket, scatter, lent, self._pieces[bucket.index][number])
-            # Over axes other than data parallelism the peers may be at another point of their schedule: waiting for them here
-            # could keep this rank from what they wait for.
-            if self._stream is not None or not self.overlap:
-                self._advance(flight)
-                if bucket.plan.family.is_plain:
-                    self._settle(flight)
-            elif self.groups.shard is None:
-                self._advance(flight)
-
-    def _make_room(self) -> None:
-        """Wait for what was launched long ago, so that few buffers are lent."""
-        with self._on_stream():
-            scattering = [flight for flight in self._flying if flight.scattering]
-            if len(scattering) >= _MAX_IN_FLIGHT:
-                self._advance(scattering[0])
-            summing = [flight for flight in self._flying if flight.lent and not flight.scattering and flight.bucket.plan.family.is_plain]
-            if len(summing) >= _MAX_IN_FLIGHT:
-                self._settle(summing[0])
-
-    def _is_held(self, bucket: Bucket) -> bool:
-        """Whether the bucket is under way to this rank's shard only (stage 2 under no_sync, or between microbatches of a pipeline)."""
-        return any(flight.bucket is bucket and not flight.final for flight in self._flying)
-
-    def _launch_held(self, bucket: Bucket) -> None:
-        """Complete a shard that holds the sum over its sub-group already, or nothing."""
-        if bucket.empty:
-            bucket.shard_grad.zero_()
-            bucket.empty = False
-        self._advance(self._fly(bucket, None, [], (0, bucket.plan.shard_numel)))
-
-    def _fly(self, bucket: Bucket, scatter: Handle[torch.Tensor] | None, lent: list[torch.Tensor], piece: tuple[int, int]) -> Flight:
-        final = (self.require_sync and self._ending) or scatter is None
-        fresh = bucket.empty or bucket.grads is not None
-        flight = Flight(bucket, *piece, fresh, scatter, lent, self.groups.after_scatter(bucket.plan.family) if final else [], final)
-        bucket.state = GradState.LAUNCHED
-        self._flying.append(flight)
-        return flight
-
-    def _fill(self, bucket: Bucket, number: int, scratch: Scratch) -> torch.Tensor:
-        """Gradients of a piece in the dtype of the wire, [shards, elements]."""
-        wire, shards, (start, stop) = self._wire(bucket), bucket.plan.shards, self._pieces[bucket.index][number]
-        if bucket.grads is not None:
-            rows = bucket.grads.view(shards, -1)[:, start:stop]
-            if wire == bucket.master_dtype:
-                return rows
-            buffer = scratch(shards * (stop - start), wire).view(shards, -1)
-            return torch.mul(rows, 1.0 / self._predivide_of(bucket), out=buffer)
-        buffer = scratch(shards * (stop - start), wire).view(shards, -1)
-        present = [(slot, grad) for slot in bucket.plan.slots if (grad := own_gradient(slot.entry.param)) is not None]
-        if bucket.plan.has_gaps or len(present) < len(bucket.plan.slots):
-            buffer.zero_()
-        if len(self._pieces[bucket.index]) == 1:
-            whole = buffer.view(-1)
-            copies = [(bucket.view(whole, slot), grad) for slot, grad in present]
+    def forget_gradients(self) -> None:
+        """Begin a step: gradients are zero, and .grad of the parameters as it was after boost."""
+        if self.grads is not None:
+            if not self.empty:
+                self.grads.zero_()
+            self.attach_gradients()
         else:
-            copies = [pair for slot, grad in present for pair in _parts_of(bucket, slot, grad, buffer, start)]
-        if copies:
-            torch._foreach_copy_([there for there, _ in copies], [here for _, here in copies])
-        if number == len(self._pieces[bucket.index]) - 1:
-            for slot, _ in present:
-                drop_own_gradient(slot.entry.param)
-        return buffer if self._predivide_of(bucket) == 1.0 else buffer.mul_(1.0 / self._predivide_of(bucket))
+            for slot in self.plan.slots:
+                slot.entry.param.grad = None
+        self.state, self.empty, self.carry = GradState.ACCUMULATING, True, None
 
-    def _predivide_of(self, bucket: Bucket) -> float:
-        return 1.0 if self._wire(bucket) == bucket.master_dtype else self._predivide
-
-    def _advance(self, flight: Flight) -> None:
-        """Wait for the reduce-scatter, and start the next all-reduce."""
-        if flight.part is None:
-            flight.part = self._bring_in(flight)
-        if flight.work is None and flight.groups:
-            flight.work = dist.all_reduce(flight.part, group=flight.groups.pop(0), async_op=True)
-
-    def _bring_in(self, flight: Flight) -> torch.Tensor:
-        """What is to be all-reduced: the shard itself, or its copy in the dtype of the wire in a lent buffer."""
-        bucket, wire = flight.bucket, self._wire(flight.bucket)
-        shard, scale = flight.shard, self._predivide_of(bucket)
-        narrow = wire != bucket.master_dtype and bool(flight.groups)
-        if flight.scatter is not None:
-            part = flight.scatter.wait()
-            if flight.fresh:
-                if narrow:
-                    return part
-                if part.data_ptr() != shard.data_ptr():
-                    shard.copy_(part)
-                    if scale != 1.0:
-                        shard.mul_(scale)
-            else:
-                shard.add_(part, alpha=scale)
-        self._give_back(flight)
-        if not narrow:
-            return shard
-        flight.lent = [self.pool.lend(shard.numel(), wire)]
-        return torch.mul(shard, 1.0 / scale, out=flight.lent[0])
-
-    def _give_back(self, flight: Flight) -> None:
-        for buffer in flight.lent:
-            self.pool.give_back(buffer)
-        flight.lent = []
-
-    def _settle(self, flight: Flight) -> None:
-        """Bring one piece to its final sum."""
-        self._advance(flight)
-        while flight.work is not None:
-            flight.work.wait()
-            flight.work = None
-            self._advance(flight)
-        bucket, shard = flight.bucket, flight.shard
-        assert flight.part is not None
-        if flight.part.data_ptr() != shard.data_ptr():
-            shard.copy_(flight.part)
-            if self._predivide_of(bucket) != 1.0:
-                shard.mul_(self._predivide_of(bucket))
-        self._give_back(flight)
-        self._flying.remove(flight)
-        if bucket is self._in_parts or any(other.bucket is bucket for other in self._flying):
+    def collect(self, slot: Slot) -> None:
+        """Make sure the gradient that backward just produced for `slot` is in `grads`."""
+        self.empty = False
+        view, param = self.grad_views[slot], slot.entry.param
+        if param.grad is view or param.grad is None:
             return
-        if not flight.final:
-            bucket.state = GradState.ACCUMULATING
-            return
-        if bucket.carry is not None:
-            bucket.shard_grad.add_(bucket.carry)
-        bucket.state = GradState.FINAL
-        self._on_final(bucket)
+        # Someone dropped the preset view (model.zero_grad()), or this torch cannot hold an fp32 gradient of a bf16
+        # parameter.
+        view.add_(param.grad)
+        param.grad = None
+        if param.dtype == view.dtype or HAS_GRAD_DTYPE:
+            param.grad = view
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Run on the side stream, after what the current stream has been given so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
+    def release(self) -> None:
+        """Give the parameters storage of their own again."""
+        for slot in self.plan.slots:
+            slot.entry.param.grad = None
+            slot.entry.param.data = slot.entry.param.data.clone()
 
-    def _wait_stream(self) -> None:
-        """Let the current stream wait for the side stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+    def bytes(self) -> int:
+        """Bytes this bucket keeps on its device between steps, without optimizer states."""
+        tensors = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
+        return sum(storage.nbytes() for storage in tensors.values())
 
-    def clear(self, keep_zeros: bool = False) -> None:
-        """Forget this step's gradients. With `keep_zeros` those that there were are zero from here on, as torch's
-        zero_grad(set_to_none=False) leaves them, not absent."""
-        self._kept = self._kept | self.touched if keep_zeros else set()
-        if self._generation != job.generation():  # sums on their way through groups that were closed by a failure
-            self._generation = job.generation()
-            self._flying.clear()
-            self._in_parts = None
-        self.settle()
-        for bucket in self.buckets:
-            bucket.forget_gradients()
-        for window in self._windows.values():
-            window.close()
-        self._fresh, self._ending = False, True
-        self.touched.clear()
-
-    def remove_hooks(self) -> None:
-        self._hooks()
+    def _tensors(self) -> list[torch.Tensor]:
+        own = [self.flat, self.master, *((self.shard_grad, self.step_grad) if self.is_trained else ())]
+        return own + [tensor for tensor in (self.grads, self.carry) if tensor is not None]
 
 
-def _parts_of(bucket: Bucket, slot: Slot, grad: torch.Tensor, rows: torch.Tensor, start: int) -> Iterator[_Copy]:
-    """(place, values) of a gradient in `rows`, which hold elements from `start` on of every shard."""
-    flat = grad.reshape(-1)
-    for shard, row in enumerate(rows):
-        low = shard * bucket.plan.shard_numel + start
-        part = slot.part_in(low, low + row.numel())
-        if part is not None:
-            first = slot.start + part[0] - low
-            yield row[first : first + part[1] - part[0]], flat[part[0] : part[1]]
+def _describe(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
-def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:
-    here = reducer()
-    if here is not None:
-        here.on_gradient(here._by_number[number])
+class ScratchPool:
+    """Buffers lent for the time of one collective and kept for the next: nothing is allocated in the steady state.
 
+    All have `capacity` bytes, enough for the largest piece, so that there are as many as are in use at once and no
+    more. On CUDA a buffer may be lent on one stream and given back on another: the next to borrow it waits, on its
+    stream, for what was queued until then.
+    """
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self._device = device
+        self._capacity = capacity
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self.allocated = 0
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        needed = numel * dtype.itemsize
+        assert needed <= self._capacity, f"{needed} bytes asked of buffers of {self._capacity}"
+        if not self._free:
+            self.allocated += 1
+            self._free.append((torch.empty(self._capacity, dtype=torch.uint8, device=self._device), None))
+        buffer, given_back = self._free.pop()
+        if given_back is not None:
+            given_back.wait()
+        return buffer[:needed].view(dtype)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        storage = buffer.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (storage.nbytes(),), (1,))
+        event = torch.cuda.Event() if self._device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        self._free.append((whole, event))
+
+    @property
+    def bytes(self) -> int:
+        return self.allocated * self._capacity

@@ -12,7 +12,9 @@ from ..utils.pytree import tree_leaves
 
 
 def replaced(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """`tree` with the tensors in plain tuples replaced. Other objects stay the very ones, because a module may write to them."""
+    """`tree` with the tensors in plain tuples replaced. Other objects stay the very ones, because a module may write
+    to them.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if type(tree) is tuple:

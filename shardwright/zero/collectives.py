@@ -1,7 +1,7 @@
 """Reduce-scatter and all-gather of a flat buffer in place: rank r of the group owns the r-th of its equal parts.
 
-gloo's own reduce-scatter and all-gather take two to four times as long as the bytes need, so CPU buffers are exchanged pairwise:
-every rank sends each part straight to its owner. The bytes sent are the same, (k-1)/k of the buffer.
+gloo's own reduce-scatter and all-gather take two to four times as long as the bytes need, so CPU buffers are exchanged
+pairwise: every rank sends each part straight to its owner. The bytes sent are the same, (k-1)/k of the buffer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ def can_be_summed(dtype: torch.dtype) -> bool:
 Scratch = Callable[[int, torch.dtype], torch.Tensor]
 
 
-def reduce_scatter_in_place(rows: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch, tag: int = 0) -> Handle[torch.Tensor]:
+def reduce_scatter_in_place(
+    rows: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch, tag: int = 0
+) -> Handle[torch.Tensor]:
     """Start summing `rows` [k, n] over the group; `wait()` returns this rank's row [n], a view of `rows`.
 
-    The other rows are left as they were or worse. `scratch(numel, dtype)` lends a buffer for what arrives on CPU, where rows need not lie
-    side by side.
+    The other rows are left as they were or worse. `scratch(numel, dtype)` lends a buffer for what arrives on CPU, where
+    rows need not lie side by side.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = rows.unbind()
@@ -41,7 +43,9 @@ def reduce_scatter_in_place(rows: torch.Tensor, group: dist.ProcessGroup, scratc
         return Handle("reduce_scatter", [work], lambda: mine, keep=rows)
     arrived = list(scratch(rows.numel() - mine.numel(), rows.dtype).chunk(ranks - 1))
     others = [peer for peer in range(ranks) if peer != rank]
-    works = [dist.irecv(buffer, group=group, group_src=peer, tag=tag) for buffer, peer in zip(arrived, others, strict=True)]
+    works = [
+        dist.irecv(buffer, group=group, group_src=peer, tag=tag) for buffer, peer in zip(arrived, others, strict=True)
+    ]
     works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in _from(rank, ranks)]
 
     def add() -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Writes through `param.data` to parameters whose masters are copies: autograd does not count them, and masters must follow.
+"""Writes through `param.data` to parameters whose masters are copies: autograd does not count them, and masters must
+follow.
 
-A script that clips weights writes `param.data.clamp_(-c, c)`. It gets a tensor of which this remembers one thing, that it was handed out:
-before the next step or save its values are compared with the master, once. What is written later through a tensor that a script has
-kept is counted by that tensor itself.
+A script that clips weights writes `param.data.clamp_(-c, c)`. It gets a tensor of which this remembers one thing, that
+it was handed out: before the next step or save its values are compared with the master, once. What is written later
+through a tensor that a script has kept is counted by that tensor itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class DataWrites:
     """Knows which parameters may have been written to through tensors that `.data` gave."""
 
     def __init__(self) -> None:
-        self._handed_out: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # an alias, and how often it had been written to
+        # an alias, and how often it had been written to
+        self._handed_out: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._asked: set[nn.Parameter] = set()
 
     def read_data(self, param: nn.Parameter) -> torch.Tensor:
@@ -34,7 +36,9 @@ class DataWrites:
     def take(self) -> set[nn.Parameter]:
         """Parameters that may have been written to since the last call."""
         with without_torch_function():
-            found = self._asked | {param for param, (alias, version) in self._handed_out.items() if alias._version != version}
+            found = self._asked | {
+                param for param, (alias, version) in self._handed_out.items() if alias._version != version
+            }
             for param in found:
                 alias, _ = self._handed_out[param]
                 self._handed_out[param] = alias, alias._version

@@ -1,4 +1,6 @@
-"""Which parameters an optimizer trains, checked: everything a user can get wrong is refused here, before any collective."""
+"""Which parameters an optimizer trains, checked: everything a user can get wrong is refused here, before any
+collective.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,22 @@ def collect_entries(
     """
     if has_stepped(optim):
         raise ValueError(
-            "the optimizer has stepped already, or loaded a state: boost a fresh optimizer and load its state afterwards, with "
-            "booster.load. For a state from outside, boost it with its model in one process with Booster() and booster.save(path, "
-            "model=model, optimizer=optimizer) there; booster.load reads that at any layout"
+            "the optimizer has stepped already, or loaded a state: boost a fresh optimizer and load its state "
+            "afterwards, with booster.load. For a state from outside, boost it with its model in one process with "
+            "Booster() and booster.save(path, model=model, optimizer=optimizer) there; booster.load reads that at any "
+            "layout"
         )
     _refuse_sparse(model)
-    groups = {param: number for number, group in enumerate(optim.param_groups) for param in group["params"] if param.requires_grad}
+    groups = {
+        param: number
+        for number, group in enumerate(optim.param_groups)
+        for param in group["params"]
+        if param.requires_grad
+    }
     if not groups and not part:
-        raise ValueError("the optimizer has no trainable parameters: every parameter in its groups has requires_grad=False")
+        raise ValueError(
+            "the optimizer has no trainable parameters: every parameter in its groups has requires_grad=False"
+        )
     entries: list[Entry] = []
     dtypes = precision.dtypes(model) if precision is not None else {}
     for name, param in model.named_parameters():
@@ -57,20 +67,27 @@ def collect_entries(
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
         raise ValueError(
-            f"{len(strangers)} parameters of the optimizer are not in the model (shapes {shapes}): build it on model.parameters()"
+            f"{len(strangers)} parameters of the optimizer are not in the model (shapes {shapes}): build it on "
+            "model.parameters()"
         )
     devices = sorted({str(entry.param.device) for entry in entries})
     if placed and len(devices) > 1:
-        raise ValueError(f"parameters lie on several devices ({', '.join(devices)}): move the model to one device before boost")
+        raise ValueError(
+            f"parameters lie on several devices ({', '.join(devices)}): move the model to one device before boost"
+        )
     return entries
 
 
 def _check(name: str, param: nn.Parameter, spec: ParamSpec, dtype: torch.dtype, optim: Optimizer, whole: bool) -> None:
     if param.layout != torch.strided:
-        raise ValueError(f"parameter {name} has layout {param.layout}: flat buffers hold dense parameters only; use a dense one")
+        raise ValueError(
+            f"parameter {name} has layout {param.layout}: flat buffers hold dense parameters only; use a dense one"
+        )
     if dtype not in _SUPPORTED:
         listed = ", ".join(str(supported) for supported in _SUPPORTED)
-        raise ValueError(f"parameter {name} has dtype {dtype}, which cannot be trained; supported are {listed}; freeze or convert it")
+        raise ValueError(
+            f"parameter {name} has dtype {dtype}, which cannot be trained; supported are {listed}; freeze or convert it"
+        )
     if whole and spec.is_sharded:
         raise ValueError(
             f"optimizer={type(optim).__name__} works on whole matrices, but {name} is split over {spec.axis!r}; "
@@ -81,4 +98,6 @@ def _check(name: str, param: nn.Parameter, spec: ParamSpec, dtype: torch.dtype, 
 def _refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"module {name} makes sparse gradients, which flat buffers cannot hold: build it with sparse=False")
+            raise ValueError(
+                f"module {name} makes sparse gradients, which flat buffers cannot hold: build it with sparse=False"
+            )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.handle import Handle
-from .buffers import Bucket
+from .bucket import Bucket
 
 
 @dataclass

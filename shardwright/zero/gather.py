@@ -1,8 +1,8 @@
 """Bringing updated parameters to all ranks of a sub-group, one all-gather per bucket.
 
-With `overlap`, step returns while gathers run, and a module waits for the buckets of its own parameters just before its forward.
-Whoever else uses a parameter meanwhile (a functional call, `MultiheadAttention.out_proj`, an average of weights) waits for its bucket
-too: see `param_guard`.
+With `overlap`, step returns while gathers run, and a module waits for the buckets of its own parameters just before its
+forward. Whoever else uses a parameter meanwhile (a functional call, `MultiheadAttention.out_proj`, an average of
+weights) waits for its bucket too: see `param_guard`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.handle import Handle
-from .buffers import Bucket
+from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .param_guard import ParamGuard
 
@@ -31,7 +31,12 @@ class ParamGatherer:
     guard: ParamGuard
 
     def __init__(
-        self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, model: nn.Module, device: torch.device, overlap: bool
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup | None,
+        model: nn.Module,
+        device: torch.device,
+        overlap: bool,
     ) -> None:
         # Forward needs the parts in their order, and the last bucket of a part's backward first.
         self._buckets = sorted(buckets, key=lambda bucket: (bucket.plan.family.section, -bucket.index))
@@ -83,7 +88,9 @@ class ParamGatherer:
     def _copy_masters(self, buckets: Sequence[Bucket]) -> None:
         copied = [bucket for bucket in buckets if bucket.has_copies]
         if copied:
-            torch._foreach_copy_([bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True)
+            torch._foreach_copy_(
+                [bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True
+            )
 
     def _start(self, bucket: Bucket) -> None:
         if self._group is not None:

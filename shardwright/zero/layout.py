@@ -5,12 +5,12 @@
     bucket      ->  shards       `shards` equal parts, one per rank of the ZeRO sub-group
     shard       ->  segments     runs of one param group: what the inner optimizer steps on
 
-A bucket holds parameters of one *family*: those whose gradients take the same way. Buckets are in the order in which backward
-completes them (reverse model order); those that need more than data-parallel reduction come last, because every rank of the
-other axes must reach them in the same order.
+A bucket holds parameters of one *family*: those whose gradients take the same way. Buckets are in the order in which
+backward completes them (reverse model order); those that need more than data-parallel reduction come last, because
+every rank of the other axes must reach them in the same order.
 
-Two partitions: *flat*, where a shard may cut a parameter anywhere (element-wise optimizers), and *whole*, where every parameter
-lies in one shard (optimizers that look at matrices).
+Two partitions: *flat*, where a shard may cut a parameter anywhere (element-wise optimizers), and *whole*, where every
+parameter lies in one shard (optimizers that look at matrices).
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from torch import nn
 
 from ..spec import ParamSpec
 
-# Elements. Parameters and shards that begin at multiples of it are sums of the same blocks of the gradient norm in every layout, and
-# vectorised kernels and TMA get the borders they want.
+# Elements. Parameters and shards that begin at multiples of it are sums of the same blocks of the gradient norm in
+# every layout, and vectorised kernels and TMA get the borders they want.
 ALIGN = 256
-CUDA_BUCKET_BYTES = 200_000_000  # on the wire: NCCL reaches its bandwidth with messages of so many bytes, also between nodes
+# on the wire: NCCL reaches its bandwidth with messages of so many bytes, also between nodes
+CUDA_BUCKET_BYTES = 200_000_000
 FROZEN = -1  # the param group of parameters that nobody trains
 SHARED = -1  # the section of parameters that several parts use
 
 
 class SizeByDevice(int):
-    """Millions of elements per bucket where nobody has said a size: so many, but on CUDA as many as have `CUDA_BUCKET_BYTES`."""
+    """Millions of elements per bucket where nobody has said a size: so many, but on CUDA as many as have
+    `CUDA_BUCKET_BYTES`.
+    """
 
 
 BUCKET_SIZE_IN_M = SizeByDevice(12)
@@ -49,7 +52,8 @@ def bucket_numel(size_in_m: float, device_type: str, wire: torch.dtype) -> int:
 class Family(NamedTuple):
     """What parameters must agree on to share a bucket.
 
-    section  the part of the model (pipeline chunk) they belong to: parts are reduced at different times. `SHARED` when all are through
+    section  the part of the model (pipeline chunk) they belong to: parts are reduced at different times. `SHARED` when
+             all are through
     dtype    working dtype
     partial  axes over which the gradient must be summed beyond data parallelism
     tied     name of the group of copies on other pipeline stages
@@ -69,7 +73,9 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One parameter: its number in model order, its full name, and the optimizer's param group that holds it, or `FROZEN`."""
+    """One parameter: its number in model order, its full name, and the optimizer's param group that holds it, or
+    `FROZEN`.
+    """
 
     index: int
     name: str
@@ -102,7 +108,9 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """One bucket: `numel` elements in `shards` equal parts; `slots` ascending by start. `unit`: which unit it belongs to, at stage 3."""
+    """One bucket: `numel` elements in `shards` equal parts; `slots` ascending by start. `unit`: which unit it
+    belongs to, at stage 3.
+    """
 
     family: Family
     slots: tuple[Slot, ...]
@@ -143,8 +151,8 @@ def aligned(numel: int) -> int:
 def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole: bool) -> list[BucketPlan]:
     """Buckets of at least `bucket_numel` elements (the last of a family may be smaller), in launch order.
 
-    In the whole partition a bucket also grows to `shards` times its largest parameter, so that dealing whole parameters to the
-    shards wastes little; where the last parameters do not suffice, the buckets before are joined to theirs.
+    In the whole partition a bucket also grows to `shards` times its largest parameter, so that dealing whole parameters
+    to the shards wastes little; where the last parameters do not suffice, the buckets before are joined to theirs.
     """
     filling: dict[Family, list[Entry]] = {}
     closed: list[list[Entry]] = []
@@ -170,7 +178,9 @@ def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole
 
 
 def plan_unit_buckets(units: Sequence[Sequence[Entry]], shards: int, whole: bool) -> list[BucketPlan]:
-    """One bucket per unit and family, in launch order: within a section plain ones first, and the units that backward ends with last."""
+    """One bucket per unit and family, in launch order: within a section plain ones first, and the units that
+    backward ends with last.
+    """
     plan = _plan_whole if whole else _plan_flat
     plans: list[BucketPlan] = []
     first = [min((entry.index for entry in entries), default=0) for entries in units]
@@ -212,8 +222,8 @@ def _plan_whole(family: Family, members: Iterable[Entry], shards: int) -> Bucket
 def plan_runs(plan: BucketPlan, shard: int, cut: Iterable[Slot] = ()) -> list[Run]:
     """The segments of one shard.
 
-    Flat: maximal runs of one param group, padding included (its gradient is zero and stays so); a slot in `cut` gets a run of its
-    own. Whole: one run per parameter.
+    Flat: maximal runs of one param group, padding included (its gradient is zero and stays so); a slot in `cut` gets a
+    run of its own. Whole: one run per parameter.
     """
     alone = set(cut)
     low, _ = plan.shard_range(shard)

@@ -5,13 +5,13 @@
     stage 2   as 1, and between microbatches only the shards of gradients are kept
     stage 3   as 2, and working parameters exist only while their unit runs (see `unit_gatherer`)
 
-What to reduce over which axis is read from each parameter's `ParamSpec` and the mesh. Bytes per parameter and rank in bf16 with
-AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2: 2 + (4 + 12)/k, stage 3: (4 + 12)/k.
+What to reduce over which axis is read from each parameter's `ParamSpec` and the mesh. Bytes per parameter and rank in
+bf16 with AdamW, for a sub-group of k: stage 0: 2 + 4 + 12, stage 1: 2 + 4 + 12/k, stage 2: 2 + (4 + 12)/k, stage 3: (4
++ 12)/k.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,33 +23,36 @@ from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
 from ..optim.kind import check_supported, is_elementwise
-from ..precision.grad_norm import owned_ranges, power_sum
+from ..precision.grad_norm import power_sum
 from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec
 from ..utils.device import get_current_device
-from .bucket import GradReducer
-from .buffers import HAS_GRAD_DTYPE, Bucket
+from .bucket import HAS_GRAD_DTYPE, Bucket
 from .collectives import SUMMED, can_be_summed
+from .counting import counted_ranges
 from .data_writes import DataWrites
 from .entries import collect_entries
-from .exchange import SharedRows
 from .gather import ParamGatherer
 from .groups import zero_groups
 from .layout import BUCKET_SIZE_IN_M, BucketPlan, bucket_numel, plan_buckets
 from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
+from .reducer import GradReducer
 from .script_reads import ScriptReads
 from .segments import Segments
 from .sharding import shard_units
 from .shards import LoadedShard, ParamShard, list_shards, load_shards
+from .shared_rows import SharedRows
 from .unit_gatherer import UnitGatherer
+from .untrained import settle_rest
 
 
 class ZeroOptimizer(MixedPrecisionOptimizer):
-    """Wraps `optim`, whose parameters become views of flat buffers; param groups and lr schedulers keep working on `optim`.
+    """Wraps `optim`, whose parameters become views of flat buffers; param groups and lr schedulers keep working on
+    `optim`.
 
     optim                 any optimizer over parameters of `model`, not stepped yet
     model                 the module
@@ -58,20 +61,24 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     precision             working dtypes; default: leave the model's
     scaler                settings of the loss scaler, for fp16
     max_norm              clip the global norm at each step, 0 for no clipping
-    bucket_size_in_m      elements per bucket in millions, about 200 MB on CUDA unless said; at stage 3 buckets follow the layers
+    bucket_size_in_m      elements per bucket in millions, about 200 MB on CUDA unless said; at stage 3 buckets follow
+                          the layers
     communication_dtype   dtype of gradients on the wire, None for that in which they accumulate
     overlap_communication reduce while backward runs
     overlap_allgather     gather updated parameters while the next forward runs
     cpu_offload           keep masters and optimizer states in host memory and step there
     master_weights        keep fp32 masters of half-precision parameters; without, the optimizer steps in half precision
-    launch_in_backward    every backward outside of `no_sync` reduces; False for runtimes, which say when gradients of which part come
-                          (`expect_gradients`, `reduce_grad`)
-    sections              for such runtimes: the part of the model that a parameter belongs to, or `layout.SHARED`; default: part 0
+    launch_in_backward    every backward outside of `no_sync` reduces; False for runtimes, which say when gradients of
+                          which part come (`expect_gradients`, `reduce_grad`)
+    sections              for such runtimes: the part of the model that a parameter belongs to, or `layout.SHARED`;
+                          default: part 0
     tied_groups           group of the ranks with a copy, per tied name
-    gathered_ahead        stage 3: how many units are gathered before they are needed; None: as many as take the memory of the largest
-    make                  stage 3: called with parameters just before their values are read, to make what does not exist yet
-    gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the number of
-                          data-parallel ranks (their mean, summed over sequence-parallel ranks)
+    gathered_ahead        stage 3: how many units are gathered before they are needed; None: as many as take the memory
+                          of the largest
+    make                  stage 3: called with parameters just before their values are read, to make what does not exist
+                          yet
+    gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the
+                          number of data-parallel ranks (their mean, summed over sequence-parallel ranks)
     """
 
     def __init__(
@@ -106,7 +113,13 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         check_supported(optim)
         elementwise = is_elementwise(optim)
         entries = collect_entries(
-            optim, model, precision, whole=not elementwise, placed=stage < 3, part=sections is not None, sections=sections
+            optim,
+            model,
+            precision,
+            whole=not elementwise,
+            placed=stage < 3,
+            part=sections is not None,
+            sections=sections,
         )
         device = entries[0].param.device if entries and stage < 3 else get_current_device()
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
@@ -114,7 +127,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             optim,
             device=device,
             max_norm=max_norm,
-            scaler=DynamicScaler(scaler or ScalerConfig(), device) if precision is not None and precision.needs_scaler else None,
+            scaler=DynamicScaler(scaler or ScalerConfig(), device)
+            if precision is not None and precision.needs_scaler
+            else None,
             norm_group=dist.group.WORLD,
             divisor=divisor,
         )
@@ -130,8 +145,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.buckets: list[Bucket]
         if stage < 3:
             plans = plan_buckets(entries, self.groups.shards, size, whole=not elementwise)
-            self.buckets = [self._filled_bucket(plan, index, master_weights, 2 * size) for index, plan in enumerate(plans)]
-            _settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
+            self.buckets = [
+                self._filled_bucket(plan, index, master_weights, 2 * size) for index, plan in enumerate(plans)
+            ]
+            settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
         else:
             self.units = shard_units(
                 model,
@@ -153,7 +170,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         for bucket in self.buckets:
             bucket.make_gradients(full=stage < 2)
         self.segments = Segments(self.buckets, optim)
-        self._counted = {bucket.index: self._ranges_to_count(bucket) for bucket in self.buckets}
+        self._counted = {
+            bucket.index: counted_ranges(bucket, mesh) if self._counts_replica(bucket) else []
+            for bucket in self.buckets
+        }
         self._others = OtherBackwards(self)
         self.reducer = GradReducer(
             self.buckets,
@@ -185,12 +205,20 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.guard.show(asks=False, watches=True)
         self.gatherer.begin(self.guard)
         if stage >= 2 and not launch_in_backward and HAS_GRAD_DTYPE:
-            for bucket in self.buckets:  # whole gradients accumulate over the microbatches of a step, as those of stage 1 do
+            # whole gradients accumulate over the microbatches of a step, as those of stage 1 do
+            for bucket in self.buckets:
                 for slot in bucket.plan.slots:
                     slot.entry.param.grad_dtype = bucket.master_dtype
 
     def _filled_bucket(self, plan: BucketPlan, index: int, master_weights: bool, most: int) -> Bucket:
-        bucket = Bucket(plan, index, self.groups.shard_rank, device=self.device, master_weights=master_weights, offload=self.cpu_offload)
+        bucket = Bucket(
+            plan,
+            index,
+            self.groups.shard_rank,
+            device=self.device,
+            master_weights=master_weights,
+            offload=self.cpu_offload,
+        )
         bucket.adopt(self.groups.everyone, most)
         return bucket
 
@@ -216,7 +244,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing over data-parallel ranks. Stage 2 still reduces within the sub-group: it keeps only shards."""
+        """Accumulate without reducing over data-parallel ranks. Stage 2 still reduces within the sub-group: it keeps
+        only shards.
+        """
         before, self.require_sync = self.require_sync, False
         try:
             yield
@@ -281,7 +311,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         super()._before_backward()
 
     def note_step(self) -> None:
-        """For runtimes: the pipeline has gradients, also where no backward ran because all of this rank's parameters are frozen."""
+        """For runtimes: the pipeline has gradients, also where no backward ran because all of this rank's parameters
+        are frozen.
+        """
         self._has_gradients = True
 
     def _after_backward(self) -> None:
@@ -307,9 +339,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._reads.refuse_dropped()
         for param in self._frozen:
             if param.requires_grad:
-                raise ValueError("a parameter that was frozen when the optimizer was boosted requires gradients now; unfreeze before boost")
-        # In this order on all ranks: which reductions are still to be started may differ between them, and the agreement runs on the
-        # same communicator.
+                raise ValueError(
+                    "a parameter that was frozen when the optimizer was boosted requires gradients now; "
+                    "unfreeze before boost"
+                )
+        # In this order on all ranks: which reductions are still to be started may differ between them, and the
+        # agreement runs on the same communicator.
         self.reducer.launch_rest()
         agreed = self._start_agreement()
         self.reducer.settle()
@@ -330,12 +365,15 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             flags[sorted(touched)] = 1
             flags = flags.to(self.device)
         group = self.groups.everyone
-        return flags, None if group is None else dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        return flags, None if group is None else dist.all_reduce(
+            flags, op=dist.ReduceOp.MAX, group=group, async_op=True
+        )
 
     def _set_touched(self, agreed: tuple[torch.Tensor, dist.Work | None]) -> None:
         """Withhold gradients from parameters that got none anywhere.
 
-        A rank on which all got one knows the outcome without reading it, so that the usual step never waits for the device.
+        A rank on which all got one knows the outcome without reading it, so that the usual step never waits for the
+        device.
         """
         flags, work = agreed
         if work is not None:
@@ -343,8 +381,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         if len(self.reducer.touched) == len(self._entries):
             self.segments.set_touched(None)
         else:
-            # Tied copies and parameters with partial gradients take part whenever one of their ranks does, which all ranks of the
-            # other axes do in the same steps.
+            # Tied copies and parameters with partial gradients take part whenever one of their ranks does, which all
+            # ranks of the other axes do in the same steps.
             self.segments.set_touched(set(flags.nonzero().flatten().tolist()))
 
     def _stepped_gradients(self) -> list[torch.Tensor]:
@@ -374,31 +412,6 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def _views_to_count(self, bucket: Bucket, grad: torch.Tensor) -> list[torch.Tensor]:
         """The parts of the bucket's gradient shard `grad` that this rank counts in the norm."""
         return [grad[low:high] for low, high in self._counted[bucket.index]]
-
-    def _ranges_to_count(self, bucket: Bucket) -> list[tuple[int, int]]:
-        if not self._counts_replica(bucket):
-            return []
-        specs = [slot.entry.spec for slot in bucket.plan.slots]
-        if all(
-            owned_ranges(spec, self.mesh.coordinate(spec.axis)) == [(0, math.prod(spec.local_shape(self.mesh.coordinate(spec.axis))))]
-            for spec in specs
-        ):
-            return [(0, bucket.plan.shard_numel)]  # with its padding, which is zero
-        ranges: list[tuple[int, int]] = []
-        filled = -1  # the end of the slot before, where any of it was counted
-        for slot in bucket.plan.slots_in(bucket.shard):
-            spec = slot.entry.spec
-            before, filled = filled, -1
-            for start, stop in owned_ranges(spec, self.mesh.coordinate(spec.axis)):
-                low, high = max(slot.start + start, bucket.low) - bucket.low, min(slot.start + stop, bucket.high) - bucket.low
-                if low >= high:
-                    continue
-                if ranges and ranges[-1][1] == before and start == 0:  # only zeros of alignment in between
-                    ranges[-1] = (ranges[-1][0], high)
-                else:
-                    ranges.append((low, high))
-                filled = slot.stop - bucket.low
-        return ranges
 
     def _counts_replica(self, bucket: Bucket) -> bool:
         """Whether this rank is the one that counts for all ranks with the same shard."""
@@ -430,7 +443,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._others.forget()
 
     def hand_out_gradients(self) -> None:
-        """Make the gradients in the buffers those of the step, for a script that reads them where this rank has them whole.
+        """Make the gradients in the buffers those of the step, for a script that reads them where this rank has them
+        whole.
 
         Starts no collective.
         """
@@ -446,7 +460,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._apply_factor()
 
     def _take_edits(self) -> None:
-        """Masters follow parameters that were written to: load_state_dict, copy_, nn.init, `param.data = tensor`, `param.data.mul_()`."""
+        """Masters follow parameters that were written to: load_state_dict, copy_, nn.init, `param.data = tensor`,
+        `param.data.mul_()`.
+        """
         if self.units is not None:
             self.units.take_edits()
             return
@@ -473,7 +489,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None:
-        """Take masters and states, by parameter name, for exactly the ranges that `shards` lists; then publish the weights."""
+        """Take masters and states, by parameter name, for exactly the ranges that `shards` lists; then publish the
+        weights.
+        """
         self.gatherer.wait()
         self._take_edits()
         load_shards(self.segments, self.optim, loaded, counts_on_device=self._fused)
@@ -484,13 +502,17 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.gatherer.wait()
 
     def publish_masters(self) -> None:
-        """Bring masters that were written to into the working parameters of all ranks. Collective over the sub-group."""
+        """Bring masters that were written to into the working parameters of all ranks. Collective over the
+        sub-group.
+        """
         self.gatherer.publish()
         self.gatherer.wait()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take masters from the working parameters as they are, rounded; what a script writes to them is noticed without it."""
+        """Take masters from the working parameters as they are, rounded; what a script writes to them is noticed
+        without it.
+        """
         self.gatherer.wait()
         self._take_edits()
         if self.units is not None:
@@ -503,13 +525,21 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's masters, states, hyperparameters and loss scale, by parameter name; for the same layout only."""
-        shards = {shard.name: {"master": shard.master, "state": shard.state, "extra": shard.extra} for shard in self.shards()}
+        shards = {
+            shard.name: {"master": shard.master, "state": shard.state, "extra": shard.extra} for shard in self.shards()
+        }
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"shards": shards, "param_groups": groups, "scaler": self.scaler.state_dict() if self.scaler is not None else None}
+        return {
+            "shards": shards,
+            "param_groups": groups,
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["param_groups"]) != len(self.param_groups):
-            raise ValueError(f"{len(state_dict['param_groups'])} param groups saved, this optimizer has {len(self.param_groups)}")
+            raise ValueError(
+                f"{len(state_dict['param_groups'])} param groups saved, this optimizer has {len(self.param_groups)}"
+            )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
         if self.scaler is not None and state_dict["scaler"] is not None:
@@ -517,7 +547,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.load_shards({name: LoadedShard(**parts) for name, parts in state_dict["shards"].items()})
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients of all parameters as the next step will use them (without clipping), for inspection. Collective, slow."""
+        """Full gradients of all parameters as the next step will use them (without clipping), for inspection.
+        Collective, slow.
+        """
         self._finish_gradients()
         factor = self._factor()
         result = {}
@@ -534,12 +566,16 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def bytes(self) -> int:
         """Bytes kept between steps for parameters, gradients, masters and optimizer states on this rank."""
-        states = [value for state in self.optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        states = [
+            value for state in self.optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        ]
         buckets = self.buckets if self.units is None else self.units.buckets
         return sum(bucket.bytes() for bucket in buckets) + sum(value.numel() * value.itemsize for value in states)
 
     def release(self) -> None:
-        """Take hooks off the model and give its parameters storage of their own; the optimizer is of no use afterwards."""
+        """Take hooks off the model and give its parameters storage of their own; the optimizer is of no use
+        afterwards.
+        """
         self.gatherer.wait()
         self.guard.show(asks=False, watches=False)
         self.reducer.remove_hooks()
@@ -549,15 +585,3 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.gatherer.remove_hooks()
         for bucket in self.buckets:
             bucket.release()
-
-
-def _settle_rest(model: nn.Module, precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Parameters outside the optimizer: the first rank's values, in the working dtypes; buffers in theirs."""
-    dtypes = precision.dtypes(model) if precision is not None else {}
-    for name, param in model.named_parameters():
-        if param not in trained:
-            param.data = param.data.to(dtypes.get(name, param.dtype))
-            if group is not None:
-                dist.broadcast(param.data, group=group, group_src=0)
-    if precision is not None:
-        precision.cast_buffers(model)

@@ -1,17 +1,17 @@
 """Who looks at a parameter while its gradient or its value is on the way.
 
-A script holds plain `nn.Parameter` objects, and reads `param.grad` or the values whenever it likes: torch's clip_grad_norm_, an
-average of weights over a list made before boost. While a plain read would return something half done, the parameter's *class* is
-swapped for one that asks first:
+A script holds plain `nn.Parameter` objects, and reads `param.grad` or the values whenever it likes: torch's
+clip_grad_norm_, an average of weights over a list made before boost. While a plain read would return something half
+done, the parameter's *class* is swapped for one that asks first:
 
     gradients asked   from the end of a backward to zero_grad, `param.grad` goes to `GradientReads`
     values pending    from step to the arrival of its gather, every operation on the parameter goes to `ValueReads`
-    data watched      while a script may write to a parameter whose master is a copy, `param.data` goes to `DataReads`: autograd does not
-                      count what is written there
+    data watched      while a script may write to a parameter whose master is a copy, `param.data` goes to `DataReads`:
+                      autograd does not count what is written there
 
-Outside of these windows, and inside the model's forward and backward, the class is the parameter's own again: compiled code, type checks
-and speed know nothing of this. The classes have the layout of their base and no attributes, so that swapping costs a tenth of a
-microsecond; what they ask is reached by weak reference.
+Outside of these windows, and inside the model's forward and backward, the class is the parameter's own again: compiled
+code, type checks and speed know nothing of this. The classes have the layout of their base and no attributes, so that
+swapping costs a tenth of a microsecond; what they ask is reached by weak reference.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class _Kind:
 
 
 class ParamGuard:
-    """The windows of some parameters, of which `watched` have masters of their own. Who answers is held by weak reference; without it
-    reads are plain."""
+    """The windows of some parameters, of which `watched` have masters of their own. Who answers is held by weak
+    reference; without it reads are plain."""
 
     def __init__(
         self,

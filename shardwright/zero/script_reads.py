@@ -1,4 +1,6 @@
-"""`param.grad` as a script sees it between a backward and zero_grad: the gradient that the next step will use, or a refusal."""
+"""`param.grad` as a script sees it between a backward and zero_grad: the gradient that the next step will use, or a
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ INSTEAD = (
 
 
 class ScriptReads:
-    """Answers for the gradients of `optimizer` (see `param_guard` and [Note: states of gradients]); starts no collective.
+    """Answers for the gradients of `optimizer` (see `param_guard` and [Note: states of gradients]); starts no
+    collective.
 
     dropped  numbers of parameters whose .grad was set to None
     """
@@ -66,8 +69,9 @@ class ScriptReads:
     def refuse_dropped(self) -> None:
         if self.dropped:
             raise ValueError(
-                f"param.grad = None for {len(self.dropped)} of {self._num_params} parameters: call optimizer.zero_grad() to drop all "
-                "gradients; to leave parameters out of a step set requires_grad_(False) on them before its backward"
+                f"param.grad = None for {len(self.dropped)} of {self._num_params} parameters: call "
+                "optimizer.zero_grad() to drop all gradients; to leave parameters out of a step set "
+                "requires_grad_(False) on them before its backward"
             )
 
     def _require_whole(self, slot: Slot) -> None:
@@ -80,10 +84,12 @@ class ScriptReads:
         if sizes and (optimizer.stage > 0 or sizes.keys() != {"dp"}):
             layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise ValueError(
-                f"{name}: between backward and zero_grad this rank ({layout}, ZeRO stage {optimizer.stage}) holds only a part of the "
-                f"gradients, and torch.nn.utils.clip_grad_norm_ would scale each rank by a norm of its own; {INSTEAD}"
+                f"{name}: between backward and zero_grad this rank ({layout}, ZeRO stage {optimizer.stage}) holds only "
+                "a part of the gradients, and torch.nn.utils.clip_grad_norm_ would scale each rank by a norm of its "
+                f"own; {INSTEAD}"
             )
         if sizes and any(bucket.state is GradState.ACCUMULATING for bucket in optimizer.buckets):
             raise ValueError(
-                f"{name}: under no_sync this rank has the gradient of its own samples only; look after the last backward, or {INSTEAD}"
+                f"{name}: under no_sync this rank has the gradient of its own samples only; look after the last "
+                f"backward, or {INSTEAD}"
             )

@@ -1,8 +1,9 @@
 """What the inner optimizer steps on: a few flat pieces of the master shards per param group, or whole parameters.
 
-[Note: parameters without a gradient] torch skips a parameter whose .grad is None: no decay, no step count. In a flat piece that
-parameter would be stepped with a zero gradient instead. So a piece is cut where parameters without a gradient begin and end, the
-first time that happens, and from then on the cut-out piece has .grad None in such steps. State tensors are cut with the piece.
+[Note: parameters without a gradient] torch skips a parameter whose .grad is None: no decay, no step count. In a flat
+piece that parameter would be stepped with a zero gradient instead. So a piece is cut where parameters without a
+gradient begin and end, the first time that happens, and from then on the cut-out piece has .grad None in such steps.
+State tensors are cut with the piece.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..optim.kind import begin_state
-from .buffers import Bucket
+from .bucket import Bucket
 from .layout import Run, Slot, plan_runs
 
 
@@ -47,8 +48,9 @@ class Segment:
 class Segments:
     """All segments of this rank. The optimizer object and its group dicts stay the user's.
 
-    The groups hold segments while the optimizer steps and the script's parameters otherwise: clipping, freezing or averaging what is
-    in `param_groups` does to parameters what it does in one process, or is refused as it is for `model.parameters()`.
+    The groups hold segments while the optimizer steps and the script's parameters otherwise: clipping, freezing or
+    averaging what is in `param_groups` does to parameters what it does in one process, or is refused as it is for
+    `model.parameters()`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], optim: Optimizer) -> None:
@@ -79,7 +81,15 @@ class Segments:
                 segment.tensor.grad = segment.grad
             return
         untouched = {slot for segment in self.items for slot in segment.run.slots if slot.entry.index not in touched}
-        self.cut({slot for segment in self.items if len(segment.run.slots) > 1 for slot in segment.run.slots if slot in untouched})
+        self.cut(
+            {
+                slot
+                for segment in self.items
+                if len(segment.run.slots) > 1
+                for slot in segment.run.slots
+                if slot in untouched
+            }
+        )
         for segment in self.items:
             segment.tensor.grad = None if segment.run.slots[0] in untouched else segment.grad
 
@@ -110,7 +120,9 @@ class Segments:
 
 
 def is_elementwise_state(value: Any, segment: Segment) -> bool:
-    """Whether an optimizer's state entry has one element per element of the segment (moments), rather than counting steps."""
+    """Whether an optimizer's state entry has one element per element of the segment (moments), rather than counting
+    steps.
+    """
     return isinstance(value, torch.Tensor) and value.shape == segment.tensor.shape
 
 

@@ -4,12 +4,13 @@
     flat     [numel]   storage without memory, but between `start_gather` and `free`; the parameters are views of it
     shown    [numel]   a gathered copy that a script's read has made: the parameters are views of it until `hide`
 
-[Note: two gathered copies] Freeing takes the memory of `flat` away from everyone who looks at it: that is the point, because autograd
-keeps the parameters of a forward for its backward, and finds them gathered again in the same storage. A script that reads a parameter may
-keep what it got for as long as it likes, so it gets memory of its own. Both hold the same values.
+[Note: two gathered copies] Freeing takes the memory of `flat` away from everyone who looks at it: that is the point,
+because autograd keeps the parameters of a forward for its backward, and finds them gathered again in the same storage.
+A script that reads a parameter may keep what it got for as long as it likes, so it gets memory of its own. Both hold
+the same values.
 
-[Note: nothing to gather] Where one rank has the whole bucket, in the dtype that it works in and on its device, `master`, `flat` and `shown`
-are one memory that always stays.
+[Note: nothing to gather] Where one rank has the whole bucket, in the dtype that it works in and on its device,
+`master`, `flat` and `shown` are one memory that always stays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 
 from ..comm.compat import without_torch_function
 from ..comm.handle import Handle
-from .buffers import Bucket
+from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .layout import CUDA_BUCKET_BYTES, Slot
 
@@ -62,7 +63,8 @@ class ShardedBucket(Bucket):
         self._storage = self.flat.untyped_storage()
         self._num_bytes = self._storage.nbytes()
         self._own = self.own_flat
-        self._views = [self.view(self.flat, slot) for slot in self.plan.slots]  # cannot be made while the memory is away
+        # cannot be made while the memory is away
+        self._views = [self.view(self.flat, slot) for slot in self.plan.slots]
         self.params = [slot.entry.param for slot in self.plan.slots]
         self.free()
 
@@ -87,7 +89,9 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def free(self) -> None:
-        """Take the memory of the working parameters; what the model has written to its own parameters goes into the masters first."""
+        """Take the memory of the working parameters; what the model has written to its own parameters goes into the
+        masters first.
+        """
         self.finish_gather()
         if self.is_whole:
             self.filled = False
@@ -101,7 +105,9 @@ class ShardedBucket(Bucket):
         self._storage.resize_(0)
 
     def abandon(self) -> None:
-        """Free without waiting for a gather that will never end; its memory stays until the next one, because messages may still land."""
+        """Free without waiting for a gather that will never end; its memory stays until the next one, because
+        messages may still land.
+        """
         self._arriving = None
         self.filled = False
 

@@ -1,7 +1,8 @@
 """Parameters and gradients of FSDP2 as a script sees them, where DTensor would give a wrong answer.
 
-`param.data = tensor` replaces what DTensor shows of itself, and neither the shard that is trained nor the one that is gathered: outside of
-forwards and steps parameters get a class that copies the values. (Inside, the class is DTensor, which torch's kernels know.)
+`param.data = tensor` replaces what DTensor shows of itself, and neither the shard that is trained nor the one that is
+gathered: outside of forwards and steps parameters get a class that copies the values. (Inside, the class is DTensor,
+which torch's kernels know.)
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.optim import Optimizer
 from ..comm.compat import TENSOR_DATA, has_gradient_hooks
 
 HOOKS = (
-    "param.register_hook, or any gradient hook from before boost, under TorchFSDPPlugin: gradients are made for gathered "
-    "parameters, and it would never be called. After boost, param.register_post_accumulate_grad_hook(hook) sees this rank's shard of "
-    "the reduced gradient; LowLevelZeroPlugin and TorchDDPPlugin call all hooks"
+    "param.register_hook, or any gradient hook from before boost, under TorchFSDPPlugin: gradients are made for "
+    "gathered parameters, and it would never be called. After boost, param.register_post_accumulate_grad_hook(hook) "
+    "sees this rank's shard of the reduced gradient; LowLevelZeroPlugin and TorchDDPPlugin call all hooks"
 )
 
 
@@ -39,16 +40,17 @@ class AssignableParameter(DTensor):
     def data(self, value: torch.Tensor) -> None:
         if (value.shape, value.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"param.data = a tensor of shape {tuple(value.shape)}, {value.dtype} after boost: the parameter has {tuple(self.shape)}, "
-                f"{self.dtype}, and is sharded over the ranks; assign one like that, or change the model before booster.boost"
+                f"param.data = a tensor of shape {tuple(value.shape)}, {value.dtype} after boost: the parameter has "
+                f"{tuple(self.shape)}, {self.dtype}, and is sharded over the ranks; assign one like that, or change "
+                "the model before booster.boost"
             )
         with torch.no_grad():
             if not isinstance(value, DTensor):  # the whole parameter, which every rank has
                 value = distribute_tensor(value, self.device_mesh, self.placements, src_data_rank=None)
             elif (value.device_mesh, value.placements) != (self.device_mesh, self.placements):
                 raise ValueError(
-                    f"param.data = a DTensor with placements {value.placements} after boost: the parameter has {self.placements}; assign "
-                    "value.full_tensor()"
+                    f"param.data = a DTensor with placements {value.placements} after boost: the parameter has "
+                    f"{self.placements}; assign value.full_tensor()"
                 )
             self.to_local().copy_(value.to_local())
 
@@ -79,9 +81,9 @@ def stepping_on_dtensors(optim: Optimizer) -> Iterator[None]:
         if not any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
             raise
         raise ValueError(
-            f"optimizer={type(optim).__name__} cannot step on sharded parameters (DTensors: {str(error).splitlines()[0]}). Use "
-            "LowLevelZeroPlugin or HybridParallelPlugin, which give it whole parameters at all stages, or another optimizer; "
-            "foreach=False and fused=False help some"
+            f"optimizer={type(optim).__name__} cannot step on sharded parameters (DTensors: "
+            f"{str(error).splitlines()[0]}). Use LowLevelZeroPlugin or HybridParallelPlugin, which give it whole "
+            "parameters at all stages, or another optimizer; foreach=False and fused=False help some"
         ) from error
 
 
@@ -94,8 +96,8 @@ def through_gathered_weights() -> Iterator[None]:
         if "storage of size 0" not in str(error):
             raise
         raise ValueError(
-            "a backward that needs weights which FSDP2 has freed (a gradient penalty): compute the penalty first, then the model's outputs "
-            "for the loss, and call backward once on the sum, or use LowLevelZeroPlugin"
+            "a backward that needs weights which FSDP2 has freed (a gradient penalty): compute the penalty first, then "
+            "the model's outputs for the loss, and call backward once on the sum, or use LowLevelZeroPlugin"
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""Cutting a model's parameters into the buckets of stage 3, unit by unit, so that no more than one of them is ever whole."""
+"""Cutting a model's parameters into the buckets of stage 3, unit by unit, so that no more than one of them is ever
+whole.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import torch
 from torch import nn
 
 from ..cluster.mesh import ParallelMesh
+from ..models.blocks import move_buffers
 from ..precision.policy import PrecisionPolicy
 from ..spec import ParamSpec, get_spec
 from ..utils.device import get_current_device
-from ..utils.modules import move_buffers
 from .data_writes import DataWrites
 from .groups import Groups, zero_groups
 from .layout import FROZEN, BucketPlan, Entry, Family, plan_unit_buckets
@@ -45,14 +47,20 @@ def shard_units(
     units = find_param_units(model, sections)
     trained = {entry.param: entry for entry in entries}
     frozen = _frozen_entries(model, trained, precision, sections)
-    plans = plan_unit_buckets([[trained[p] for p in unit.params if p in trained] for unit in units], groups.shards, whole)
-    frozen_plans = plan_unit_buckets([[frozen[p] for p in unit.params if p in frozen] for unit in units], groups.shards, False)
+    plans = plan_unit_buckets(
+        [[trained[p] for p in unit.params if p in trained] for unit in units], groups.shards, whole
+    )
+    frozen_plans = plan_unit_buckets(
+        [[frozen[p] for p in unit.params if p in frozen] for unit in units], groups.shards, False
+    )
 
     def filled(index: int, plan: BucketPlan) -> ShardedBucket:
         if make is not None:
             make([slot.entry.param for slot in plan.slots])
         has_masters = master_weights and index < len(plans)
-        bucket = ShardedBucket(plan, index, groups.shard_rank, device=device, master_weights=has_masters, offload=offload)
+        bucket = ShardedBucket(
+            plan, index, groups.shard_rank, device=device, master_weights=has_masters, offload=offload
+        )
         bucket.adopt(groups.everyone)
         return bucket
 

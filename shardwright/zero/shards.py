@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..interface.shards import LoadedShard, ParamShard
 from ..spec import ParamSpec
-from .buffers import Bucket
+from .bucket import Bucket
 from .layout import Slot
 from .segments import Segment, Segments, is_elementwise_state
 
@@ -41,7 +41,9 @@ def list_shards(segments: Segments, is_writer: Callable[[Bucket, ParamSpec], boo
     return result
 
 
-def load_shards(segments: Segments, optim: Optimizer, loaded: Mapping[str, LoadedShard], counts_on_device: bool) -> None:
+def load_shards(
+    segments: Segments, optim: Optimizer, loaded: Mapping[str, LoadedShard], counts_on_device: bool
+) -> None:
     """Put masters and states, by parameter name, into the segments. Only fused kernels count steps on the device."""
     check_complete({slot.entry.spec.name for segment in segments.items for slot in segment.run.slots}, set(loaded))
     # Step counts may differ within a segment: cut at every parameter that does not continue the one before it.
@@ -67,7 +69,9 @@ def _loaded_state(segment: Segment, loaded: Mapping[str, LoadedShard], counts_on
         shard = loaded[slot.entry.spec.name]
         for name, value in (("master", shard.master), *shard.state.items()):
             if value is not None and value.numel() != stop - start:
-                raise ValueError(f"{slot.entry.spec.name}: {name} has {value.numel()} elements, this rank owns {stop - start}")
+                raise ValueError(
+                    f"{slot.entry.spec.name}: {name} has {value.numel()} elements, this rank owns {stop - start}"
+                )
         if shard.master is not None:
             segment.tensor.view(-1)[where].copy_(shard.master.flatten())
         for key, value in shard.state.items():
@@ -80,8 +84,8 @@ def check_complete(wanted: set[str], given: set[str]) -> None:
     missing, unknown = sorted(wanted - given), sorted(given - wanted)
     if missing or unknown:
         raise ValueError(
-            f"optimizer state does not fit: {len(missing)} parameters of this rank are missing ({', '.join(missing[:5])}), "
-            f"{len(unknown)} are unknown ({', '.join(unknown[:5])})"
+            f"optimizer state does not fit: {len(missing)} parameters of this rank are missing "
+            f"({', '.join(missing[:5])}), {len(unknown)} are unknown ({', '.join(unknown[:5])})"
         )
 
 

@@ -1,19 +1,22 @@
 """Stage 3: parameters are gathered before their unit runs and freed behind it, forward and backward.
 
-    forward    a unit is gathered when one of its modules is called, and those that follow it in the order of the last forward are
-               started ahead, as far as `ahead` reaches; behind the call it is freed. What ends the forward stays: backward begins there
-    backward   a gradient that arrives at the output of a module gathers its unit again, and starts those before it; when the gradients of
-               all its inputs are there it is freed, at the latest when backward ends
+    forward    a unit is gathered when one of its modules is called, and those that follow it in the order of the last
+               forward are started ahead, as far as `ahead` reaches; behind the call it is freed. What ends the forward
+               stays: backward begins there
+    backward   a gradient that arrives at the output of a module gathers its unit again, and starts those before it;
+               when the gradients of all its inputs are there it is freed, at the latest when backward ends
 
 A pipeline says itself which sections it needs when (`open_section`, `close_section`); then no hooks are installed.
 
-[Note: who looks at a freed parameter] Outside of these windows a parameter is *pending* (see `param_guard`): an operation on it shows its
-bucket, which all ranks of the sub-group must do alike, and from then on until the next step it has values that last. So weights used
-away from their module, state dicts and averages of weights are right, at the price of memory.
+[Note: who looks at a freed parameter] Outside of these windows a parameter is *pending* (see `param_guard`): an
+operation on it shows its bucket, which all ranks of the sub-group must do alike, and from then on until the next step
+it has values that last. So weights used away from their module, state dicts and averages of weights are right, at the
+price of memory.
 
-[Note: what a module gives away] Hooks see a backward begin where they see what the forward gave: tensors in its output, and in the lists,
-dicts and dataclasses of its input, which stay the very objects that the caller has, because a module may write to them. A module that
-shows no tensor at all stays gathered until the step. A part of a weight that is returned is copied: it would go with the weight.
+[Note: what a module gives away] Hooks see a backward begin where they see what the forward gave: tensors in its output,
+and in the lists, dicts and dataclasses of its input, which stay the very objects that the caller has, because a module
+may write to them. A module that shows no tensor at all stays gathered until the step. A part of a weight that is
+returned is copied: it would go with the weight.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ class _Use:
 
 
 class _Hook:
-    """Calls `function`. A deep copy of the model (an average of weights) has parameters of its own, and there it does nothing."""
+    """Calls `function`. A deep copy of the model (an average of weights) has parameters of its own, and there it
+    does nothing.
+    """
 
     __slots__ = ("_function",)
 
@@ -96,7 +101,8 @@ class UnitGatherer:
 
     group     the ZeRO sub-group; None for one rank
     is_first  whether this rank's shards are those that are saved, of all ranks that keep the same
-    ahead     how many units are gathered before they are needed; None: as many as take the memory of the largest one, and no more
+    ahead     how many units are gathered before they are needed; None: as many as take the memory of the largest one,
+              and no more
     hooks     whether the modules' calls gather and free
     guard     of the parameters
     """
@@ -136,7 +142,8 @@ class UnitGatherer:
         self._open: dict[_Use, None] = {}
         self._depth = 0  # calls of the model that are running: it may call itself
         self._generation = job.generation()
-        for number, (param, (bucket, slot)) in enumerate(self._places.items()):  # a parameter that knew itself would live for ever
+        # a parameter that knew itself would live for ever
+        for number, (param, (bucket, slot)) in enumerate(self._places.items()):
             start, stop, _ = bucket.values_of(slot)
             keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), number)))
         self._hooks = self._install(model, units) if hooks else []
@@ -154,7 +161,9 @@ class UnitGatherer:
         for unit, described in zip(self._units, units, strict=True):
             for module in described.modules:
                 stays = module is model  # it would be freed and gathered again at once
-                hooks.append(module.register_forward_hook(_Hook(partial(self._after_forward, unit, stays)), with_kwargs=True))
+                hooks.append(
+                    module.register_forward_hook(_Hook(partial(self._after_forward, unit, stays)), with_kwargs=True)
+                )
                 before = _Hook(partial(self._before_forward, unit))
                 hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output))))
@@ -178,7 +187,9 @@ class UnitGatherer:
         self._uses = []
 
     def _end_forward(self, output: Any) -> None:
-        """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights, logits of routers)."""
+        """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights,
+        logits of routers).
+        """
         if self._depth > 1:
             return
         for leaf in tensors_in(output):
@@ -309,7 +320,8 @@ class UnitGatherer:
         use.unit.opened -= 1
         self._free_unneeded(use.unit)
         place = self._position.get(use.unit, 0)
-        if on and place and self._order[place - 1].recorded:  # its backward may begin at what it gave away unseen (an attribute)
+        # its backward may begin at what it gave away unseen (an attribute)
+        if on and place and self._order[place - 1].recorded:
             self._bring(self._order[place - 1])
 
     def _close_uses(self) -> None:
@@ -317,7 +329,9 @@ class UnitGatherer:
             self._close(use, on=False)
 
     def end_backward(self) -> None:
-        """What backward has not freed by itself: units whose inputs need no gradient, and those that were started in vain."""
+        """What backward has not freed by itself: units whose inputs need no gradient, and those that were started in
+        vain.
+        """
         self._close_uses()
         for unit in self._units:
             unit.kept = unit.between = False
@@ -476,7 +490,9 @@ class UnitGatherer:
             keep_shard(param, None)
 
     def read_kept(self, number: int) -> torch.Tensor:
-        """This rank's part of a parameter, in the master; what is gathered is forgotten, because it may be written to."""
+        """This rank's part of a parameter, in the master; what is gathered is forgotten, because it may be written
+        to.
+        """
         bucket, slot = list(self._places.values())[number]
         unit = self._units[bucket.plan.unit]
         if unit.filled:
@@ -495,8 +511,9 @@ def told_when_alone(bucket: ShardedBucket) -> Iterator[None]:
     timer = threading.Timer(
         _PATIENCE,
         lambda: get_dist_logger().warning(
-            f"rank {dist.get_rank()} has waited {_PATIENCE} s for the others to read {name} and what is stored with it: at ZeRO stage 3 "
-            "parameters are gathered when a script reads them, which all ranks must do alike (not under `if rank == 0`)"
+            f"rank {dist.get_rank()} has waited {_PATIENCE} s for the others to read {name} and what is stored with "
+            "it: at ZeRO stage 3 parameters are gathered when a script reads them, which all ranks must do alike (not "
+            "under `if rank == 0`)"
         ),
     )
     timer.daemon = True

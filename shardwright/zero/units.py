@@ -1,7 +1,8 @@
 """Units: the parameters that stage 3 gathers and frees together.
 
     layer            a repeated block of the model, with everything inside
-    large module     one outside of the blocks that holds much (embeddings, a head), with the modules that share its weights
+    large module     one outside of the blocks that holds much (embeddings, a head), with the modules that share its
+                     weights
     the rest         what is left, small: gathered for as long as the model runs
 
 Pure facts about a module tree: nothing is communicated or changed.
@@ -14,13 +15,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..utils.modules import separable_blocks
+from ..models.blocks import separable_blocks
 
 _LARGE = 1 / 8  # of the largest unit
 
 
 class ParamUnit(NamedTuple):
-    """`params` are needed while one of `modules` runs; the last unit of a model is the rest, whose module is the model itself."""
+    """`params` are needed while one of `modules` runs; the last unit of a model is the rest, whose module is the
+    model itself.
+    """
 
     modules: tuple[nn.Module, ...]
     params: tuple[nn.Parameter, ...]
@@ -29,11 +32,13 @@ class ParamUnit(NamedTuple):
 def find_param_units(model: nn.Module, sections: Mapping[nn.Parameter, int] | None = None) -> list[ParamUnit]:
     """All parameters of `model`, each in one unit, in the model's order; empty units are left out.
 
-    sections  parts of the model that are run apart (pipeline chunks): no unit reaches over two of them. Parameters that are not
-              listed count as held by other ranks
+    sections  parts of the model that are run apart (pipeline chunks): no unit reaches over two of them. Parameters that
+              are not listed count as held by other ranks
     """
     found: list[ParamUnit] = []
-    taken = set[nn.Parameter]() if sections is None else {param for param in model.parameters() if param not in sections}
+    taken = (
+        set[nn.Parameter]() if sections is None else {param for param in model.parameters() if param not in sections}
+    )
     for block in separable_blocks(model):
         params = tuple(param for param in block.parameters() if param not in taken)
         taken.update(params)

@@ -19,13 +19,18 @@ def tiny() -> nn.Module:
 @mistake(
     symptom="`cut_memory` below what any cut needs",
     gets="refused when the model is boosted, with the least that works; nothing was changed",
-    fix="that number, fewer microbatches under `gpipe`, or recomputation: the bound is relative to `1f1b` with the same recomputation",
+    fix="that number, fewer microbatches under `gpipe`, or recomputation: the bound is relative to `1f1b` with the "
+    "same recomputation",
     worlds=(2, 4),
 )
 def bound_below_every_cut(rank: int, world: int) -> None:
     model = tiny()
     settings = {"pp_size": 2, "num_microbatches": 4, "pp_style": "gpipe", "precision": "fp32"}
-    with refused("cut_memory=1 is less than any cut of 4 layers takes", "pp_style='gpipe'", "the least that works is cut_memory=2"):
+    with refused(
+        "cut_memory=1 is less than any cut of 4 layers takes",
+        "pp_style='gpipe'",
+        "the least that works is cut_memory=2",
+    ):
         Booster(plugin=HybridParallelPlugin(**settings, cut_memory=1.0)).boost(model, adamw(model))  # type: ignore[arg-type]
     booster = Booster(plugin=HybridParallelPlugin(**settings, cut_memory=2.0))  # type: ignore[arg-type]
     booster.boost(model, adamw(model))
@@ -57,4 +62,7 @@ def stage_of_nothing(rank: int, world: int) -> None:
         Booster(plugin=plugin).boost(model, adamw(model))
     plugin = HybridParallelPlugin(**settings, num_layers_per_stage=[0, 2, 2, 0])  # type: ignore[arg-type]
     Booster(plugin=plugin).boost(model, adamw(model))
-    assert [stage.span for stage in plugin.layout.stages][::3] == ["what is before the layers", "what is behind the layers"]  # type: ignore[union-attr]
+    assert [stage.span for stage in plugin.layout.stages][::3] == [
+        "what is before the layers",
+        "what is behind the layers",
+    ]  # type: ignore[union-attr]

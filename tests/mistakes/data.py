@@ -1,4 +1,6 @@
-"""Mistakes in what is fed to a run: loaders, batches, numbers that are none, and ranks that were given different things."""
+"""Mistakes in what is fed to a run: loaders, batches, numbers that are none, and ranks that were given different
+things.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def said(*parts: str, by: int | None = 0) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
     if by is None or dist.get_rank() == by:
-        assert any(all(part in message for part in parts) for message in messages), f"no message with {parts}: {messages}"
+        assert any(all(part in message for part in parts) for message in messages), (
+            f"no message with {parts}: {messages}"
+        )
 
 
 class Stream(IterableDataset):
@@ -123,8 +127,10 @@ class Stream(IterableDataset):
 
 @mistake(
     symptom="`boost(dataloader=DataLoader(dataset, batch_size, shuffle=True))`, a loader written for one process",
-    gets="it is dealt out as Accelerate's `prepare` does: each data-parallel rank takes its batches, all equally many; the log says so",
-    fix="nothing to do; `plugin.prepare_dataloader(dataset, batch_size, shuffle=True, seed=...)` makes such a loader at once",
+    gets="it is dealt out as Accelerate's `prepare` does: each data-parallel rank takes its batches, all equally many; "
+    "the log says so",
+    fix="nothing to do; `plugin.prepare_dataloader(dataset, batch_size, shuffle=True, seed=...)` makes such a loader "
+    "at once",
 )
 def own_loader(rank: int, world: int) -> None:
     used = TorchDDPPlugin()
@@ -168,7 +174,11 @@ def sampler_over_all_ranks(rank: int, world: int) -> None:
     used = plugin(world)
     data = numbers(24)
     loader = DataLoader(data, sampler=DistributedSampler(data))
-    with refused(f"DistributedSampler deals samples to {world} ranks", f"{world // 2} data-parallel ranks", r"plugin\.data_parallel"):
+    with refused(
+        f"DistributedSampler deals samples to {world} ranks",
+        f"{world // 2} data-parallel ranks",
+        r"plugin\.data_parallel",
+    ):
         Booster(plugin=used).boost(llama(), dataloader=loader)
     replicas, mine = used.data_parallel
     right = DataLoader(data, sampler=DistributedSampler(data, num_replicas=replicas, rank=mine))
@@ -231,8 +241,10 @@ def fewer_samples_than_ranks(rank: int, world: int) -> None:
 
 @mistake(
     symptom="a streaming dataset (`IterableDataset`, `load_dataset(..., streaming=True)`) in `prepare_dataloader`",
-    gets="every rank reads the stream and keeps its share; all end after equally many batches, and the position can be saved",
-    fix="`for batch in dataloader`, or `range(steps)` with a number of your own: a stream has no `len`, and asking for it says so",
+    gets="every rank reads the stream and keeps its share; all end after equally many batches, and the position can be "
+    "saved",
+    fix="`for batch in dataloader`, or `range(steps)` with a number of your own: a stream has no `len`, and asking for "
+    "it says so",
 )
 def streaming(rank: int, world: int) -> None:
     loader = TorchDDPPlugin().prepare_dataloader(Stream(4 * world + 1), batch_size=2)
@@ -333,7 +345,9 @@ def token_outside(rank: int, world: int) -> None:
     for wrong in (VOCABULARY, -1):
         batch = texts()
         batch["input_ids"][2, 3] = wrong
-        with refused(rf"input_ids\[2, 3\]={wrong} is outside of the vocabulary of LlamaForCausalLM", rf"0\.\.{VOCABULARY - 1}"):
+        with refused(
+            rf"input_ids\[2, 3\]={wrong} is outside of the vocabulary of LlamaForCausalLM", rf"0\.\.{VOCABULARY - 1}"
+        ):
             step(facade, model, optimizer, batch)
         with refused(rf"input_ids\[2, 3\]={wrong}"):
             model(**batch)
@@ -400,7 +414,9 @@ def too_long(rank: int, world: int) -> None:
 )
 def different_batches_in_a_replica(rank: int, world: int) -> None:
     facade, model, optimizer = boosted(plugin(world))
-    with refused("different batches in the first step", r"batch\['input_ids'\] is int64 \(4, 6\)", r"rank 1 \(dp 0, pp 0, tp 1\)"):
+    with refused(
+        "different batches in the first step", r"batch\['input_ids'\] is int64 \(4, 6\)", r"rank 1 \(dp 0, pp 0, tp 1\)"
+    ):
         step(facade, model, optimizer, texts(seed=rank))
     facade, model, optimizer = boosted(plugin(world))
     batch = texts() if rank % 2 == 0 else {**texts(), "attention_mask": torch.ones(4, 6, dtype=torch.int64)}
@@ -424,13 +440,19 @@ def same_batch_everywhere(rank: int, world: int) -> None:
 @mistake(
     symptom="the model is built after `torch.manual_seed(seed + rank)`, with tensor or pipeline parallelism",
     gets="refused in `boost`, with a parameter and the two ranks: each would keep its part of another model",
-    fix="the same seed on all ranks while the model is built (`launch_from_torch(seed=...)`), other seeds only for the data",
+    fix="the same seed on all ranks while the model is built (`launch_from_torch(seed=...)`), other seeds only for the "
+    "data",
     worlds=(2, 4),
 )
 def different_models(rank: int, world: int) -> None:
     for sizes in ({"tp_size": 2}, {"tp_size": 1, "pp_size": 2}):
         used = plugin(world, **sizes)
-        with refused("have different weights", r"model\.embed_tokens\.weight is \[.*\] \(digest", "on rank 1", "seed all ranks alike"):
+        with refused(
+            "have different weights",
+            r"model\.embed_tokens\.weight is \[.*\] \(digest",
+            "on rank 1",
+            "seed all ranks alike",
+        ):
             boosted(used, llama(seed=rank))
 
 
@@ -527,7 +549,8 @@ def train_with_nan(world: int, on_nan: str) -> tuple[Any, list[torch.Tensor], li
 @mistake(
     symptom="a loss that is nan or inf",
     gets="the optimizer steps as torch's would, and the log names the step: by default nothing is decided for you",
-    fix="`Booster(on_nan='skip')` or `'stop'` while you look for the cause: data of that step, learning rate, number format",
+    fix="`Booster(on_nan='skip')` or `'stop'` while you look for the cause: data of that step, learning rate, number "
+    "format",
 )
 def nan_loss(rank: int, world: int) -> None:
     with said("the loss of step 2 is nan", "on_nan='skip'", by=None):

@@ -24,9 +24,12 @@ class _Job:
     """A tiny model over a pipeline of `pp` ranks, in a job as `launch_from_torch` makes it."""
 
     def __init__(self, rank: int, world: int, pp: int = 2, tp: int = 1, zero: int = 0, timeout: float = 30) -> None:
-        dist.set_debug_level(dist.DebugLevel.OFF)  # as in a script: the checker of DETAIL waits where nothing can wake it
+        # as in a script: the checker of DETAIL waits where nothing can wake it
+        dist.set_debug_level(dist.DebugLevel.OFF)
         shardwright.launch(rank, world, None, None, timeout=timeout)
-        self.booster = Booster(plugin=HybridParallelPlugin(precision="fp32", pp_size=pp, tp_size=tp, zero_stage=zero, num_microbatches=2))
+        self.booster = Booster(
+            plugin=HybridParallelPlugin(precision="fp32", pp_size=pp, tp_size=tp, zero_stage=zero, num_microbatches=2)
+        )
         model = zoo.build(NAME, num_hidden_layers=2)
         self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.step()  # in the first one the ranks compare what they were given
@@ -38,7 +41,9 @@ class _Job:
 
     def step(self, batches: Iterator[Any] | None = None, criterion: Any = None) -> Any:
         batches = batches if batches is not None else iter([zoo.inputs(NAME, batch_size=4, seed=0)])
-        result = self.booster.execute_pipeline(batches, self.model, criterion or (lambda outputs, _: outputs.loss), self.optimizer)
+        result = self.booster.execute_pipeline(
+            batches, self.model, criterion or (lambda outputs, _: outputs.loss), self.optimizer
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
         return result
@@ -51,7 +56,8 @@ def _told(job: _Job, rank: int, failing: int, *parts: str, **step: Any) -> None:
         with refused(parts[-1], by=Exception):
             job.step(**step)
     else:
-        # A rank that is so late that it begins the step when the job has ended is told the same by the refusal to begin.
+        # A rank that is so late that it begins the step when the job has ended is told the same by the refusal to
+        # begin.
         with refused(f"rank {failing} \\(", "step 2 of execute_pipeline", *parts, by=(JobError, BrokenJobError)):
             job.step()
     assert time.monotonic() - started < 10
@@ -89,8 +95,10 @@ def raises_in_the_data_iterator(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`except Exception: continue` around a step that failed in the middle on one rank",
-    gets="the next step, backward, optimizer step or checkpoint is refused on every rank: it says which error broke the communicators",
-    fix="restart from a checkpoint; or let every rank call `shardwright.recover()` and `optimizer.zero_grad()`, and go on",
+    gets="the next step, backward, optimizer step or checkpoint is refused on every rank: it says which error broke "
+    "the communicators",
+    fix="restart from a checkpoint; or let every rank call `shardwright.recover()` and `optimizer.zero_grad()`, and go "
+    "on",
     worlds=(2, 4),
     alone=True,
 )
@@ -113,9 +121,12 @@ def goes_on_after_a_failed_step(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`except torch.OutOfMemoryError: continue` around a forward that raised on one rank, at ZeRO stage 3 or with tp_size > 1",
-    gets="the other ranks, which wait for that rank in their forwards, raise within seconds; whatever comes next is refused on every rank",
-    fix="let every rank catch it, call `shardwright.recover()` and `optimizer.zero_grad()`, and go on. What all ranks raise breaks nothing",
+    symptom="`except torch.OutOfMemoryError: continue` around a forward that raised on one rank, at ZeRO stage 3 or "
+    "with tp_size > 1",
+    gets="the other ranks, which wait for that rank in their forwards, raise within seconds; whatever comes next is "
+    "refused on every rank",
+    fix="let every rank catch it, call `shardwright.recover()` and `optimizer.zero_grad()`, and go on. What all ranks "
+    "raise breaks nothing",
     worlds=(2,),
     alone=True,
 )
@@ -144,7 +155,8 @@ def goes_on_after_a_failed_forward(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="all ranks of a pipeline make the same mistake (`execute_pipeline(dataloader, ...)` instead of an iterator)",
+    symptom="all ranks of a pipeline make the same mistake (`execute_pipeline(dataloader, ...)` instead of an "
+    "iterator)",
     gets="a ValueError on every rank; nothing is broken, the next step runs",
     fix="`iter(dataloader)`",
     worlds=(2,),
@@ -158,7 +170,8 @@ def the_same_mistake_on_all_ranks(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="in mid-training, ranks of one tensor-parallel or pipeline group get batches of different sizes, dtypes or keys",
+    symptom="in mid-training, ranks of one tensor-parallel or pipeline group get batches of different sizes, dtypes or "
+    "keys",
     gets="refused before anything is exchanged, with both batches named",
     fix="`plugin.prepare_dataloader`, or a `DistributedSampler` over `plugin.data_parallel` instead of over all ranks",
     worlds=(4,),  # of two ranks the group is the default one, which the test harness makes with DETAIL
@@ -190,7 +203,8 @@ def leaves_early(rank: int, world: int) -> None:
         ending.at_exit(me)  # what the interpreter does at its end
         groups.close_all()
         deadline = time.monotonic() + 20
-        while me.failure is None and time.monotonic() < deadline:  # recover() tells others of a failure where none is known
+        # recover() tells others of a failure where none is known
+        while me.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
     else:
         with refused("rank 1 .*left: its script had ended while rank 0 still waited for it", by=JobError):

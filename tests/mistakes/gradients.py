@@ -24,7 +24,9 @@ def net(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
 
-def boosted(stage: int, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any) -> tuple[Booster, Any, Any]:
+def boosted(
+    stage: int, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any
+) -> tuple[Booster, Any, Any]:
     model = net()
     optim = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.5)
     settings = {"precision": "fp32", **options}
@@ -53,12 +55,15 @@ def backward(booster: Booster, model: Any, optim: Any, rank: int, number: int = 
 def assert_weights(model: Any, wanted: nn.Module) -> None:
     for param, plain in zip(model.parameters(), wanted.parameters(), strict=True):
         value = param.detach()
-        torch.testing.assert_close(value.full_tensor() if isinstance(value, DTensor) else value, plain.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            value.full_tensor() if isinstance(value, DTensor) else value, plain.detach(), rtol=1e-10, atol=1e-10
+        )
 
 
 @mistake(
     symptom="`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` between backward and step",
-    gets="the clipping of one process where every rank holds whole gradients (one rank, `zero_stage=0`); refused where ranks "
+    gets="the clipping of one process where every rank holds whole gradients (one rank, `zero_stage=0`); refused where "
+    "ranks "
     "hold parts, since each would clip by a norm of its own",
     fix="`max_norm=1.0` of the plugin, or `optimizer.clip_grad_by_norm(1.0)`, right in every layout",
 )
@@ -119,7 +124,8 @@ def backward_without_the_booster(rank: int, world: int) -> None:
 
 @mistake(
     symptom="a loss that reaches the model of another optimizer (GAN: the generator's loss and the discriminator)",
-    gets="what plain torch does: the gradients are added, and dropped by the other optimizer's `zero_grad`; refused where they came after "
+    gets="what plain torch does: the gradients are added, and dropped by the other optimizer's `zero_grad`; refused "
+    "where they came after "
     "its own had been reduced, or in fp16, and it steps without `zero_grad`",
     fix="`zero_grad()` before each backward of the other optimizer, or `requires_grad_(False)` on its model meanwhile",
 )
@@ -146,8 +152,10 @@ def loss_that_reaches_another_model(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="two forwards before two backwards, or `retain_graph=True`, under `TorchDDPPlugin(find_unused_parameters=True)`",
-    gets="refused in the second backward, which torch's DistributedDataParallel would not reduce; right with the default arguments",
+    symptom="two forwards before two backwards, or `retain_graph=True`, under "
+    "`TorchDDPPlugin(find_unused_parameters=True)`",
+    gets="refused in the second backward, which torch's DistributedDataParallel would not reduce; right with the "
+    "default arguments",
     fix="backward after each forward, or one backward of the sum of the losses",
     worlds=(2, 4),
 )
@@ -320,9 +328,11 @@ def optimizer_with_its_own_step(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`model.load_state_dict(...)`, `nn.init`, `param.copy_(...)` or `param.data.clamp_(...)` on a boosted model in bf16 or fp16",
+    symptom="`model.load_state_dict(...)`, `nn.init`, `param.copy_(...)` or `param.data.clamp_(...)` on a boosted "
+    "model in bf16 or fp16",
     gets="the new weights stay: fp32 masters follow before the next step or save",
-    fix="nothing to do; inside the model's own `forward` write `with torch.no_grad(): param.clamp_(...)`, where `.data` is not watched",
+    fix="nothing to do; inside the model's own `forward` write `with torch.no_grad(): param.clamp_(...)`, where "
+    "`.data` is not watched",
 )
 def weights_written_after_boost(rank: int, world: int) -> None:
     for stage in (0, 1, 2):
@@ -339,9 +349,11 @@ def weights_written_after_boost(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="an average of weights (EMA) over `list(model.parameters())` taken before boost, with `overlap_allgather=True`",
+    symptom="an average of weights (EMA) over `list(model.parameters())` taken before boost, with "
+    "`overlap_allgather=True`",
     gets="whole weights: whoever reads a parameter waits for its gather",
-    fix="nothing to do; at stage 3, which gathers what is read, all ranks read alike, or `optimizer.shards()` gives this rank's part",
+    fix="nothing to do; at stage 3, which gathers what is read, all ranks read alike, or `optimizer.shards()` gives "
+    "this rank's part",
 )
 def average_of_captured_parameters(rank: int, world: int) -> None:
     for stage in (1, 2, 3):
@@ -392,7 +404,11 @@ def lbfgs(rank: int, world: int) -> None:
     fix="`LowLevelZeroPlugin` or `HybridParallelPlugin`, which give it whole parameters, at stage 3 too",
 )
 def optimizers_that_know_no_dtensors(rank: int, world: int) -> None:
-    for plugin in (TorchFSDPPlugin(), LowLevelZeroPlugin(stage=2, precision="fp32"), LowLevelZeroPlugin(stage=3, precision="fp32")):
+    for plugin in (
+        TorchFSDPPlugin(),
+        LowLevelZeroPlugin(stage=2, precision="fp32"),
+        LowLevelZeroPlugin(stage=3, precision="fp32"),
+    ):
         model: Any = net()
         booster = Booster(plugin=plugin)
         model, optim, *_ = booster.boost(model, torch.optim.Adafactor(model.parameters()))
@@ -407,7 +423,8 @@ def optimizers_that_know_no_dtensors(rank: int, world: int) -> None:
 @mistake(
     symptom="`param.register_hook(...)`, or hooks registered before boost, under `TorchFSDPPlugin`",
     gets="refused: FSDP2 would never call them; all ZeRO stages and `TorchDDPPlugin` call all hooks",
-    fix="after boost `param.register_post_accumulate_grad_hook(hook)`, which sees this rank's shard of the reduced gradient",
+    fix="after boost `param.register_post_accumulate_grad_hook(hook)`, which sees this rank's shard of the reduced "
+    "gradient",
 )
 def hooks_on_sharded_parameters(rank: int, world: int) -> None:
     def double(param: Any) -> None:
@@ -449,7 +466,11 @@ def penalty_by_itself(rank: int, world: int) -> None:
             return torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)[0].pow(2).mean()
 
         alone = penalty()
-        with refused("weights which FSDP2 has freed", "backward once on the sum") if isinstance(plugin, TorchFSDPPlugin) else nullcontext():
+        with (
+            refused("weights which FSDP2 has freed", "backward once on the sum")
+            if isinstance(plugin, TorchFSDPPlugin)
+            else nullcontext()
+        ):
             booster.backward(alone, optim)
         optim.zero_grad()
         first = penalty()

@@ -1,4 +1,6 @@
-"""Mistakes in losses and criteria that only show when a batch is split over microbatches, stages or data-parallel ranks."""
+"""Mistakes in losses and criteria that only show when a batch is split over microbatches, stages or data-parallel
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,11 @@ class InBatch:
 
 
 @mistake(
-    symptom="a contrastive loss whose negatives are the other samples of the batch, with microbatches or data-parallel ranks",
+    symptom="a contrastive loss whose negatives are the other samples of the batch, with microbatches or data-parallel "
+    "ranks",
     gets="refused on every rank before the step: no microbatch sees all samples",
-    fix="give the criterion `weight(inputs)` if negatives of the microbatch alone will do; else one microbatch on one data-parallel rank",
+    fix="give the criterion `weight(inputs)` if negatives of the microbatch alone will do; else one microbatch on one "
+    "data-parallel rank",
 )
 def in_batch_negatives(rank: int, world: int) -> None:
     step, _ = job(world)
@@ -62,7 +66,8 @@ def in_batch_negatives(rank: int, world: int) -> None:
 @mistake(
     symptom="DPO or a reward loss on a batch whose first half is chosen and whose second half is rejected",
     gets="refused on every rank: the halves of a microbatch are not those of the batch",
-    fix="make a pair one sample, `[pairs, 2, length]`, or let pairs be neighbours (`x[0::2]`, `x[1::2]`) in microbatches of even size",
+    fix="make a pair one sample, `[pairs, 2, length]`, or let pairs be neighbours (`x[0::2]`, `x[1::2]`) in "
+    "microbatches of even size",
 )
 def halves_of_a_batch(rank: int, world: int) -> None:
     step, _ = job(world)
@@ -151,7 +156,8 @@ def masked_mean_by_hand(rank: int, world: int) -> None:
 @mistake(
     symptom="a mean over tokens that the model's own outputs select or weigh (`losses[losses > 1].mean()`)",
     gets="refused on every rank: how many there are in other microbatches cannot be known ahead",
-    fix="select by something in the batch, divide by a number that is the same everywhere, or give the criterion `weight(inputs)`",
+    fix="select by something in the batch, divide by a number that is the same everywhere, or give the criterion "
+    "`weight(inputs)`",
 )
 def selected_by_the_model(rank: int, world: int) -> None:
     step, _ = job(world)
@@ -183,9 +189,11 @@ def penalty_on_parameters(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="a criterion that cuts at the longest sequence (`x[:, : int(lengths.max())]`), or divides by `len(labels.unique())`",
+    symptom="a criterion that cuts at the longest sequence (`x[:, : int(lengths.max())]`), or divides by "
+    "`len(labels.unique())`",
     gets="refused on every rank: the number is another one in every microbatch",
-    fix="leave the padding in, and mask it; take a count from the whole batch with `torch.bincount(labels, minlength=n)`",
+    fix="leave the padding in, and mask it; take a count from the whole batch with `torch.bincount(labels, "
+    "minlength=n)`",
 )
 def number_of_a_microbatch(rank: int, world: int) -> None:
     step, _ = job(world)
@@ -266,6 +274,9 @@ def odd_pairs(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", pp_size=min(world, 2), microbatch_size=3))
     model = losses.build()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for criterion, text in ((losses.pairs.interleaved_pairs, "groups of 2"), (losses.pairs.pairs_by_view, "parts them")):
+    for criterion, text in (
+        (losses.pairs.interleaved_pairs, "groups of 2"),
+        (losses.pairs.pairs_by_view, "parts them"),
+    ):
         with refused(text):
             booster.execute_pipeline(iter([losses.batch(6)]), boosted, criterion, optimizer)

@@ -58,13 +58,17 @@ def _batch(length: int, *padded: bool) -> torch.Tensor:
 class _Run:
     def __init__(self, **options: Any) -> None:
         self.plain = _Cropping()
-        plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", example_inputs=torch.randn(2, 8, 4), **options)
+        plugin = HybridParallelPlugin(
+            pp_size=2, num_microbatches=2, precision="fp32", example_inputs=torch.randn(2, 8, 4), **options
+        )
         self.booster = Booster(plugin=plugin)
         model = copy.deepcopy(self.plain)
         self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
     def step(self, batch: torch.Tensor) -> None:
-        found = self.booster.execute_pipeline(iter([batch]), self.model, lambda outputs, _: outputs.square().sum(), self.optimizer)["loss"]
+        found = self.booster.execute_pipeline(
+            iter([batch]), self.model, lambda outputs, _: outputs.square().sum(), self.optimizer
+        )["loss"]
         self.optimizer.zero_grad()
         if found is not None:
             expected = torch.stack([self.plain(part).square().sum() for part in batch.chunk(2)]).sum()
@@ -72,8 +76,10 @@ class _Run:
 
 
 @mistake(
-    symptom="a layer whose output has another shape for some batches of a shape than for others (it drops tokens by what they are)",
-    gets="a step in which that happens is refused by the stage that sends, with what it has and what is expected; all ranks raise",
+    symptom="a layer whose output has another shape for some batches of a shape than for others (it drops tokens by "
+    "what they are)",
+    gets="a step in which that happens is refused by the stage that sends, with what it has and what is expected; all "
+    "ranks raise",
     fix="`enable_metadata_cache=False`: every message then tells what it is, which costs a wait of the host for each",
     worlds=(2,),
     alone=True,
@@ -85,7 +91,9 @@ def shapes_that_follow_from_contents(rank: int, world: int) -> None:
     for length in (8, 9):
         run.step(_batch(length, False, False))
     padded = _batch(10, True, True)
-    parts = (r"\[2, 9, 4\]", r"expected: .*\[2, 10, 4\]", "enable_metadata_cache=False") if rank == 0 else (r"rank 0 \(",)
+    parts = (
+        (r"\[2, 9, 4\]", r"expected: .*\[2, 10, 4\]", "enable_metadata_cache=False") if rank == 0 else (r"rank 0 \(",)
+    )
     with refused("action 0SEND_F0", *parts, by=(PipelineError, JobError)):
         run.step(padded)
     shardwright.recover()  # from then on nothing is taken to follow, and every new shape tells what it is

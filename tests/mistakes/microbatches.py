@@ -35,7 +35,9 @@ def boosted(world: int, **settings: Any) -> tuple[Booster, nn.Module, Any]:
 def router_loss_asked_for_too_late(rank: int, world: int) -> None:
     def step(settings: dict[str, Any], entries: dict[str, Any]) -> Any:
         booster = Booster(plugin=HybridParallelPlugin(pp_size=min(world, 2), num_microbatches=2, precision="fp32"))
-        model = zoo.build("mixtral-causal-lm", dtype=torch.float32, num_hidden_layers=2, experts_implementation="eager", **settings)
+        model = zoo.build(
+            "mixtral-causal-lm", dtype=torch.float32, num_hidden_layers=2, experts_implementation="eager", **settings
+        )
         model, *_ = booster.boost(model)
         batch = zoo.inputs("mixtral-causal-lm")
         return booster.execute_pipeline(iter([{**batch, **entries}]), model, None)["loss"]
@@ -49,14 +51,23 @@ def router_loss_asked_for_too_late(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`output_router_logits=True` with several microbatches and a model whose router loss is its own (Switch Transformers)",
+    symptom="`output_router_logits=True` with several microbatches and a model whose router loss is its own (Switch "
+    "Transformers)",
     gets="refused on every rank before the step: how the losses of microbatches weigh is not known",
     fix="one microbatch, a criterion with a `weight(inputs)`, or `output_router_logits=False`",
     worlds=(2,),
 )
 def router_loss_of_another_kind(rank: int, world: int) -> None:
     config = transformers.SwitchTransformersConfig(
-        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=2, decoder_start_token_id=0
+        vocab_size=64,
+        d_model=16,
+        d_kv=4,
+        d_ff=32,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        num_experts=2,
+        decoder_start_token_id=0,
     )
     booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, precision="fp32"))
     model, *_ = booster.boost(transformers.SwitchTransformersForConditionalGeneration(config))
@@ -93,18 +104,24 @@ def a_plain_list_of_microbatches(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`shardwright.Microbatches` of another number than `num_microbatches`, or with more samples than `microbatch_size`",
+    symptom="`shardwright.Microbatches` of another number than `num_microbatches`, or with more samples than "
+    "`microbatch_size`",
     gets="refused on every rank, with both numbers",
-    fix="`microbatch_size`, the most samples that one has, in place of `num_microbatches`: then a step has as many as it is given",
+    fix="`microbatch_size`, the most samples that one has, in place of `num_microbatches`: then a step has as many as "
+    "it is given",
     worlds=(1, 2),
 )
 def another_number_of_microbatches(rank: int, world: int) -> None:
     booster, model, optimizer = boosted(world, num_microbatches=4)
     with refused("gave 3 ready-made microbatches, but num_microbatches=4", "set microbatch_size"):
-        booster.execute_pipeline(iter([shardwright.Microbatches(microbatches(booster, (2, 9), (1, 12), (2, 9)))]), model, None, optimizer)
+        booster.execute_pipeline(
+            iter([shardwright.Microbatches(microbatches(booster, (2, 9), (1, 12), (2, 9)))]), model, None, optimizer
+        )
     booster, model, optimizer = boosted(world, microbatch_size=2)
     with refused("microbatch 1 has 3 samples, but microbatch_size=2"):
-        booster.execute_pipeline(iter([shardwright.Microbatches(microbatches(booster, (2, 9), (3, 12)))]), model, None, optimizer)
+        booster.execute_pipeline(
+            iter([shardwright.Microbatches(microbatches(booster, (2, 9), (3, 12)))]), model, None, optimizer
+        )
     with refused(r"Microbatches\(\[\]\) has no microbatch"):
         booster.execute_pipeline(iter([shardwright.Microbatches([])]), model, None, optimizer)
     with refused("microbatch 1: a batch of type dict without any tensor"):
@@ -115,7 +132,8 @@ def another_number_of_microbatches(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`shardwright.Microbatches` with `zero_stage=2` or `3`, several data-parallel ranks and only `microbatch_size`",
+    symptom="`shardwright.Microbatches` with `zero_stage=2` or `3`, several data-parallel ranks and only "
+    "`microbatch_size`",
     gets="refused on every rank: ranks exchange gradients or parameters for every microbatch, so all need equally many",
     fix="`num_microbatches=` the number that every rank has in every step",
     worlds=(2,),
@@ -157,7 +175,8 @@ def counts_of_one_length(rank: int, world: int) -> None:
 
 @mistake(
     symptom="a packed row of documents whose `labels` are not -100 where documents begin, with `num_microbatches`",
-    gets="refused on every rank: the row is cut between documents, and the last token of one would predict the first of the next",
+    gets="refused on every rank: the row is cut between documents, and the last token of one would predict the first "
+    "of the next",
     fix="transformers' `DataCollatorWithFlattening`, which sets these labels, or -100 there by hand",
     worlds=(1, 2),
 )
@@ -165,7 +184,11 @@ def labels_across_documents(rank: int, world: int) -> None:
     booster, model, optimizer = boosted(world, num_microbatches=2)
     replica = booster.plugin.data_parallel[1]  # type: ignore[union-attr]
     ids = torch.randint(5, 90, (1, 14), generator=torch.Generator().manual_seed(replica))
-    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(8), torch.arange(6)])[None], "labels": ids.clone()}
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(8), torch.arange(6)])[None],
+        "labels": ids.clone(),
+    }
     with refused(r"labels\[0, 8\]=", "DataCollatorWithFlattening", r"shardwright\.Microbatches"):
         booster.execute_pipeline(iter([batch]), model, None, optimizer)
     batch["labels"][0, 8] = -100
@@ -179,7 +202,11 @@ def pictures(replica: int) -> dict[str, torch.Tensor]:
     ids[0, 1:5] = ids[1, 2:4] = IMAGE
     patches = torch.randn(16 + 8, PATCH, generator=generator)
     grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
-    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "mm_token_type_ids": (ids == IMAGE).int()} | {
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == IMAGE, -100),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    } | {
         "pixel_values": patches,
         "image_grid_thw": grid,
     }
@@ -208,7 +235,8 @@ def images_that_the_cut_knew_nothing_of(rank: int, world: int) -> None:
 @mistake(
     symptom="`image_grid_thw` whose rows are not in the order of the samples",
     gets="refused on every rank: an image would go to another microbatch than its text",
-    fix="one row per image, in the order in which the texts have them, as processors make it; or `shardwright.Microbatches`",
+    fix="one row per image, in the order in which the texts have them, as processors make it; or "
+    "`shardwright.Microbatches`",
     worlds=(2,),
 )
 def images_in_another_order(rank: int, world: int) -> None:

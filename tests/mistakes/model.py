@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -42,10 +41,16 @@ class Job(NamedTuple):
 
 
 def job(layout: str = "mixed", world: int | None = None, **changes: Any) -> Job:
-    """A fresh one. "mixed" is tp, pp or both, as the number of ranks allows; "tp" and "zero1" and "zero3" are what they say."""
+    """A fresh one. "mixed" is tp, pp or both, as the number of ranks allows; "tp" and "zero1" and "zero3" are what
+    they say.
+    """
     world = dist.get_world_size() if world is None else world
     layouts: dict[str, dict[str, Any]] = {
-        "mixed": {1: {}, 2: {"pp_size": 2, "num_microbatches": 2}, 4: {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}}[world],
+        "mixed": {
+            1: {},
+            2: {"pp_size": 2, "num_microbatches": 2},
+            4: {"tp_size": 2, "pp_size": 2, "num_microbatches": 2},
+        }[world],
         "tp": {"tp_size": min(world, 2)},
         "zero1": {"zero_stage": 1},
         "zero3": {"zero_stage": 3},
@@ -111,7 +116,8 @@ def save_on_rank_0(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`if rank == 0: model.save_pretrained(path)`, or `booster.save_model` there, under tp, pp or ZeRO-3",
-    gets="after 5 s the log names the ranks that it waits for; when the job's timeout has passed, or at once when another rank calls "
+    gets="after 5 s the log names the ranks that it waits for; when the job's timeout has passed, or at once when "
+    "another rank calls "
     "something else that takes all of them, an error says so",
     fix="call it on all ranks",
     worlds=(2, 4),
@@ -151,7 +157,9 @@ def load_state_dict(rank: int, world: int) -> None:
     path = directory()
     run.booster.save_model(run.model, path)
     assert rank or same_weights(path, other)
-    with refused("does not fit the model" if run.is_split else "Missing key", by=(ValueError if run.is_split else RuntimeError)):
+    with refused(
+        "does not fit the model" if run.is_split else "Missing key", by=(ValueError if run.is_split else RuntimeError)
+    ):
         run.model.load_state_dict({})
 
 
@@ -163,7 +171,11 @@ def load_state_dict(rank: int, world: int) -> None:
 def num_parameters(rank: int, world: int) -> None:
     run = shared()
     for settings in ({}, {"exclude_embeddings": True}, {"only_trainable": True}):
-        assert run.model.num_parameters(**settings) == run.plain.num_parameters(**settings) == run.model.unwrap().num_parameters(**settings)
+        assert (
+            run.model.num_parameters(**settings)
+            == run.plain.num_parameters(**settings)
+            == run.model.unwrap().num_parameters(**settings)
+        )
 
 
 @mistake(
@@ -205,7 +217,8 @@ def convert(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`model.generate(...)` on a boosted model",
-    gets="the tokens of one process under tp and ZeRO, also when ranks stop at different lengths; refused with a pipeline",
+    gets="the tokens of one process under tp and ZeRO, also when ranks stop at different lengths; refused with a "
+    "pipeline",
     fix="with a pipeline save the model and load it in one process",
 )
 def generate(rank: int, world: int) -> None:
@@ -220,10 +233,13 @@ def generate(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`model(**batch).logits.argmax(-1)`, or a loss of one's own on `logits`, with `tp_size` above 1",
-    gets="`F.cross_entropy`, `argmax`, `topk`, `softmax`, `log_softmax`, `gather` and what goes row by row or element by element are those "
-    "of the whole vocabulary, called on all ranks; what else needs all of it (`sort`, `mse_loss`, `numpy()`) is refused, since a rank "
+    gets="`F.cross_entropy`, `argmax`, `topk`, `softmax`, `log_softmax`, `gather` and what goes row by row or element "
+    "by element are those "
+    "of the whole vocabulary, called on all ranks; what else needs all of it (`sort`, `mse_loss`, `numpy()`) is "
+    "refused, since a rank "
     "holds a part of the logits",
-    fix="`shardformer.layer.whole_logits(logits)` on all ranks, or `HybridParallelPlugin(parallel_output=False)`, which gathers always",
+    fix="`shardformer.layer.whole_logits(logits)` on all ranks, or `HybridParallelPlugin(parallel_output=False)`, "
+    "which gathers always",
 )
 def logits_of_a_part(rank: int, world: int) -> None:
     made = job("tp")
@@ -254,7 +270,9 @@ def logits_of_a_part(rank: int, world: int) -> None:
         with refused("is not possible on logits of which this rank holds", "parallel_output=False"):
             use(logits)
     if world > 1:
-        found = made.booster.execute_pipeline(iter([batch]), made.model, lambda outputs, inputs: outputs.loss, return_outputs=True)
+        found = made.booster.execute_pipeline(
+            iter([batch]), made.model, lambda outputs, inputs: outputs.loss, return_outputs=True
+        )
         with refused("std is not possible on logits of which this rank holds"):
             found["outputs"]["logits"].std(-1)
         assert torch.equal(found["outputs"]["logits"].argmax(-1), reference.argmax(-1))
@@ -286,7 +304,8 @@ def new_module(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`model.generation_config = ...`, `model.config.use_cache = False`, `model.anything = x` on what boost returned",
+    symptom="`model.generation_config = ...`, `model.config.use_cache = False`, `model.anything = x` on what boost "
+    "returned",
     gets="set on the model inside, where its forward and `generate` read it",
     fix="nothing",
 )
@@ -335,7 +354,9 @@ def lora(rank: int, world: int) -> None:
 
     plain = zoo.build(NAME, dtype=torch.float32, **TWO)
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=min(world, 2)))
-    model = booster.enable_lora(plain, lora_config=peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    model = booster.enable_lora(
+        plain, lora_config=peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
     counts = model.get_nb_trainable_parameters()
     boosted, *_ = booster.boost(model, adamw(model))
     assert boosted.get_nb_trainable_parameters() == counts
@@ -448,7 +469,8 @@ def built_after(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`booster.execute_pipeline(..., model, criterion, optimizer)` with the original optimizer, another model's, or a plain model",
+    symptom="`booster.execute_pipeline(..., model, criterion, optimizer)` with the original optimizer, another "
+    "model's, or a plain model",
     gets="refused",
     fix="pass what one `booster.boost` returned together",
 )
@@ -511,7 +533,10 @@ def grad_scaler(rank: int, world: int) -> None:
     fix="unfreeze before boost, with `lr=0` in a param group of its own until it is to move",
 )
 def unfrozen(rank: int, world: int) -> None:
-    for plugin in (LowLevelZeroPlugin(stage=3, precision="fp32"), TorchDDPPlugin() if world == 1 else HybridParallelPlugin()):
+    for plugin in (
+        LowLevelZeroPlugin(stage=3, precision="fp32"),
+        TorchDDPPlugin() if world == 1 else HybridParallelPlugin(),
+    ):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].requires_grad_(False)
         booster = Booster(plugin=plugin)
@@ -523,47 +548,6 @@ def unfrozen(rank: int, world: int) -> None:
 
 
 # Names.
-
-
-@mistake(
-    symptom="`HybridParallelPlugin(tp=2)`, `LowLevelZeroPlugin(zero_stage=1)`, `Booster(plugins=...)`, ...",
-    gets="refused, with the nearest name that does",
-    fix="the name in the message",
-)
-def unknown_argument(rank: int, world: int) -> None:
-    make: Any = {"hybrid": HybridParallelPlugin, "zero": LowLevelZeroPlugin, "ddp": TorchDDPPlugin, "booster": Booster}
-    for name, arguments, said in (
-        ("hybrid", {"tp": 2}, "takes no argument tp=2 - did you mean 'tp_size'"),
-        ("hybrid", {"scheduler_nodes": []}, "scheduler_nodes=.*plans itself"),
-        ("zero", {"zero_stage": 1}, "did you mean 'stage'|it is called stage"),
-        ("ddp", {"find_unused": True}, "did you mean 'find_unused_parameters'"),
-        ("booster", {"plugins": None}, "did you mean 'plugin'"),
-    ):
-        with refused(said):
-            make[name](**arguments)
-    with refused("at most 7 positional arguments|takes at most 7", "by name"):
-        make["ddp"](*[False] * 9)
-    with refused("takes no argument checkpoint=.*called path here"):
-        shared().booster.save_model(shared().model, checkpoint="x")
-    with refused("booster.boost|did you mean", by=AttributeError):
-        shared().booster.prepare  # noqa: B018
-
-
-@mistake(
-    symptom="`from shardwright.plugins import GeminiPlugin`, `shardwright.pipeline.schedule.v_schedule`, ...",
-    gets="an ImportError that says what to import instead",
-    fix="the name in the message",
-)
-def foreign_import(rank: int, world: int) -> None:
-    with refused("GeminiPlugin", "LowLevelZeroPlugin", by=ImportError):
-        from shardwright.plugins import GeminiPlugin  # type: ignore[attr-defined]  # noqa: F401
-    for module, said in (
-        ("shardwright.booster.plugin", "from shardwright.plugins import"),
-        ("shardwright.pipeline.schedule.v_schedule", "scheduler_nodes out"),
-        ("shardwright.nn.optimizer", r"shardwright\.optim"),
-    ):
-        with refused(said, by=ImportError):
-            importlib.import_module(module)
 
 
 class TiedByData(nn.Module):
@@ -585,7 +569,10 @@ def tied_by_data(rank: int, world: int) -> None:
     plugins: list[Any] = [LowLevelZeroPlugin(stage=stage, precision="fp32") for stage in (1, 3)]
     for plugin in (*plugins, HybridParallelPlugin(precision="fp32"), TorchFSDPPlugin()):
         model = TiedByData()
-        with refused("embed.weight and head.weight are two parameters in the same memory", r"model\.head\.weight = model\.embed\.weight"):
+        with refused(
+            "embed.weight and head.weight are two parameters in the same memory",
+            r"model\.head\.weight = model\.embed\.weight",
+        ):
             Booster(plugin=plugin).boost(model, adamw(model))
     model = TiedByData()
     model.head.weight = model.embed.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shardwright.shardformer import PipelineGradientCheckpointConfig, Policy, Sh
 from shardwright.testing import adamw, zoo
 
 from .data import said
-from .model import directory
+from .model import directory, shared
 from .table import mistake, refused
 
 SCALE = {"initial_scale": 2.0**10, "growth_interval": 100}
@@ -154,13 +155,18 @@ def schedule_and_chunks(rank: int, world: int) -> None:
 
 @mistake(
     symptom="options of pipelines in a run with `pp_size=1`",
-    gets="accepted, as one configuration often serves many layouts; named in `plugin.without_effect`, in the layout report and in the log",
+    gets="accepted, as one configuration often serves many layouts; named in `plugin.without_effect`, in the layout "
+    "report and in the log",
     fix="nothing, or leave them out",
 )
 def pipeline_options_without_a_pipeline(rank: int, world: int) -> None:
-    plugin = HybridParallelPlugin(pp_style="interleaved", num_model_chunks=2, overlap_p2p=False, enable_metadata_cache=False)
+    plugin = HybridParallelPlugin(
+        pp_style="interleaved", num_model_chunks=2, overlap_p2p=False, enable_metadata_cache=False
+    )
     assert idle(plugin) == {"pp_style", "num_model_chunks", "overlap_p2p", "enable_metadata_cache"}
-    assert "without effect here: pp_style='interleaved' (pp_size=1 has no pipeline)" in str(plugin.preflight(nn.Linear(2, 2)))
+    assert ("without effect here: pp_style='interleaved' (pp_size=1 has no pipeline)") in str(
+        plugin.preflight(nn.Linear(2, 2))
+    )
 
 
 @mistake(
@@ -242,8 +248,10 @@ def check_reduction(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`sequence_parallelism_mode='all_to_all'` with `enable_sequence_parallelism=False`, as benchmark scripts pass it",
-    gets="accepted and named as without effect; with `enable_sequence_parallelism=True` refused, and a mode that does not exist is refused",
+    symptom="`sequence_parallelism_mode='all_to_all'` with `enable_sequence_parallelism=False`, as benchmark scripts "
+    "pass it",
+    gets="accepted and named as without effect; with `enable_sequence_parallelism=True` refused, and a mode that does "
+    "not exist is refused",
     fix="leave both out",
 )
 def sequence_mode_that_is_off(rank: int, world: int) -> None:
@@ -287,7 +295,9 @@ def ratio_that_rounds_down(rank: int, world: int) -> None:
     assert "rounds down to none" in warning
     assert "0.5 is the least" in warning
     half = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
-    assert HybridParallelPlugin(gradient_checkpoint_config=half).preflight(model, adamw(model)).stages[0].recomputed == 1
+    assert (
+        HybridParallelPlugin(gradient_checkpoint_config=half).preflight(model, adamw(model)).stages[0].recomputed == 1
+    )
 
 
 @mistake(
@@ -375,7 +385,8 @@ def scheduler_of_another_optimizer(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`booster.no_sync(optim=...)`, `launch(sed=1)`, `prepare_dataloader(shufle=True)`, `ShardConfig(enable_flash=True)`",
+    symptom="`booster.no_sync(optim=...)`, `launch(sed=1)`, `prepare_dataloader(shufle=True)`, "
+    "`ShardConfig(enable_flash=True)`",
     gets="refused with the nearest name that exists",
     fix="that name",
 )
@@ -403,7 +414,8 @@ def size_without_shards(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`booster.save(f'ckpt-{time.time()}', ...)` or a `tempfile.mkdtemp()` of each rank: ranks save to different paths",
+    symptom="`booster.save(f'ckpt-{time.time()}', ...)` or a `tempfile.mkdtemp()` of each rank: ranks save to "
+    "different paths",
     gets="refused with the paths",
     fix="make the path on one rank and send it to the others (`torch.distributed.broadcast_object_list`)",
     worlds=(2, 4),
@@ -430,3 +442,44 @@ def arguments_in_another_order(rank: int, world: int) -> None:
         facade.save(model, "path")  # type: ignore[arg-type]
     with refused("is no path", r"save_model\(model, path\)"):
         facade.save_model("path", model)  # type: ignore[arg-type]
+
+
+@mistake(
+    symptom="`from shardwright.plugins import GeminiPlugin`, `shardwright.pipeline.schedule.v_schedule`, ...",
+    gets="an ImportError that says what to import instead",
+    fix="the name in the message",
+)
+def foreign_import(rank: int, world: int) -> None:
+    with refused("GeminiPlugin", "LowLevelZeroPlugin", by=ImportError):
+        from shardwright.plugins import GeminiPlugin  # type: ignore[attr-defined]  # noqa: F401
+    for module, words in (
+        ("shardwright.booster.plugin", "from shardwright.plugins import"),
+        ("shardwright.pipeline.schedule.v_schedule", "scheduler_nodes out"),
+        ("shardwright.nn.optimizer", r"shardwright\.optim"),
+    ):
+        with refused(words, by=ImportError):
+            importlib.import_module(module)
+
+
+@mistake(
+    symptom="`HybridParallelPlugin(tp=2)`, `LowLevelZeroPlugin(zero_stage=1)`, `Booster(plugins=...)`, ...",
+    gets="refused, with the nearest name that does",
+    fix="the name in the message",
+)
+def unknown_argument(rank: int, world: int) -> None:
+    make: Any = {"hybrid": HybridParallelPlugin, "zero": LowLevelZeroPlugin, "ddp": TorchDDPPlugin, "booster": Booster}
+    for name, arguments, words in (
+        ("hybrid", {"tp": 2}, "takes no argument tp=2 - did you mean 'tp_size'"),
+        ("hybrid", {"scheduler_nodes": []}, "scheduler_nodes=.*plans itself"),
+        ("zero", {"zero_stage": 1}, "did you mean 'stage'|it is called stage"),
+        ("ddp", {"find_unused": True}, "did you mean 'find_unused_parameters'"),
+        ("booster", {"plugins": None}, "did you mean 'plugin'"),
+    ):
+        with refused(words):
+            make[name](**arguments)
+    with refused("at most 7 positional arguments|takes at most 7", "by name"):
+        make["ddp"](*[False] * 9)
+    with refused("takes no argument checkpoint=.*called path here"):
+        shared().booster.save_model(shared().model, checkpoint="x")
+    with refused("booster.boost|did you mean", by=AttributeError):
+        shared().booster.prepare  # noqa: B018

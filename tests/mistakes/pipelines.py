@@ -52,10 +52,12 @@ def search_for_what_is_given(rank: int, world: int) -> None:
 def costs_of_another_model(rank: int, world: int) -> None:
     model = tiny()
     with refused(r"layer_costs=\[1.0, 2.0, 1.0\]", "4 layers", "model.layers.0 to model.layers.3"):
-        Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32", layer_costs=[1.0, 2.0, 1.0])).boost(
-            model, adamw(model)
-        )
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32", layer_costs=[1.0, 1.0, 1.0, 3.0]))
+        Booster(
+            plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32", layer_costs=[1.0, 2.0, 1.0])
+        ).boost(model, adamw(model))
+    booster = Booster(
+        plugin=HybridParallelPlugin(pp_size=2, num_microbatches=4, precision="fp32", layer_costs=[1.0, 1.0, 1.0, 3.0])
+    )
     booster.boost(model, adamw(model))
     assert [len(stage.layers) for stage in booster.plugin.layout.stages] == [3, 1]  # type: ignore[union-attr]
 
@@ -63,7 +65,8 @@ def costs_of_another_model(rank: int, world: int) -> None:
 @mistake(
     symptom="`offload_activations` without a pipeline",
     gets="refused: every backward follows its forward at once, so there is no time in which activations could be away",
-    fix="let layers be recomputed: `gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)`",
+    fix="let layers be recomputed: "
+    "`gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)`",
 )
 def offload_without_a_pipeline(rank: int, world: int) -> None:
     with refused("offload_activations=0.5 with pp_size=1", "gradient_checkpoint_config"):

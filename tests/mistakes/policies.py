@@ -52,7 +52,8 @@ def exchanged_arguments(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="an argument of another framework's layer that asks for something, such as `skip_bias_add=True` or `seq_parallel_mode='ring'`",
+    symptom="an argument of another framework's layer that asks for something, such as `skip_bias_add=True` or "
+    "`seq_parallel_mode='ring'`",
     gets="refused with the reason; those that ask for nothing (`None`, `False`) are accepted",
     fix="leave it out",
 )
@@ -88,7 +89,12 @@ def schedule_with_a_hole(rank: int, world: int) -> None:
     shardwright.register_schedule("forgetful", forgetful)
     x = torch.randn(4, 4)
     plugin = HybridParallelPlugin(
-        pp_size=world, num_microbatches=4, pp_style="forgetful", precision="fp32", custom_policy=PairPolicy(), example_inputs=x
+        pp_size=world,
+        num_microbatches=4,
+        pp_style="forgetful",
+        precision="fp32",
+        custom_policy=PairPolicy(),
+        example_inputs=x,
     )
     model = Pair()
     with refused("pp_style='forgetful', which was registered: ", "B"):
@@ -106,7 +112,9 @@ def batch_that_cannot_be_guessed(rank: int, world: int) -> None:
 
     class Steered(LlamaForCausalLM):
         def forward(self, input_ids: Any, strength: Any, labels: Any = None) -> Any:  # type: ignore[override]
-            return super().forward(inputs_embeds=self.model.embed_tokens(input_ids) * strength, labels=labels, use_cache=False)
+            return super().forward(
+                inputs_embeds=self.model.embed_tokens(input_ids) * strength, labels=labels, use_cache=False
+            )
 
     class SteeredConfig(LlamaConfig):
         model_type = "steered"
@@ -119,7 +127,10 @@ def batch_that_cannot_be_guessed(rank: int, world: int) -> None:
         "num_attention_heads": 4,
     }
     model = Steered(SteeredConfig(**sizes))
-    with refused("Steered has no policy of its own", "pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"):
+    with refused(
+        "Steered has no policy of its own",
+        "pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig",
+    ):
         ShardFormer(ShardConfig()).optimize(model)
     ids = torch.arange(8).view(1, 8)
     example = {"input_ids": ids, "strength": torch.tensor(2.0), "labels": ids}

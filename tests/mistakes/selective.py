@@ -41,7 +41,9 @@ def selective_ratio_that_rounds_down(rank: int, world: int) -> None:
     assert f"selective_ratio=0.1 of at most {layers} layers per stage rounds down to none" in warning
     assert f"{1 / layers:g} is the least" in warning
     least = PipelineGradientCheckpointConfig(selective_ratio=1 / layers)
-    assert HybridParallelPlugin(gradient_checkpoint_config=least).preflight(model, adamw(model)).stages[0].selective == 1
+    assert (
+        HybridParallelPlugin(gradient_checkpoint_config=least).preflight(model, adamw(model)).stages[0].selective == 1
+    )
 
 
 @mistake(
@@ -52,10 +54,14 @@ def selective_ratio_that_rounds_down(rank: int, world: int) -> None:
 def more_layers_than_are_left(rank: int, world: int) -> None:
     model = tiny()
     layers = len(model.model.layers)
-    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[layers - 1], num_selective_layers_per_stage=[2])
+    config = PipelineGradientCheckpointConfig(
+        num_ckpt_layers_per_stage=[layers - 1], num_selective_layers_per_stage=[2]
+    )
     with refused("num_selective_layers_per_stage=", "has 1 layers besides", "at most 1 works"):
         HybridParallelPlugin(gradient_checkpoint_config=config).preflight(model, adamw(model))
-    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[layers - 1], num_selective_layers_per_stage=[1])
+    config = PipelineGradientCheckpointConfig(
+        num_ckpt_layers_per_stage=[layers - 1], num_selective_layers_per_stage=[1]
+    )
     HybridParallelPlugin(gradient_checkpoint_config=config).preflight(model, adamw(model))
 
 
@@ -73,7 +79,8 @@ def names_of_operators(rank: int, world: int) -> None:
 
 @mistake(
     symptom="a value from inside of a selectively recomputed layer is edited in place after the layer has returned",
-    gets="refused in the backward pass: the layer keeps that very value, and would compute gradients from what it was made into",
+    gets="refused in the backward pass: the layer keeps that very value, and would compute gradients from what it was "
+    "made into",
     fix="edit a copy (`value.clone()`), or recompute the whole layer",
 )
 def edits_of_kept_values(rank: int, world: int) -> None:
@@ -81,10 +88,12 @@ def edits_of_kept_values(rank: int, world: int) -> None:
     for edited in (True, False):
         seen: list[torch.Tensor] = []
         model = tiny()
-        model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
-        model, optimizer, *_ = Booster(plugin=HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=config)).boost(
-            model, adamw(model)
+        model.model.layers[1].self_attn.q_proj.register_forward_hook(
+            lambda module, args, output, seen=seen: seen.append(output)
         )
+        model, optimizer, *_ = Booster(
+            plugin=HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=config)
+        ).boost(model, adamw(model))
         loss = model(**zoo.inputs("llama-causal-lm", batch_size=2, seq_len=8)).loss
         with torch.no_grad():
             (seen[0] if edited else seen[0].clone()).mul_(2.0)

@@ -38,8 +38,10 @@ def clipping_shards(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`torch.optim.Adafactor`, `Muon` or another optimizer that looks at whole parameters, after `ShardFormer.optimize`",
-    gets="refused in its first step: a rank holds a part of the parameters, so its updates would not be those of one process",
+    symptom="`torch.optim.Adafactor`, `Muon` or another optimizer that looks at whole parameters, after "
+    "`ShardFormer.optimize`",
+    gets="refused in its first step: a rank holds a part of the parameters, so its updates would not be those of one "
+    "process",
     fix="an element-wise optimizer such as AdamW; or `optimizer.elementwise = True` if it is one",
 )
 def whole_matrices(rank: int, world: int) -> None:
@@ -54,8 +56,10 @@ def whole_matrices(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`model.save_pretrained(path)` or `model.resize_token_embeddings(n)` on a model that `ShardFormer` has sharded",
-    gets="the files of the whole model, if all ranks call it; resizing is refused, since every rank holds its rows of the vocabulary",
+    symptom="`model.save_pretrained(path)` or `model.resize_token_embeddings(n)` on a model that `ShardFormer` has "
+    "sharded",
+    gets="the files of the whole model, if all ranks call it; resizing is refused, since every rank holds its rows of "
+    "the vocabulary",
     fix="resize before `ShardFormer.optimize`",
 )
 def files_of_shards(rank: int, world: int) -> None:
@@ -101,13 +105,18 @@ class Rules(Policy):
 
 
 @mistake(
-    symptom="a plan that shards two linears and says nothing of the `nn.PReLU` between them, or forgets the second linear",
-    gets="refused before anything is touched: the gradient of the PReLU would be a part of a sum, the output of the linear a part of the "
+    symptom="a plan that shards two linears and says nothing of the `nn.PReLU` between them, or forgets the second "
+    "linear",
+    gets="refused before anything is touched: the gradient of the PReLU would be a part of a sum, the output of the "
+    "linear a part of the "
     "features",
     fix="`'partial_gradient'` for parameters between, `'rowwise'` for the linear that closes",
 )
 def half_a_plan(rank: int, world: int) -> None:
-    former, plans = ShardFormer(ShardConfig()), ({"up": "colwise", "down": "rowwise"}, {"up": "colwise", "down": "replicated"})
+    former, plans = (
+        ShardFormer(ShardConfig()),
+        ({"up": "colwise", "down": "rowwise"}, {"up": "colwise", "down": "replicated"}),
+    )
     if world > 1:
         with refused("shards modules next to act.weight", "'partial_gradient'"):
             former.shard_model(Gated(), Rules(**plans[0]))

@@ -38,7 +38,8 @@ def slices_of_an_encoder(rank: int, world: int) -> None:
 @mistake(
     symptom="packed rows (`position_ids` that begin anew, no `attention_mask`) with `num_sequence_slices`",
     gets="refused in the step: models keep packed documents apart only where they get the whole row",
-    fix="`num_sequence_slices=1` for packed rows; an `attention_mask` of ones where `position_ids` are no sign of packing",
+    fix="`num_sequence_slices=1` for packed rows; an `attention_mask` of ones where `position_ids` are no sign of "
+    "packing",
     worlds=(2,),
 )
 def packed_rows_in_slices(rank: int, world: int) -> None:

@@ -1,7 +1,7 @@
 """The table of mistakes: what a user does wrong, and what the user gets.
 
-A case is a function `(rank, world) -> None` under `@mistake`, in a file of this folder named after its area. It makes the mistake and
-asserts what the docs promise: the numbers of one process, or a refusal on every rank.
+A case is a function `(rank, world) -> None` under `@mistake`, in a file of this folder named after its area. It makes
+the mistake and asserts what the docs promise: the numbers of one process, or a refusal on every rank.
 
     @mistake(
         symptom="model.save_pretrained(path) after boost",
@@ -10,10 +10,12 @@ asserts what the docs promise: the numbers of one process, or a refusal on every
     )
     def save_pretrained(rank, world): ...
 
-    @mistake(symptom=..., gets=..., fix=..., worlds=(2, 4), alone=True)     leaves rank processes unusable: gets some of its own
+    @mistake(symptom=..., gets=..., fix=..., worlds=(2, 4), alone=True)     leaves rank processes unusable: gets some of
+                                                                            its own
 
-Cases of one area run one after another in the same rank processes, on every number of ranks in `worlds`, so a case must leave all ranks
-at the same point: a refusal is asserted with `refused`, which every rank enters. docs/troubleshooting.md is written from these texts.
+Cases of one area run one after another in the same rank processes, on every number of ranks in `worlds`, so a case must
+leave all ranks at the same point: a refusal is asserted with `refused`, which every rank enters.
+docs/troubleshooting.md is written from these texts.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def mistake(
 
 def areas() -> list[str]:
     return sorted(
-        path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _NOT_AREAS and not path.stem.startswith("test_")
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if path.stem not in _NOT_AREAS and not path.stem.startswith("test_")
     )
 
 
@@ -84,7 +88,9 @@ def find(area: str, name: str) -> Mistake:
 
 @contextmanager
 def refused(*parts: str, by: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """The block raises `by` on this rank, in a message that has all `parts` (regular expressions) and no raw torch error."""
+    """The block raises `by` on this rank, in a message that has all `parts` (regular expressions) and no raw torch
+    error.
+    """
     try:
         yield
     except by as error:

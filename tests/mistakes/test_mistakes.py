@@ -43,4 +43,6 @@ def test_rows_that_need_processes_of_their_own(area: str, name: str, world: int)
 
 def test_the_page_is_written_from_the_table() -> None:
     page = Path(write_docs.PAGE).read_text()
-    assert page == write_docs.page(page), "docs/troubleshooting.md is not up to date: python -m tests.mistakes.write_docs"
+    assert page == write_docs.page(page), (
+        "docs/troubleshooting.md is not up to date: python -m tests.mistakes.write_docs"
+    )

@@ -44,7 +44,11 @@ def _section(area: str) -> str:
 
 
 def _row(row: Mistake) -> str:
-    return "| " + " | ".join(re.sub(r"\s+", " ", text).replace("|", "\\|") for text in (row.symptom, row.gets, row.fix)) + " |"
+    return (
+        "| "
+        + " | ".join(re.sub(r"\s+", " ", text).replace("|", "\\|") for text in (row.symptom, row.gets, row.fix))
+        + " |"
+    )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from shardwright.interface import OptimizerWrapper
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
-from shardwright.pipeline.tied import create_tied_process_groups
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.cut.tied import create_tied_process_groups
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import adamw, keep_float64, loss_of, zoo
 
 TOLERANCE = 1e-10
@@ -68,7 +70,9 @@ def group_of(ranks: list[int]) -> Any:
 
 
 def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) -> set[str]:
-    """Train and evaluate; compares loss, outputs, every gradient and every updated weight. Returns the names compared."""
+    """Train and evaluate; compares loss, outputs, every gradient and every updated weight. Returns the names
+    compared.
+    """
     torch.manual_seed(0)
     groups: dict[tuple[int, ...], Any] = {}
 
@@ -76,19 +80,29 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
         key = tuple(ranks)
         if key not in groups:
             groups[key] = (
-                dist.new_group(list(key), use_local_synchronization=True) if len(key) < dist.get_world_size() else dist.group.WORLD
+                dist.new_group(list(key), use_local_synchronization=True)
+                if len(key) < dist.get_world_size()
+                else dist.group.WORLD
             )
         return groups[key]
 
     reference, model = build(case.name), build(case.name)
     has_loss = zoo.entry(case.name).task not in ("base", "encoder", "seq2seq_base", "image_base")
     criterion = head_loss if has_loss else mean_square
-    config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=case.checkpointing) if case.checkpointing is not None else None
-    settings = PipelineSettings(case.style, case.chunks, case.num_microbatches, case.microbatch_size, case.layers, config)
+    config = (
+        PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=case.checkpointing)
+        if case.checkpointing is not None
+        else None
+    )
+    settings = PipelineSettings(
+        case.style, case.chunks, case.num_microbatches, case.microbatch_size, case.layers, config
+    )
     position = pipe_ranks.index(rank)
     cut = cut_model(model, settings, position, len(pipe_ranks))
     pipe_group = group_of(pipe_ranks)
-    tied = create_tied_process_groups(cut.tied_groups, position, lambda stages: group_of([pipe_ranks[stage] for stage in stages]))
+    tied = create_tied_process_groups(
+        cut.tied_groups, position, lambda stages: group_of([pipe_ranks[stage] for stage in stages])
+    )
     loss_group = group_of(dp_ranks) if len(dp_ranks) > 1 else None
     executor = PipelineExecutor(cut, settings, pipe_group=pipe_group, loss_group=loss_group, tied_process_groups=tied)
     names = dict(model.named_parameters())
@@ -110,8 +124,16 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
             found = executor.execute(iter([mine]), criterion, optimizer if training else None, return_outputs=True)
         if cut.holds_last_stage:
             check(loss.detach(), found["loss"], f"loss of {where}")
-            key = "logits" if "logits" in outputs else next(k for k, v in outputs.items() if isinstance(v, torch.Tensor) and v.dim())
-            check(outputs[key].detach()[share * samples : (share + 1) * samples], found["outputs"][key], f"{key} of {where}")
+            key = (
+                "logits"
+                if "logits" in outputs
+                else next(k for k, v in outputs.items() if isinstance(v, torch.Tensor) and v.dim())
+            )
+            check(
+                outputs[key].detach()[share * samples : (share + 1) * samples],
+                found["outputs"][key],
+                f"{key} of {where}",
+            )
             if isinstance(outputs.get("loss"), torch.Tensor) and not isinstance(outputs.get("mc_loss"), torch.Tensor):
                 check(outputs["loss"].detach(), found["outputs"]["loss"], f"outputs.loss of {where}")
         else:
@@ -124,7 +146,9 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
             if parameter.grad is not None and loss_group is not None:
                 dist.all_reduce(parameter.grad, group=loss_group)
             expected = by_name[name].grad
-            assert (expected is None) == (parameter.grad is None), f"{name}: gradient {parameter.grad is not None}, {where}"
+            assert (expected is None) == (parameter.grad is None), (
+                f"{name}: gradient {parameter.grad is not None}, {where}"
+            )
             if expected is not None:
                 check(expected, parameter.grad, f"gradient of {name}, {where}")
         reference_optimizer.step()

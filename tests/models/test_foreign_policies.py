@@ -28,7 +28,11 @@ from shardwright.shardformer.layer import (
     RMSNorm,
 )
 from shardwright.shardformer.policies.auto_policy import get_autopolicy
-from shardwright.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwright.shardformer.policies.base_policy import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
 from shardwright.testing import compare_models, keep_float64, run_ranks, zoo
 
 
@@ -41,7 +45,9 @@ def halve(module: Any, process_group: dist.ProcessGroup) -> None:
 
 
 class BertForSequenceClassificationPolicy(Policy):
-    """A policy as it is written elsewhere: every hook, neutral arguments for every layer, None where nothing changes."""
+    """A policy as it is written elsewhere: every hook, neutral arguments for every layer, None where nothing
+    changes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +64,13 @@ class BertForSequenceClassificationPolicy(Policy):
         ranks = self.shard_config.tensor_parallel_size
         assert self.pipeline_stage_manager is None
         assert (self.shard_config.sequence_parallel_size, self.shard_config.expert_parallel_size) == (1, 1)
-        neutral = {"seq_parallel_mode": None, "overlap": False, "skip_bias_add": False, "fp8_communication": False, "use_zbv": False}
+        neutral = {
+            "seq_parallel_mode": None,
+            "overlap": False,
+            "skip_bias_add": False,
+            "fp8_communication": False,
+            "use_zbv": False,
+        }
         policy: dict[Any, ModulePolicyDescription] = {}
         policy[BertLayer] = ModulePolicyDescription(
             attribute_replacement={
@@ -67,15 +79,27 @@ class BertForSequenceClassificationPolicy(Policy):
             },
             sub_module_replacement=[
                 *(
-                    SubModuleReplacementDescription(suffix=f"attention.self.{name}", target_module=Linear1D_Col, kwargs=neutral)
+                    SubModuleReplacementDescription(
+                        suffix=f"attention.self.{name}", target_module=Linear1D_Col, kwargs=neutral
+                    )
                     for name in ("query", "key", "value")
                 ),
-                SubModuleReplacementDescription(suffix="attention.self.dropout", target_module=DropoutForParallelInput, kwargs=None),  # type: ignore[arg-type]
-                SubModuleReplacementDescription(suffix="attention.output.dense", target_module=Linear1D_Row, kwargs=neutral),
-                SubModuleReplacementDescription(suffix="attention.output.dropout", target_module=DropoutForReplicatedInput),
-                SubModuleReplacementDescription(suffix="intermediate.dense", target_module=Linear1D_Col, kwargs=neutral),
+                SubModuleReplacementDescription(
+                    suffix="attention.self.dropout", target_module=DropoutForParallelInput, kwargs=None
+                ),  # type: ignore[arg-type]
+                SubModuleReplacementDescription(
+                    suffix="attention.output.dense", target_module=Linear1D_Row, kwargs=neutral
+                ),
+                SubModuleReplacementDescription(
+                    suffix="attention.output.dropout", target_module=DropoutForReplicatedInput
+                ),
+                SubModuleReplacementDescription(
+                    suffix="intermediate.dense", target_module=Linear1D_Col, kwargs=neutral
+                ),
                 SubModuleReplacementDescription(suffix="output.dense", target_module=Linear1D_Row, kwargs=neutral),
-                SubModuleReplacementDescription(suffix="no_such.dense", target_module=Linear1D_Row, ignore_if_not_exist=True),
+                SubModuleReplacementDescription(
+                    suffix="no_such.dense", target_module=Linear1D_Row, ignore_if_not_exist=True
+                ),
             ],
             method_replacement=None,  # type: ignore[arg-type]
             param_replacement=None,  # type: ignore[arg-type]
@@ -147,8 +171,18 @@ def layers(rank: int) -> None:
     assert LayerNorm.from_native_module(norm, sp_partial_derived=False) is norm
     assert RMSNorm.from_native_module(rms) is rms
     for layer, module, arguments, words in (
-        (Linear1D_Col, nn.Linear(4, 6), {"skip_bias_add": True}, "skip_bias_add=True cannot be had: the bias is added by the layer"),
-        (Linear1D_Row, nn.Linear(4, 6), {"seq_parallel_mode": "ring"}, "seq_parallel_mode='ring' cannot be had: sequences are cut by"),
+        (
+            Linear1D_Col,
+            nn.Linear(4, 6),
+            {"skip_bias_add": True},
+            "skip_bias_add=True cannot be had: the bias is added by the layer",
+        ),
+        (
+            Linear1D_Row,
+            nn.Linear(4, 6),
+            {"seq_parallel_mode": "ring"},
+            "seq_parallel_mode='ring' cannot be had: sequences are cut by",
+        ),
         (Linear1D_Row, nn.Linear(4, 6), {"gather": True}, "takes no gather=True; it takes split, parallel_input"),
         (FusedRMSNorm, nn.RMSNorm(4), {"eps": 1.0}, "takes no eps=1.0; it takes no arguments of its own"),
         (Linear1D_Col, nn.Linear(4, 6), {"process_group": [group, group]}, "a layer is sharded over one group"),
@@ -193,7 +227,10 @@ def test_flags(alone: Any, caplog: pytest.LogCaptureFixture) -> None:
         model.set_attn_implementation(chosen)
         ModelSharder(model, None, ShardConfig(enable_all_optimization=True, enable_tensor_parallelism=False)).shard()
         assert model.config._attn_implementation == kept
-    for argument, words in (("tensor_parallel_size", "tensor_parallel_process_group="), ("use_flash_attention", "enable_flash_attention")):
+    for argument, words in (
+        ("tensor_parallel_size", "tensor_parallel_process_group="),
+        ("use_flash_attention", "enable_flash_attention"),
+    ):
         with pytest.raises(ValueError, match=words):
             ShardConfig(**{argument: 2})
 
@@ -242,7 +279,9 @@ def test_names_that_scripts_import() -> None:
 def test_what_is_no_registration() -> None:
     with pytest.raises(ValueError, match="must be the model_type of a config, such as 'llama', or a class of models"):
         shardwright.register_policy(3, Listed)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"must be a subclass of shardwright.shardformer.Policy; pass the class: Listed"):
+    with pytest.raises(
+        ValueError, match=r"must be a subclass of shardwright.shardformer.Policy; pass the class: Listed"
+    ):
         shardwright.register_policy("mine", Listed())  # type: ignore[arg-type]
     for name in ("1f1b", "auto", ""):
         with pytest.raises(ValueError, match=r"must be a text that is not taken by 'gpipe'"):
@@ -304,7 +343,10 @@ def registered(rank: int, world_size: int) -> None:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     shardwright.register_plugin("mine", lambda: HybridParallelPlugin(tp_size=2, precision="fp32"))
     settings = {"pp_size": 2, "num_microbatches": 4, "precision": "fp32", "example_inputs": x}
-    plugins = {"policy": "mine", "schedule": HybridParallelPlugin(pp_style="one_by_one", custom_policy=MinePolicy(), **settings)}
+    plugins = {
+        "policy": "mine",
+        "schedule": HybridParallelPlugin(pp_style="one_by_one", custom_policy=MinePolicy(), **settings),
+    }
     for plugin in plugins.values():
         torch.manual_seed(0)
         model, reference = Mine(), Mine()

@@ -1,4 +1,6 @@
-"""Experts that are stored one by one are read by slices: the same numbers as transformers' conversion, and no byte of another rank's."""
+"""Experts that are stored one by one are read by slices: the same numbers as transformers' conversion, and no byte
+of another rank's.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,24 @@ import torch
 import transformers as tf
 
 from shardwright.lazy import LazyInitContext
-from shardwright.shardformer.init import SOURCE
-from shardwright.shardformer.modeling.pretrained import PretrainedWeights
+from shardwright.lazy.from_pretrained import PretrainedWeights
+from shardwright.lazy.weights import SOURCE
 from shardwright.shardformer.splits import Even, Packed, Split
 from shardwright.spec import ParamSpec
 
-_SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_SIZES, intermediate_size=10, num_local_experts=4)),
     "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
-        tf.Qwen3MoeConfig(**_SIZES, intermediate_size=24, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2, head_dim=8)
+        tf.Qwen3MoeConfig(
+            **_SIZES, intermediate_size=24, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2, head_dim=8
+        )
     ),
 }
 CUTS: dict[str, list[tuple[int, Split]]] = {

@@ -1,4 +1,6 @@
-"""Lazily built transformers models: the distribution of transformers' own initialisation, the weights of its own loading."""
+"""Lazily built transformers models: the distribution of transformers' own initialisation, the weights of its own
+loading.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,30 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwright.lazy import LazyInitContext
-from shardwright.shardformer.init import LazyWeights
-from shardwright.shardformer.modeling.pretrained import PretrainedWeights
+from shardwright.lazy.from_pretrained import PretrainedWeights
+from shardwright.lazy.weights import LazyWeights
 from shardwright.spec import ParamSpec, even_pieces, set_spec
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 77}
 MODELS: dict[str, tuple[type, Any]] = {
-    "llama": (tf.LlamaForCausalLM, lambda: tf.LlamaConfig(**SMALL, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=True)),
+    "llama": (
+        tf.LlamaForCausalLM,
+        lambda: tf.LlamaConfig(**SMALL, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=True),
+    ),
     "gpt2": (tf.GPT2LMHeadModel, lambda: tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=77)),
     "bert": (tf.BertForMaskedLM, lambda: tf.BertConfig(**SMALL, intermediate_size=40)),
-    "t5": (tf.T5ForConditionalGeneration, lambda: tf.T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=44, vocab_size=50)),
-    "vit": (tf.ViTForImageClassification, lambda: tf.ViTConfig(**{**SMALL, "intermediate_size": 40, "image_size": 32, "patch_size": 8})),
-    "mixtral": (tf.MixtralForCausalLM, lambda: tf.MixtralConfig(**SMALL, intermediate_size=40, num_key_value_heads=2, num_local_experts=4)),
+    "t5": (
+        tf.T5ForConditionalGeneration,
+        lambda: tf.T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=44, vocab_size=50),
+    ),
+    "vit": (
+        tf.ViTForImageClassification,
+        lambda: tf.ViTConfig(**{**SMALL, "intermediate_size": 40, "image_size": 32, "patch_size": 8}),
+    ),
+    "mixtral": (
+        tf.MixtralForCausalLM,
+        lambda: tf.MixtralConfig(**SMALL, intermediate_size=40, num_key_value_heads=2, num_local_experts=4),
+    ),
     "bloom": (tf.BloomForCausalLM, lambda: tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=77)),
 }
 
@@ -37,7 +51,9 @@ def _shard(model: nn.Module, world: int, coordinate: int) -> dict[str, ParamSpec
     for name, param in list(model.named_parameters(remove_duplicate=False)):
         if id(param) not in made:
             dim = None if param.ndim < 2 else 1 if any(part in name for part in ("down", "o_proj", "position")) else 0
-            specs[name] = ParamSpec(name, tuple(param.shape), dim, even_pieces(param.shape[dim], world) if dim is not None else ())
+            specs[name] = ParamSpec(
+                name, tuple(param.shape), dim, even_pieces(param.shape[dim], world) if dim is not None else ()
+            )
             local = nn.Parameter(torch.empty(specs[name].local_shape(coordinate), dtype=param.dtype, device="meta"))
             set_spec(local, specs[name])
             made[id(param)] = local
@@ -115,7 +131,9 @@ def test_only_own_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def reading(self: PretrainedWeights, spec: ParamSpec, coordinate: int) -> torch.Tensor:
         tensor = original(self, spec, coordinate)
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), "a slice keeps the whole tensor alive"
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), (
+            "a slice keeps the whole tensor alive"
+        )
         read.append((spec.name, tensor.numel()))
         return tensor
 
@@ -135,7 +153,10 @@ def test_new_heads_are_initialised_and_bad_sources_refused(tmp_path: Path) -> No
     LazyInitContext.materialize(model)
     assert model.classifier.weight.shape == (5, 32)
     assert 0.01 < model.classifier.weight.std() < 0.03
-    assert torch.equal(model.bert.embeddings.word_embeddings.weight, cls.from_pretrained(tmp_path).bert.embeddings.word_embeddings.weight)
+    assert torch.equal(
+        model.bert.embeddings.word_embeddings.weight,
+        cls.from_pretrained(tmp_path).bert.embeddings.word_embeddings.weight,
+    )
     with LazyInitContext():
         with pytest.raises(ValueError, match="local directory"):
             tf.BertForMaskedLM.from_pretrained("bert-base-nowhere", config=config())
@@ -159,7 +180,7 @@ def _rewrite(directory: Path, change: Callable[[str], str | None]) -> None:
 def test_what_files_and_model_have_not_in_common_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     logger = SimpleNamespace(warning=lambda text, ranks: said.append(text))
-    monkeypatch.setattr("shardwright.shardformer.modeling.pretrained.get_dist_logger", lambda: logger)
+    monkeypatch.setattr("shardwright.lazy.from_pretrained.get_dist_logger", lambda: logger)
     cls, config = MODELS["llama"]
 
     def load() -> None:

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from shardwright.lazy import LazyInitContext
+from shardwright.lazy.weights import LazyWeights
 from shardwright.shardformer.config import ShardConfig
-from shardwright.shardformer.init import LazyWeights
 from shardwright.shardformer.sharder import ModelSharder
 from shardwright.shardformer.shardformer import ShardFormer
 from shardwright.spec import get_spec
@@ -30,7 +30,10 @@ MODELS: list[tuple[Any, Any]] = [
     (LlamaForCausalLM, LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=True)),
     (GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=77, bos_token_id=0, eos_token_id=0)),
     (BertForMaskedLM, BertConfig(**SMALL)),
-    (T5ForConditionalGeneration, T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=40, vocab_size=77, decoder_start_token_id=0)),
+    (
+        T5ForConditionalGeneration,
+        T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=40, vocab_size=77, decoder_start_token_id=0),
+    ),
 ]
 
 

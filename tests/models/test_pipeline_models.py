@@ -1,11 +1,14 @@
-"""HuggingFace models through pipelines of rank processes: loss, outputs, every gradient and every updated weight in float64."""
+"""HuggingFace models through pipelines of rank processes: loss, outputs, every gradient and every updated weight in
+float64.
+"""
 
 from __future__ import annotations
 
 import pytest
 from pipeline_cases import Case, run_cases
 
-from shardwright.pipeline.executor import PipelineSettings, cut_model
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import run_ranks, zoo
 
 pytestmark = pytest.mark.timeout(300)  # twenty seconds on two free cores
@@ -46,7 +49,9 @@ def test_four_stages_with_any_layout(case: Case) -> None:
 
 
 def test_a_head_by_itself_is_a_stage() -> None:
-    """The last stage may have no layers: it gets what the last layer returned, also beside the first stage on one rank."""
+    """The last stage may have no layers: it gets what the last layer returned, also beside the first stage on one
+    rank.
+    """
     one, two = {"layers": (4, 0)}, {"style": "zbv", "chunks": 2, "layers": (1, 2, 1, 0), "checkpointing": 1.0}
     t5 = {"layers": (8, 0)}
     run(
@@ -61,7 +66,9 @@ def test_a_head_by_itself_is_a_stage() -> None:
 
 
 def test_embeddings_by_themselves_are_a_stage() -> None:
-    """The first stage may have no layers: the next one gets what its first layer receives. On two ranks, and beside the head on one."""
+    """The first stage may have no layers: the next one gets what its first layer receives. On two ranks, and beside
+    the head on one.
+    """
     one, both = {"layers": (0, 4)}, {"layers": (0, 2, 2, 0), "chunks": 2}
     run(
         [
@@ -76,7 +83,12 @@ def test_embeddings_by_themselves_are_a_stage() -> None:
 
 
 def test_searched_and_eager_schedules() -> None:
-    run([Case("llama-tied-causal-lm", "auto", checkpointing=0.5), Case("gpt2-sequence-classification", "eager_1f1b", num_microbatches=5)])
+    run(
+        [
+            Case("llama-tied-causal-lm", "auto", checkpointing=0.5),
+            Case("gpt2-sequence-classification", "eager_1f1b", num_microbatches=5),
+        ]
+    )
 
 
 def test_two_replicas_of_two_stages() -> None:
@@ -97,7 +109,11 @@ def refuse_plain_calls(rank: int, world_size: int) -> None:
     cut_model(model, PipelineSettings(), rank, world_size)
     with pytest.raises(RuntimeError, match=r"booster\.execute_pipeline"):
         model(**zoo.inputs("llama-causal-lm"))
-    for settings in (PipelineSettings(num_layers_per_stage=[5]), PipelineSettings("interleaved", 3), PipelineSettings("zbv", 3)):
+    for settings in (
+        PipelineSettings(num_layers_per_stage=[5]),
+        PipelineSettings("interleaved", 3),
+        PipelineSettings("zbv", 3),
+    ):
         with pytest.raises(ValueError, match=r"num_layers_per_stage|stages|chunk"):
             cut_model(zoo.build("llama-causal-lm"), settings, rank, world_size)
 

@@ -2,8 +2,9 @@
 
     python -m pytest -m sweep tests/models/test_pipeline_sweep.py --timeout 3600
 
-It writes a table to `pipeline_sweep.txt` in the current directory, or to the path in SHARDWRIGHT_SWEEP_TABLE, and wants 90 % of
-the types that can be built and trained on one process with a tiny config. SHARDWRIGHT_SWEEP_TYPES="llama,t5" restricts it.
+It writes a table to `pipeline_sweep.txt` in the current directory, or to the path in SHARDWRIGHT_SWEEP_TABLE, and wants
+90 % of the types that can be built and trained on one process with a tiny config. SHARDWRIGHT_SWEEP_TYPES="llama,t5"
+restricts it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from tiny_text_models import build, inputs, text_types
 
 from shardwright.interface import OptimizerWrapper
 from shardwright.models.dry_run import forward_defaults
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
-from shardwright.pipeline.tied import create_tied_process_groups
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.cut.tied import create_tied_process_groups
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import RankError, keep_float64, run_ranks
 
 WANTED = 0.9
@@ -57,7 +60,10 @@ def compare(rank: int, world_size: int, model_type: str) -> tuple[str, str]:
     group = dist.group.WORLD
     assert group is not None
     executor = PipelineExecutor(
-        cut, settings, pipe_group=group, tied_process_groups=create_tied_process_groups(cut.tied_groups, rank, lambda ranks: group)
+        cut,
+        settings,
+        pipe_group=group,
+        tied_process_groups=create_tied_process_groups(cut.tied_groups, rank, lambda ranks: group),
     )
     optimizer = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     with keep_float64():
@@ -77,7 +83,9 @@ def compare(rank: int, world_size: int, model_type: str) -> tuple[str, str]:
         error = float((here - there).abs().max()) / max(1e-3, float(there.abs().max()))
         if not error <= worst:
             worst, where = error, name
-    held = sum(parameter.numel() for parameter in model.parameters()) / sum(parameter.numel() for parameter in reference.parameters())
+    held = sum(parameter.numel() for parameter in model.parameters()) / sum(
+        parameter.numel() for parameter in reference.parameters()
+    )
     return (
         "ok" if worst < 1e-8 else "wrong"
     ), f"{worst:.1e} at {where}, {100 * held:.0f} % of the parameters{'' if separable else ', whole batch'}"

@@ -1,4 +1,6 @@
-"""Selective recomputation of HuggingFace layers on one process: numbers, products that run twice, and bytes against those counted."""
+"""Selective recomputation of HuggingFace layers on one process: numbers, products that run twice, and bytes against
+those counted.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.models.layer_chain import find_units
 from shardwright.ops.keeping import is_dear
-from shardwright.pipeline.activations import count_activations
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
-from shardwright.pipeline.layer_chain import find_units
+from shardwright.pipeline.cut.activations import count_activations
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.executor import PipelineExecutor
 from shardwright.pipeline.saved_bytes import measure
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import keep_float64, zoo
 
 GROUPED = {"experts_implementation": "grouped_mm"}
@@ -43,8 +47,12 @@ def build(name: str, dropout: bool, **overrides: Any) -> nn.Module:
     return model.train()
 
 
-def step(model: nn.Module, batch: Any, config: PipelineGradientCheckpointConfig | None) -> tuple[list[torch.Tensor], int]:
-    """Loss, gradients and weights after a step of SGD, and the products that ran; without a config plain transformers and torch."""
+def step(
+    model: nn.Module, batch: Any, config: PipelineGradientCheckpointConfig | None
+) -> tuple[list[torch.Tensor], int]:
+    """Loss, gradients and weights after a step of SGD, and the products that ran; without a config plain
+    transformers and torch.
+    """
     torch.manual_seed(11)
     with CountDear() as count:
         if config is None:

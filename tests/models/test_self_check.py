@@ -22,8 +22,16 @@ from shardwright.spec import get_spec
 from shardwright.testing import compare_models, keep_float64, run_ranks
 from tests.models import tiny_modalities as tiny
 
-SHARDED_AT_LEAST = {"BeitForImageClassification": 0.4, "Swinv2ForImageClassification": 0.4, "Blip2ForConditionalGeneration": 0.4}
-SHARDED_AT_LEAST |= {"DebertaV2ForQuestionAnswering": 0.3, "DebertaV2ForMultipleChoice": 0.3, "VideoMAEForVideoClassification": 0.35}
+SHARDED_AT_LEAST = {
+    "BeitForImageClassification": 0.4,
+    "Swinv2ForImageClassification": 0.4,
+    "Blip2ForConditionalGeneration": 0.4,
+}
+SHARDED_AT_LEAST |= {
+    "DebertaV2ForQuestionAnswering": 0.3,
+    "DebertaV2ForMultipleChoice": 0.3,
+    "VideoMAEForVideoClassification": 0.35,
+}
 
 
 def sharded(model: nn.Module, **config: Any) -> ModelSharder:
@@ -35,7 +43,9 @@ def sharded(model: nn.Module, **config: Any) -> ModelSharder:
 def share(model: nn.Module) -> float:
     """Of the parameters that are sharded."""
     sizes = [
-        (torch.Size(spec.full_shape).numel(), spec.is_sharded) for param in model.parameters() if (spec := get_spec(param)) is not None
+        (torch.Size(spec.full_shape).numel(), spec.is_sharded)
+        for param in model.parameters()
+        if (spec := get_spec(param)) is not None
     ]
     return sum(size for size, is_sharded in sizes if is_sharded) / sum(size for size, _ in sizes)
 
@@ -52,7 +62,9 @@ def against_one_process(rank: int, world_size: int, names: list[str]) -> list[st
             actual = loss_of(call_model(model, batch))
             actual.backward()
         sync_shared_gradients(model.parameters(), dist.group.WORLD)
-        report = compare_models(reference, model, coordinate=rank, losses=(expected.detach(), actual.detach()), check=False)
+        report = compare_models(
+            reference, model, coordinate=rank, losses=(expected.detach(), actual.detach()), check=False
+        )
         try:
             report.check()
         except AssertionError as error:
@@ -110,8 +122,12 @@ def test_a_small_copy_of_a_model_of_real_size_runs_on_a_guessed_batch(model: str
 class Steered(transformers.LlamaForCausalLM):
     """Takes an argument that nobody could guess."""
 
-    def forward(self, input_ids: torch.Tensor, strength: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state * strength.unsqueeze(-1).unsqueeze(-1)
+    def forward(
+        self, input_ids: torch.Tensor, strength: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:  # type: ignore[override]
+        hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state * strength.unsqueeze(-1).unsqueeze(
+            -1
+        )
         logits = self.lm_head(hidden)
         return {"loss": self.loss_function(logits, labels, vocab_size=self.config.vocab_size), "logits": logits}
 
@@ -122,7 +138,11 @@ class SteeredConfig(transformers.LlamaConfig):
 
 def steered() -> nn.Module:
     torch.manual_seed(0)
-    arguments = {key: value for key, value in tiny.MODELS["LlavaForConditionalGeneration"][1]["text_config"].items() if key != "model_type"}
+    arguments = {
+        key: value
+        for key, value in tiny.MODELS["LlavaForConditionalGeneration"][1]["text_config"].items()
+        if key != "model_type"
+    }
     return Steered(SteeredConfig(**arguments)).double().eval()
 
 
@@ -132,9 +152,13 @@ def own_batch() -> dict[str, torch.Tensor]:
 
 
 def with_levers(rank: int, world_size: int) -> dict[str, Any]:
-    with pytest.raises(ValueError, match=r"Steered has no policy.*no batch that could be guessed.*pass example_inputs="):
+    with pytest.raises(
+        ValueError, match=r"Steered has no policy.*no batch that could be guessed.*pass example_inputs="
+    ):
         sharded(steered())
-    with pytest.raises(ValueError, match=r"example_inputs: a small copy of Steered does not run on it.*next\(iter\(dataloader\)\)"):
+    with pytest.raises(
+        ValueError, match=r"example_inputs: a small copy of Steered does not run on it.*next\(iter\(dataloader\)\)"
+    ):
         sharded(steered(), example_inputs={"input_ids": torch.ones(2, 3, dtype=torch.long)})
     reference = steered()
     sharder = sharded(steered(), example_inputs=own_batch())
@@ -146,7 +170,11 @@ def with_levers(rank: int, world_size: int) -> dict[str, Any]:
     compare_models(reference, sharder.model, coordinate=rank)
     text = {"input_ids": torch.arange(5, 13).expand(2, 8), "labels": torch.arange(5, 13).expand(2, 8)}
     unseen = sharded(tiny.build("LlavaForConditionalGeneration"), example_inputs=text)
-    return {"steered": share(sharder.model), "unseen": unseen.policy.findings.dropped, "checked": sharder.policy.findings.checked}  # type: ignore[attr-defined]
+    return {
+        "steered": share(sharder.model),
+        "unseen": unseen.policy.findings.dropped,
+        "checked": sharder.policy.findings.checked,
+    }  # type: ignore[attr-defined]
 
 
 def test_a_batch_of_the_users_is_taken_where_none_can_be_guessed_and_what_it_does_not_reach_stays_whole() -> None:

@@ -33,22 +33,33 @@ def llama(layers: int) -> Any:
 
 
 def gptj(layers: int) -> Any:
-    return tf.GPTJForCausalLM(tf.GPTJConfig(vocab_size=64, n_embd=32, n_layer=layers, n_head=4, rotary_dim=4, n_positions=16))
+    return tf.GPTJForCausalLM(
+        tf.GPTJConfig(vocab_size=64, n_embd=32, n_layer=layers, n_head=4, rotary_dim=4, n_positions=16)
+    )
 
 
 def mixtral(layers: int) -> Any:
-    return tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_hidden_layers=layers))
+    return tf.MixtralForCausalLM(
+        tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_hidden_layers=layers)
+    )
 
 
 def qwen2_moe(layers: int) -> Any:
     config = tf.Qwen2MoeConfig(
-        **EXPERTS, num_experts=4, shared_expert_intermediate_size=16, decoder_sparse_step=1, num_hidden_layers=layers, mlp_only_layers=[]
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=16,
+        decoder_sparse_step=1,
+        num_hidden_layers=layers,
+        mlp_only_layers=[],
     )
     return tf.Qwen2MoeForCausalLM(config)
 
 
 def deepseek(layers: int, dense: bool) -> Any:
-    return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**LATENT, num_hidden_layers=layers, first_k_dense_replace=layers if dense else 0))
+    return tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(**LATENT, num_hidden_layers=layers, first_k_dense_replace=layers if dense else 0)
+    )
 
 
 CASES: dict[str, tuple[Any, tuple[int, int]]] = {

@@ -13,7 +13,13 @@ from tests.models.tp_ranks import train_against_reference
 from tests.models.tp_sweep import FULLY, run, summary, verify
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5"]
-LANGUAGE_MODELS = ["llama-causal-lm", "qwen3-tied-causal-lm", "gpt2-causal-lm", "bert-masked-lm", "t5-conditional-generation"]
+LANGUAGE_MODELS = [
+    "llama-causal-lm",
+    "qwen3-tied-causal-lm",
+    "gpt2-causal-lm",
+    "bert-masked-lm",
+    "t5-conditional-generation",
+]
 
 
 def check(problems: list[list[str]]) -> None:
@@ -27,15 +33,23 @@ def test_two_ranks_train_every_head_like_one_process(family):
 
 
 def test_more_families_train_like_one_process():
-    names = ["opt-causal-lm", "opt-projected-causal-lm", "bloom-token-classification", "mixtral-causal-lm", "qwen3-moe-causal-lm"]
+    names = [
+        "opt-causal-lm",
+        "opt-projected-causal-lm",
+        "bloom-token-classification",
+        "mixtral-causal-lm",
+        "qwen3-moe-causal-lm",
+    ]
     check(run_ranks(train_against_reference, 2, names, timeout=110))
 
 
 TINY = [
-    *[("falcon", {"new_decoder_architecture": new, "multi_query": multi, "alibi": alibi, "num_kv_heads": 2 if new else 4})
+    *[("falcon", {"new_decoder_architecture": new, "multi_query": multi, "alibi": alibi,
+                  "num_kv_heads": 2 if new else 4})
       for new, multi, alibi in [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]],
     ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False, "num_kv_heads": 4}),
-    *[(name, {}) for name in ("gpt_neox", "gptj", "phi3", "deepseek_v2", "deepseek_v3", "qwen2_moe", "gpt_oss", "gemma2", "glm4", "olmo2")],
+    *[(name, {}) for name in ("gpt_neox", "gptj", "phi3", "deepseek_v2", "deepseek_v3", "qwen2_moe", "gpt_oss",
+                              "gemma2", "glm4", "olmo2")],
     ("phi", {"qk_layernorm": True}),
     ("deepseek_v3", {"q_lora_rank": None}),
 ]  # fmt: skip
@@ -43,7 +57,11 @@ TINY = [
 
 def verify_all(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
     results = [(name, settings, verify(rank, world_size, name, settings)) for name, settings in cases]
-    return [f"{name} {settings}: {result}" for name, settings, result in results if result.get("share", 0) < FULLY or result["dropped"]]
+    return [
+        f"{name} {settings}: {result}"
+        for name, settings, result in results
+        if result.get("share", 0) < FULLY or result["dropped"]
+    ]
 
 
 def test_families_without_a_zoo_entry_have_the_gradients_of_one_process():

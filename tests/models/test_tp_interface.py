@@ -92,7 +92,9 @@ class ReplacingPolicy(Policy):
                 param_replacement=[halve],
                 sub_module_replacement=children,
             ),
-            "Stack": ModulePolicyDescription(method_replacement={"forward": lambda self, x: self.blocks[1](self.blocks[0](x))}),
+            "Stack": ModulePolicyDescription(
+                method_replacement={"forward": lambda self, x: self.blocks[1](self.blocks[0](x))}
+            ),
         }
 
 
@@ -158,7 +160,9 @@ def layers(rank: int, world_size: int) -> None:
     x, ids = torch.randn(5, 12, dtype=torch.float64), torch.tensor([[0, 3, 100], [1, 55, 99]])
     linear = nn.Linear(12, 30).double()
     expected = linear(x)
-    torch.testing.assert_close(FusedLinear1D_Col.from_native_module(linear, group, split_sizes=[7, 23], gather_output=True)(x), expected)
+    torch.testing.assert_close(
+        FusedLinear1D_Col.from_native_module(linear, group, split_sizes=[7, 23], gather_output=True)(x), expected
+    )
     assert linear.weight.shape[0] == (4 + 12 if rank == 0 else 3 + 11)
     whole = nn.Linear(12, 7).double()
     expected = whole(x)
@@ -256,9 +260,18 @@ BAD = {
         "rule 'blocks.*.dense_1' of test: unknown style 'columnwise'; use one of colwise, rowwise",
     ),
     "module type": ({"conv": "colwise"}, "conv (Conv2d), rule 'conv' of test: a colwise style shards nn.Linear"),
-    "embedding": ({"blocks.*.dense_1": "vocab_embedding"}, "vocab_embedding shards nn.Embedding (and subclasses), not Linear"),
-    "undecided": (COLUMN_ROW, "test shards modules next to blocks.0.norm.weight, blocks.0.norm.bias of WithNorm without deciding"),
-    "too narrow": ({"narrow": "colwise"}, "narrow (Linear), rule 'narrow' of test: 1 features cannot be dealt to 2 ranks"),
+    "embedding": (
+        {"blocks.*.dense_1": "vocab_embedding"},
+        "vocab_embedding shards nn.Embedding (and subclasses), not Linear",
+    ),
+    "undecided": (
+        COLUMN_ROW,
+        "test shards modules next to blocks.0.norm.weight, blocks.0.norm.bias of WithNorm without deciding",
+    ),
+    "too narrow": (
+        {"narrow": "colwise"},
+        "narrow (Linear), rule 'narrow' of test: 1 features cannot be dealt to 2 ranks",
+    ),
     "parameter": ({"narrow.weight": "colwise"}, "Column applies to a module, but the rule names a parameter"),
     "heads": (attention_rules("blocks.*", "dense_1", "dense_1", "dense_1", "dense_2"), "MLP keeps no head count"),
     "head size": (
@@ -304,7 +317,9 @@ def refused_settings(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ValueError) as caught:
             ShardFormer(ShardConfig(**setting)).shard_model(zoo.build("gpt2-causal-lm", **overrides("gpt2-causal-lm")))
         messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="MLP is no transformers model, so no policy can be found for it; pass policy="):
+    with pytest.raises(
+        ValueError, match="MLP is no transformers model, so no policy can be found for it; pass policy="
+    ):
         ShardFormer(ShardConfig()).shard_model(MLP())
     return messages
 
@@ -321,7 +336,10 @@ def test_settings_that_cannot_be_honoured_are_refused():
     [
         ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be a positive integer"),
         ({"parallel_output": "yes"}, "parallel_output='yes' must be True or False"),
-        ({"sequence_parallelism_mode": "ring"}, "sequence_parallelism_mode='ring' needs enable_sequence_parallelism=True"),
+        (
+            {"sequence_parallelism_mode": "ring"},
+            "sequence_parallelism_mode='ring' needs enable_sequence_parallelism=True",
+        ),
         ({"inner_ring_size": 2}, "inner_ring_size=2 needs enable_sequence_parallelism=True"),
     ],
 )

@@ -20,7 +20,14 @@ from shardwright.spec import get_spec
 from shardwright.testing import keep_float64, run_ranks, zoo
 from tests.models.tp_ranks import overrides, shard
 
-NAMES = ["llama-causal-lm", "qwen3-tied-causal-lm", "gpt2-causal-lm", "bert-masked-lm", "t5-conditional-generation", "bloom-causal-lm"]
+NAMES = [
+    "llama-causal-lm",
+    "qwen3-tied-causal-lm",
+    "gpt2-causal-lm",
+    "bert-masked-lm",
+    "t5-conditional-generation",
+    "bloom-causal-lm",
+]
 
 
 class CountedCollectives:
@@ -28,7 +35,14 @@ class CountedCollectives:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
-        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "broadcast"):
+        for name in (
+            "all_reduce",
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_single",
+            "reduce_scatter_tensor",
+            "broadcast",
+        ):
             if hasattr(dist, name):
                 monkeypatch.setattr(dist, name, self._counted(name, getattr(dist, name)))
 
@@ -45,7 +59,9 @@ class CountedCollectives:
         return taken
 
 
-def count_collectives(rank: int, world_size: int, name: str, layers: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def count_collectives(
+    rank: int, world_size: int, name: str, layers: int
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     key = {"gpt2": "n_layer", "bloom": "n_layer"}.get(zoo.entry(name).family, "num_hidden_layers")
     model = zoo.build(name, dtype=torch.float32, **{key: layers})
     ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8)).shard()  # as plugins do
@@ -60,7 +76,9 @@ def count_collectives(rank: int, world_size: int, name: str, layers: int) -> tup
         return forward, backward, counted.take()
 
 
-@pytest.mark.parametrize("name", ["llama-causal-lm", "qwen3-causal-lm", "gpt2-causal-lm", "bert-masked-lm", "bloom-causal-lm"])
+@pytest.mark.parametrize(
+    "name", ["llama-causal-lm", "qwen3-causal-lm", "gpt2-causal-lm", "bert-masked-lm", "bloom-causal-lm"]
+)
 def test_two_reductions_per_layer_and_pass(name):
     [few, *_], [many, *_] = (run_ranks(count_collectives, 2, name, layers) for layers in (1, 3))
     for one, three in zip(few[:2], many[:2], strict=True):
@@ -78,7 +96,11 @@ def held_bytes(rank: int, world_size: int, name: str, settings: dict[str, Any], 
     sharded = {spec.name for spec in map(get_spec, model.parameters()) if spec is not None and spec.is_sharded}
     full = {name: param.numel() * param.element_size() for name, param in reference.named_parameters()}
     own = sum(param.untyped_storage().nbytes() for param in model.parameters())
-    return own, sum(size for name, size in full.items() if name in sharded), sum(size for name, size in full.items() if name not in sharded)
+    return (
+        own,
+        sum(size for name, size in full.items() if name in sharded),
+        sum(size for name, size in full.items() if name not in sharded),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,9 +129,17 @@ def same_tokens(rank: int, world_size: int, names: list[str]) -> list[str]:
 
 
 def test_generation_gives_the_tokens_of_one_process():
-    names = ["llama-causal-lm", "qwen3-tied-causal-lm", "gpt2-causal-lm", "bloom-causal-lm", "opt-causal-lm", "t5-conditional-generation"]
+    names = [
+        "llama-causal-lm",
+        "qwen3-tied-causal-lm",
+        "gpt2-causal-lm",
+        "bloom-causal-lm",
+        "opt-causal-lm",
+        "t5-conditional-generation",
+    ]
     assert run_ranks(same_tokens, 2, names, timeout=110) == [[], []]
-    assert run_ranks(same_tokens, 4, names[:1], timeout=110) == [[]] * 4  # two key/value heads on four ranks, in the cache too
+    # two key/value heads on four ranks, in the cache too
+    assert run_ranks(same_tokens, 4, names[:1], timeout=110) == [[]] * 4
 
 
 def logits(rank: int, world_size: int, parallel_output: bool) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
@@ -118,7 +148,8 @@ def logits(rank: int, world_size: int, parallel_output: bool) -> tuple[torch.Ten
     model.for_scripts = False  # the columns as the forward leaves them
     batch = zoo.inputs(reference)
     with torch.no_grad(), keep_float64():
-        expected, actual = reference(**batch).logits, model(**batch).logits.clone()  # a clone does not carry the mark of the shard
+        # a clone does not carry the mark of the shard
+        expected, actual = reference(**batch).logits, model(**batch).logits.clone()
     assert isinstance(model.lm_head, VocabParallelLMHead1D)
     shard_of = model.lm_head.vocabulary
     return expected, actual, (shard_of.start, shard_of.length)
@@ -144,12 +175,18 @@ def keeps_identity(rank: int, world_size: int) -> None:
     assert isinstance(model, type(reference))
     assert type(model).__name__ == type(reference).__name__
     assert dict(model.named_modules()) == modules
-    assert {name: id(param) for name, param in model.named_parameters()} == {name: id(param) for name, param in params.items()}
+    assert {name: id(param) for name, param in model.named_parameters()} == {
+        name: id(param) for name, param in params.items()
+    }
     assert model.lm_head.weight is model.model.embed_tokens.weight
     linears = [name for name, module in reference.named_modules() if isinstance(module, nn.Linear)]
     assert all(isinstance(modules[name], nn.Linear) for name in linears)
     attention = model.model.layers[0].self_attn
-    assert attention.q_proj.out_features == attention.q_proj.weight.shape[0] == reference.model.layers[0].self_attn.q_proj.out_features // 2
+    assert (
+        attention.q_proj.out_features
+        == attention.q_proj.weight.shape[0]
+        == reference.model.layers[0].self_attn.q_proj.out_features // 2
+    )
     assert all(get_spec(param).name == name for name, param in model.named_parameters())
     twin = copy.deepcopy(model)
     batch = zoo.inputs(model)

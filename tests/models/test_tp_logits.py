@@ -13,7 +13,10 @@ from tests.models.tp_ranks import overrides, shard
 
 def script(rank: int, world_size: int) -> None:
     arguments = overrides("llama-causal-lm")
-    reference, model = zoo.build("llama-causal-lm", **arguments).eval(), zoo.build("llama-causal-lm", **arguments).eval()
+    reference, model = (
+        zoo.build("llama-causal-lm", **arguments).eval(),
+        zoo.build("llama-causal-lm", **arguments).eval(),
+    )
     model = shard(model)
     batch = zoo.inputs(reference)
     labels = batch.pop("labels")

@@ -31,7 +31,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], synced: bool) -> tuple[list[float], list[float]]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], synced: bool
+) -> tuple[list[float], list[float]]:
     """Losses, and norms before clipping. `synced` is the call that was necessary once, and changes nothing."""
     losses, norms = [], []
     for step in range(STEPS):
@@ -105,7 +107,10 @@ def norms_and_refusals(rank: int, world_size: int) -> None:
     refused.step()
     refused.add_param_group({"params": list(model.parameters())})
     for again in (refused, refused, torch.optim.Adafactor(model.parameters())):
-        with pytest.raises(ValueError, match=r"Adafactor looks at whole parameters, but this rank holds a part of .* LowLevelZeroPlugin"):
+        with pytest.raises(
+            ValueError,
+            match=r"Adafactor looks at whole parameters, but this rank holds a part of .* LowLevelZeroPlugin",
+        ):
             again.step()
     with pytest.raises(ValueError, match=r"AdamW or SGD; if it does work"):  # no plugin trains with it
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
@@ -121,7 +126,11 @@ def replaced_gradients(rank: int, world_size: int) -> None:
     for each in (reference, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=False)
         norms[each] = []
-        for change in (lambda grad: grad / 2, lambda grad: 3 * copy.deepcopy(grad.detach()), lambda grad: torch.zeros_like(grad).add(grad)):
+        for change in (
+            lambda grad: grad / 2,
+            lambda grad: 3 * copy.deepcopy(grad.detach()),
+            lambda grad: torch.zeros_like(grad).add(grad),
+        ):
             each(**batch).loss.backward()
             for param in each.parameters():
                 param.grad = change(param.grad)
@@ -136,7 +145,9 @@ def replaced_gradients(rank: int, world_size: int) -> None:
         param.grad = grad
     optimizer.step()  # no norm was taken
     torch.nn.utils.clip_grad_norm_(params, 0.1)
-    with pytest.raises(ValueError, match=r"the gradient of model\.\S+ was replaced by a plain tensor and then changed in place"):
+    with pytest.raises(
+        ValueError, match=r"the gradient of model\.\S+ was replaced by a plain tensor and then changed in place"
+    ):
         optimizer.step()
 
 
@@ -177,7 +188,9 @@ def files_and_seeds(rank: int, world_size: int, directory: str) -> None:
             model.resize_token_embeddings(120)
     torch.manual_seed(rank)
     different = type(reference)(reference.config)
-    with pytest.raises(ValueError, match=r"ranks that share one model have different weights: transformer\.wte\.weight is "):
+    with pytest.raises(
+        ValueError, match=r"ranks that share one model have different weights: transformer\.wte\.weight is "
+    ):
         shard(different)
 
 

@@ -44,8 +44,12 @@ class LlamaByClass(Policy):
         )
         return {
             "LlamaDecoderLayer": layer,
-            "LlamaModel": ModulePolicyDescription(sub_module_replacement=[Child("embed_tokens", VocabParallelEmbedding1D, rows)]),
-            "LlamaForCausalLM": ModulePolicyDescription(sub_module_replacement=[Child("lm_head", VocabParallelLMHead1D, rows)]),
+            "LlamaModel": ModulePolicyDescription(
+                sub_module_replacement=[Child("embed_tokens", VocabParallelEmbedding1D, rows)]
+            ),
+            "LlamaForCausalLM": ModulePolicyDescription(
+                sub_module_replacement=[Child("lm_head", VocabParallelLMHead1D, rows)]
+            ),
         }
 
 
@@ -101,14 +105,18 @@ class Unclosed(Policy):
         return Plan({"up": "colwise", "act": "partial_gradient", "down": "replicated"}, "Unclosed")
 
 
-def equal_to_whole(reference: nn.Module, model: nn.Module, loss: torch.Tensor, expected: torch.Tensor, rank: int) -> None:
+def equal_to_whole(
+    reference: nn.Module, model: nn.Module, loss: torch.Tensor, expected: torch.Tensor, rank: int
+) -> None:
     torch.testing.assert_close(loss, expected)
     expected.backward()
     loss.backward()
     whole = dict(reference.named_parameters())
     for name, param in model.named_parameters():
         spec = get_spec(param)
-        torch.testing.assert_close(param.grad, spec.shard(whole[name].grad, rank), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            param.grad, spec.shard(whole[name].grad, rank), msg=lambda text, name=name: f"{name}: {text}"
+        )
         torch.testing.assert_close(full_tensor(param, dist.group.WORLD), whole[name].detach())
 
 
@@ -131,12 +139,18 @@ def by_class(rank: int, world_size: int) -> None:
     equal_to_whole(reference, model, model(ids, labels), reference(ids, labels), rank)
 
     messages = []
-    for policy in (ClassifierByClass({}, MLP), Unclosed(), ClassifierByClass({}, [Child("up", Linear1D_Col, {"nonsense": 1})])):
+    for policy in (
+        ClassifierByClass({}, MLP),
+        Unclosed(),
+        ClassifierByClass({}, [Child("up", Linear1D_Col, {"nonsense": 1})]),
+    ):
         with pytest.raises(ValueError) as caught:
             former.shard_model(Classifier(), policy)
         messages.append(str(caught.value))
     assert "shards modules next to act.weight of Classifier without deciding" in messages[0]
-    assert "up (Linear), rule 'up' of Unclosed: its output is this rank's features, and no linear near by takes these" in messages[1]
+    assert (
+        "up (Linear), rule 'up' of Unclosed: its output is this rank's features, and no linear near by takes these"
+    ) in messages[1]
     assert "Linear1D_Col.from_native_module takes no " in messages[2]
 
 

@@ -1,4 +1,6 @@
-"""Encoder-decoders other than T5: every parameter sharded, the gradients of one process, the bias [1, V] behind BART's head counted in."""
+"""Encoder-decoders other than T5: every parameter sharded, the gradients of one process, the bias [1, V] behind
+BART's head counted in.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MODELS = ["bart", "mbart", "marian", "pegasus", "mt5"]
 def build(name: str) -> nn.Module:
     model = tiny.build(name)
     if hasattr(model, "final_logits_bias"):
-        model.final_logits_bias.copy_(torch.randn(model.final_logits_bias.shape, generator=torch.Generator().manual_seed(5)))
+        model.final_logits_bias.copy_(
+            torch.randn(model.final_logits_bias.shape, generator=torch.Generator().manual_seed(5))
+        )
     return model.eval()
 
 

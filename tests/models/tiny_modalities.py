@@ -10,7 +10,11 @@ from torch import nn
 
 _SIZES = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
 _PATCHES = {"image_size": 20, "patch_size": 5}
-_IMAGE = _SIZES | _PATCHES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.15, "num_labels": 5}
+_IMAGE = (
+    _SIZES
+    | _PATCHES
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.15, "num_labels": 5}
+)
 _TEXT = _SIZES | {"vocab_size": 101, "max_position_embeddings": 64, "pad_token_id": 0}
 _SPEECH: dict[str, Any] = {
     "vocab_size": 101,
@@ -63,7 +67,15 @@ _OPT = {
     "dropout": 0.0,
     "pad_token_id": 1,
 }
-_SEEN = {**_SIZES, "num_attention_heads": 4, "image_size": 32, "patch_size": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 88}
+_SEEN = {
+    **_SIZES,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "window_size": 2,
+    "global_attn_indexes": [1],
+    "mlp_dim": 88,
+}
 _GEMMA: dict[str, Any] = _TEXT | {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -94,14 +106,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Blip2ForConditionalGeneration": (
         "Blip2Config",
-        {"vision_config": _IMAGE, "qformer_config": _QUERIES, "text_config": _OPT, "num_query_tokens": 4, "image_token_index": 100},
+        {
+            "vision_config": _IMAGE,
+            "qformer_config": _QUERIES,
+            "text_config": _OPT,
+            "num_query_tokens": 4,
+            "image_token_index": 100,
+        },
     ),
     "SamModel": (
         "SamConfig",
         {
             "vision_config": _SEEN | {"output_channels": 32, "num_pos_feats": 16},
             "prompt_encoder_config": {"hidden_size": 32, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
-            "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 40, "num_attention_heads": 4, "iou_head_hidden_dim": 32},
+            "mask_decoder_config": {
+                "hidden_size": 32,
+                "mlp_dim": 40,
+                "num_attention_heads": 4,
+                "iou_head_hidden_dim": 32,
+            },
         },
     ),
     "Gemma2Model": ("Gemma2Config", _GEMMA),
@@ -123,7 +146,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str) -> nn.Module:
-    """The model `name` in float64 without dropout; always the same weights, none at the zero or one that it was initialised with."""
+    """The model `name` in float64 without dropout; always the same weights, none at the zero or one that it was
+    initialised with.
+    """
     kind, arguments = MODELS[name]
     config = getattr(transformers, kind)(**arguments)
     with torch.random.fork_rng(devices=[]):
@@ -163,7 +188,9 @@ def batch(name: str) -> dict[str, Any]:
         if name.endswith("QuestionAnswering"):
             return {**text, "start_positions": torch.tensor([1, 0, 3]), "end_positions": torch.tensor([2, 4, 3])}
         if name.endswith("MultipleChoice"):
-            return {key: torch.stack([value, value.flip(0)], 1) for key, value in text.items()} | {"labels": torch.tensor([0, 1, 1])}
+            return {key: torch.stack([value, value.flip(0)], 1) for key, value in text.items()} | {
+                "labels": torch.tensor([0, 1, 1])
+            }
         if name.endswith("TokenClassification"):
             return {**text, "labels": labels.where(labels == -100, labels % 5)}
         return {**text, "labels": classes} if name.endswith("SequenceClassification") else text
@@ -181,5 +208,9 @@ def batch(name: str) -> dict[str, Any]:
     if family == "VideoMAE":
         return {"pixel_values": noise(4, 3, 20, 20), "labels": classes}
     size = 32 if family.startswith("Swin") else 20
-    target = {"bool_masked_pos": torch.arange(48).view(3, 16) % 5 == 0} if name.endswith("MaskedImageModeling") else {"labels": classes}
+    target = (
+        {"bool_masked_pos": torch.arange(48).view(3, 16) % 5 == 0}
+        if name.endswith("MaskedImageModeling")
+        else {"labels": classes}
+    )
     return {"pixel_values": noise(3, size, size), **target}

@@ -15,7 +15,13 @@ PATCH = 3 * 2 * 4 * 4  # values
 def build(**text: Any) -> nn.Module:
     """`text`: settings of the language model other than the usual ones."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     tokens = {"vocab_size": 120, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     vision = {
@@ -31,7 +37,14 @@ def build(**text: Any) -> nn.Module:
         "initializer_range": 0.15,
     }
     config = transformers.Qwen2VLConfig(
-        text_config={**sizes, **tokens, "max_position_embeddings": 128, "rope_parameters": rotary, "initializer_range": 0.15, **text},
+        text_config={
+            **sizes,
+            **tokens,
+            "max_position_embeddings": 128,
+            "rope_parameters": rotary,
+            "initializer_range": 0.15,
+            **text,
+        },
         vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,

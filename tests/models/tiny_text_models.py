@@ -1,4 +1,6 @@
-"""A tiny random model of nearly every text model type of transformers, by shrinking the sizes its config is known to have."""
+"""A tiny random model of nearly every text model type of transformers, by shrinking the sizes its config is known to
+have.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +15,50 @@ WIDTH, LAYERS, HEADS, VOCABULARY = 64, 4, 4, 120
 _VALUES: tuple[tuple[int | float, str], ...] = (
     (
         WIDTH,
-        "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size model_dim hidden_dim encoder_hidden_size "
-        "encoder_embed_dim decoder_hidden_size attention_hidden_size input_embedding_size moe_intermediate_size",
+        "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size model_dim hidden_dim "
+        "encoder_hidden_size encoder_embed_dim decoder_hidden_size attention_hidden_size input_embedding_size "
+        "moe_intermediate_size",
     ),
     (
         128,
-        "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_size dense_intermediate_size "
-        "shared_expert_intermediate_size intermediate_size_mlp mlp_dim dff shared_intermediate_size dim_ff intermediate_dim block_ff_dim "
-        "ffn_intermediate_size max_position_embeddings n_positions n_ctx max_seq_len max_seq_length max_target_positions seq_length "
-        "context_length max_sequence_length seq_len mamba_d_ssm",
+        "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_size "
+        "dense_intermediate_size shared_expert_intermediate_size intermediate_size_mlp mlp_dim dff "
+        "shared_intermediate_size dim_ff intermediate_dim block_ff_dim ffn_intermediate_size max_position_embeddings "
+        "n_positions n_ctx max_seq_len max_seq_length max_target_positions seq_length context_length "
+        "max_sequence_length seq_len mamba_d_ssm",
     ),
     (VOCABULARY, "vocab_size"),
     (
         HEADS,
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads num_encoder_attention_heads "
-        "num_decoder_attention_heads attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
-        "num_decoder_layers num_encoder_layers num_experts num_local_experts n_routed_experts moe_num_experts "
-        "mamba_n_heads mamba_num_heads",
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads "
+        "num_encoder_attention_heads num_decoder_attention_heads attention_heads num_hidden_layers n_layer n_layers "
+        "num_layers encoder_layers decoder_layers num_decoder_layers num_encoder_layers num_experts num_local_experts "
+        "n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads",
     ),
     (
         2,
-        "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k mamba_expand eos_token_id "
-        "forced_eos_token_id",
+        "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k mamba_expand "
+        "eos_token_id forced_eos_token_id",
     ),
-    (16, "head_dim d_kv kv_channels v_head_dim mamba_d_state mamba_chunk_size mamba_head_dim ssm_state_size qk_nope_head_dim num_mel_bins"),
+    (
+        16,
+        "head_dim d_kv kv_channels v_head_dim mamba_d_state mamba_chunk_size mamba_head_dim ssm_state_size "
+        "qk_nope_head_dim num_mel_bins",
+    ),
     (
         1,
-        "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts mamba_n_groups n_groups bos_token_id "
-        "decoder_start_token_id cls_token_id",
+        "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts mamba_n_groups n_groups "
+        "bos_token_id decoder_start_token_id cls_token_id",
     ),
     (32, "kv_lora_rank q_lora_rank mamba_d_head image_size max_source_positions"),
     (8, "qk_rope_head_dim rotary_dim patch_size"),
     (
         0.0,
-        "attention_dropout dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop hidden_dropout "
-        "activation_dropout dropout_rate resid_dropout embed_dropout embedding_dropout layerdrop encoder_layerdrop decoder_layerdrop "
-        "classifier_dropout drop_path_rate attn_dropout emb_pdrop residual_dropout embedding_dropout_prob ffn_dropout "
-        "residual_dropout_prob hidden_act_dropout router_jitter_noise moe_token_dropout input_jitter_noise",
+        "attention_dropout dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop "
+        "hidden_dropout activation_dropout dropout_rate resid_dropout embed_dropout embedding_dropout layerdrop "
+        "encoder_layerdrop decoder_layerdrop classifier_dropout drop_path_rate attn_dropout emb_pdrop residual_dropout "
+        "embedding_dropout_prob ffn_dropout residual_dropout_prob hidden_act_dropout router_jitter_noise "
+        "moe_token_dropout input_jitter_noise",
     ),
     (64, "sliding_window"),
     (3, "sep_token_id unk_index unk_token_id"),
@@ -61,10 +70,20 @@ _VALUES: tuple[tuple[int | float, str], ...] = (
     (103, "video_token_id"),
     (104, "audio_token_id"),
 )
-SIZES: dict[str, int | float] = {name: value for value, names in _VALUES for name in names.split()} | {"pad_token_id": 0}
+SIZES: dict[str, int | float] = {name: value for value, names in _VALUES for name in names.split()} | {
+    "pad_token_id": 0
+}
 # Left at None where that is the default: None means "derived" or "off" there.
 _OPTIONAL = frozenset(
-    ["q_lora_rank", "n_inner", "sliding_window", "rotary_dim", "ffn_hidden_size", "classifier_dropout", "word_embed_proj_dim"]
+    [
+        "q_lora_rank",
+        "n_inner",
+        "sliding_window",
+        "rotary_dim",
+        "ffn_hidden_size",
+        "classifier_dropout",
+        "word_embed_proj_dim",
+    ]
 )
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
@@ -125,7 +144,9 @@ def _sizes_of(config_class: type) -> dict[str, Any]:
 
 
 def build(model_type: str) -> nn.Module:
-    """The model in float64, without dropout, every parameter away from its initial zero or one. Always the same weights."""
+    """The model in float64, without dropout, every parameter away from its initial zero or one. Always the same
+    weights.
+    """
     import transformers
 
     auto = getattr(transformers, _AUTO_CLASS[text_types()[model_type]])

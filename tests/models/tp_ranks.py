@@ -21,7 +21,9 @@ LAYERS = {"gpt2": {"n_layer": 2}, "t5": {"num_layers": 2, "num_decoder_layers": 
 
 
 def overrides(name: str, **own: Any) -> dict[str, Any]:
-    """Two layers are enough here. Token classifiers of some families have a dropout of 0.1 that their config does not mention."""
+    """Two layers are enough here. Token classifiers of some families have a dropout of 0.1 that their config does
+    not mention.
+    """
     settings = dict(LAYERS.get(zoo.entry(name).family, {"num_hidden_layers": 2}))
     if name.endswith("token-classification"):
         settings["classifier_dropout"] = 0.0
@@ -41,7 +43,9 @@ def train_against_reference(
     settings: dict[str, Any] | None = None,
     **shard_config: Any,
 ) -> list[str]:
-    """Three AdamW steps of every model against plain transformers: losses, last gradients, weights. Returns what differs."""
+    """Three AdamW steps of every model against plain transformers: losses, last gradients, weights. Returns what
+    differs.
+    """
     problems = []
     for name in names:
         arguments = overrides(name, **(settings or {}))

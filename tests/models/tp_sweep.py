@@ -50,7 +50,9 @@ def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, A
     policy = sharder.policy
     findings = getattr(policy, "findings", None)
     result: dict[str, Any] = {
-        "policy": type(policy).__name__ if findings is None else ("transformers' plan" if getattr(reference, "tp_plan", None) else "names"),
+        "policy": type(policy).__name__
+        if findings is None
+        else ("transformers' plan" if getattr(reference, "tp_plan", None) else "names"),
         "dropped": [] if findings is None else findings.dropped,
     }
     model = sharder.model
@@ -62,7 +64,9 @@ def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, A
     except Exception as error:
         return result | {"status": "failed", "why": _line(error), "trace": traceback.format_exc()[-1500:]}
     sync_shared_gradients(model.parameters(), dist.group.WORLD)
-    report = compare_models(reference, model, coordinate=rank, losses=(expected.detach(), loss.detach()), tolerance=TOLERANCE, check=False)
+    report = compare_models(
+        reference, model, coordinate=rank, losses=(expected.detach(), loss.detach()), tolerance=TOLERANCE, check=False
+    )
     try:
         report.check()
     except AssertionError as error:
@@ -85,7 +89,10 @@ def run(model_type: str, timeout: float = 100) -> dict[str, Any]:
     except RankError as error:
         late = time.monotonic() - started > timeout
         why = next((line for line in str(error).splitlines() if "Error" in line), str(error)[:160])
-        result = {"status": "failed", "why": f"no result within {timeout:.0f} s" if late else " ".join(why.split())[:160]}
+        result = {
+            "status": "failed",
+            "why": f"no result within {timeout:.0f} s" if late else " ".join(why.split())[:160],
+        }
     return {"model_type": model_type, "seconds": round(time.monotonic() - started, 1), **result}
 
 
@@ -93,7 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", help="model types of transformers; all when none is given")
     parser.add_argument("--write", type=Path, help="file for the table")
-    parser.add_argument("--json", type=Path, help="file for one JSON line per model; types that it holds already are not run again")
+    parser.add_argument(
+        "--json", type=Path, help="file for one JSON line per model; types that it holds already are not run again"
+    )
     options = parser.parse_args()
     known = tiny.causal_language_models()
     done = {}
@@ -120,9 +129,8 @@ def summary(results: list[dict[str, Any]]) -> str:
     verified = [result for result in built if result["status"] == "verified"]
     full = [result for result in verified if result["share"] >= FULLY]
     return (
-        f"{len(verified)} of {len(built)} verified on two ranks, "
-        f"{len(full)} of them with at least {FULLY:.0%} of their parameters sharded; "
-        f"{len(results) - len(built)} could not be built from a tiny config."
+        f"{len(verified)} of {len(built)} verified on two ranks, {len(full)} of them with at least {FULLY:.0%} of "
+        f"their parameters sharded; {len(results) - len(built)} could not be built from a tiny config."
     )
 
 
@@ -138,8 +146,10 @@ def table(results: list[dict[str, Any]], known: dict[str, str]) -> str:
         "",
         summary(results),
         "",
-        "Verified: loss and every gradient equal those of the unsharded model (float64, relative 1e-8). The last column lists",
-        "parts that stay whole on every rank because no way to shard them passed the check; they cost memory and time, not correctness.",
+        "Verified: loss and every gradient equal those of the unsharded model (float64, relative 1e-8). The last "
+        "column lists",
+        "parts that stay whole on every rank because no way to shard them passed the check; they cost memory and time, "
+        "not correctness.",
         "",
         "| model type | class | rules from | result | sharded | whole, or why |",
         "|---|---|---|---|---|---|",
@@ -150,7 +160,9 @@ def table(results: list[dict[str, Any]], known: dict[str, str]) -> str:
         why = result.get("why") or ", ".join(f"`{name}`" for name in result.get("dropped", []))
         why = why.replace("|", "/")
         name = result["model_type"]
-        lines.append(f"| {name} | {known.get(name, '')} | {result.get('policy', '')} | {result['status']} | {share} | {why} |")
+        lines.append(
+            f"| {name} | {known.get(name, '')} | {result.get('policy', '')} | {result['status']} | {share} | {why} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -90,7 +90,13 @@ class Run:
         return float(sum(param.detach().sum() for param in self.model.parameters()))
 
     def pipeline(self, **options: Any) -> Any:
-        given = {"data_iter": batches(1.0), "model": self.model, "criterion": mean, "optimizer": self.optimizer, **options}
+        given = {
+            "data_iter": batches(1.0),
+            "model": self.model,
+            "criterion": mean,
+            "optimizer": self.optimizer,
+            **options,
+        }
         return self.booster.execute_pipeline(**given)
 
     def files(self, name: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Sequences of calls on a boosted model and optimizer, beside the same calls on plain torch in one process.
 
-A sequence is data: how the job is laid out, and calls by name. Every rank makes the calls of both sides and compares weights after each
-of them; a call that a rank cannot answer must be refused with a ValueError on all ranks, and must change nothing.
+A sequence is data: how the job is laid out, and calls by name. Every rank makes the calls of both sides and compares
+weights after each of them; a call that a rank cannot answer must be refused with a ValueError on all ranks, and must
+change nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ TINY_BUCKET = 300e-6  # elements in millions: several buckets
 
 
 class OwnStep(torch.optim.AdamW):
-    """A subclass that steps in its own way: by the sign of the gradient where that is large, so that its scale matters."""
+    """A subclass that steps in its own way: by the sign of the gradient where that is large, so that its scale
+    matters.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(param.grad.clamp(-0.05, 0.05), alpha=-group["lr"])
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                        param.grad.clamp(-0.05, 0.05), alpha=-group["lr"]
+                    )
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -182,7 +187,9 @@ class Pair:
         self.same(got, self.norm, "norm")
 
     def _plain_norm(self) -> float:
-        return float(nn.utils.get_total_norm([param.grad for param in self.plain.parameters() if param.grad is not None]))
+        return float(
+            nn.utils.get_total_norm([param.grad for param in self.plain.parameters() if param.grad is not None])
+        )
 
     def do_clip_norm(self, number: int) -> None:
         most = 0.05 * (1 + number % 7)
@@ -302,7 +309,11 @@ class Pair:
 
     def same(self, got: Any, wanted: Any, what: str) -> None:
         if got is None or wanted is None or isinstance(wanted, float):
-            alike = got is wanted if got is None or wanted is None else math.isclose(got, wanted, rel_tol=self.tolerance, abs_tol=1e-10)
+            alike = (
+                got is wanted
+                if got is None or wanted is None
+                else math.isclose(got, wanted, rel_tol=self.tolerance, abs_tol=1e-10)
+            )
             assert alike, f"{what}: {got}, in one process {wanted}"
             return
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")

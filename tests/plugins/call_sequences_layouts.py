@@ -1,4 +1,6 @@
-"""Sequences of calls on a language model under tensor and pipeline parallelism and in half precision; and how sequences are run."""
+"""Sequences of calls on a language model under tensor and pipeline parallelism and in half precision; and how
+sequences are run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PER_RANK = 2
 
 
 class LayoutPair(Pair):
-    """As `Pair`; the plain side in half precision is `habits.Reference`: a working copy in it, gradients and steps in fp32."""
+    """As `Pair`; the plain side in half precision is `habits.Reference`: a working copy in it, gradients and steps
+    in fp32.
+    """
 
     def __init__(self, rank: int, world: int, sequence: Sequence) -> None:
         self.rank, self.world, self.sequence = rank, world, sequence
@@ -34,7 +38,9 @@ class LayoutPair(Pair):
         if half == "fp16":
             settings["initial_scale"] = 2**8
         if sequence.plugin == "hybrid":
-            plugin: Any = HybridParallelPlugin(zero_stage=sequence.stage, num_microbatches=2, **sequence.sizes, **settings)
+            plugin: Any = HybridParallelPlugin(
+                zero_stage=sequence.stage, num_microbatches=2, **sequence.sizes, **settings
+            )
         else:
             plugin = LowLevelZeroPlugin(stage=sequence.stage, **settings)
         self.mesh = plugin.mesh
@@ -63,7 +69,9 @@ class LayoutPair(Pair):
     # Calls.
 
     def _batch(self, number: int) -> dict[str, torch.Tensor]:
-        return zoo.inputs(NAME, batch_size=PER_RANK * self.mesh.size("dp"), seq_len=9 + number % 3, seed=number, dtype=self.dtype)
+        return zoo.inputs(
+            NAME, batch_size=PER_RANK * self.mesh.size("dp"), seq_len=9 + number % 3, seed=number, dtype=self.dtype
+        )
 
     def _mine(self, number: int) -> dict[str, torch.Tensor]:
         return rows(self._batch(number), self.mesh.coordinate("dp"), PER_RANK)
@@ -83,7 +91,9 @@ class LayoutPair(Pair):
     def do_pipeline(self, number: int) -> None:
         if self.sequence.plugin != "hybrid":
             return self.do_backward(number)
-        self.booster.execute_pipeline(iter([self._mine(number)]), self.model, lambda outputs, _: outputs.loss, self.optim)
+        self.booster.execute_pipeline(
+            iter([self._mine(number)]), self.model, lambda outputs, _: outputs.loss, self.optim
+        )
         self.reference.backward(self._batch(number), lambda outputs, _: loss_of(outputs))
         self.norm, self.has_gradients, self.unsynced = None, True, False
         return None

@@ -101,7 +101,9 @@ def train(name: str, steps: range, booster: Any, model: nn.Module, optimizer: An
 def save_at(rank: int, world: int, name: str, layout: str, path: Path) -> None:
     booster, model, optimizer, lrs = boost(name, layout)
     train(name, range(BEFORE), booster, model, optimizer, lrs)
-    booster.save(path / layout, model=model, optimizer=optimizer, lr_scheduler=lrs, step=BEFORE, extra={"layout": layout})
+    booster.save(
+        path / layout, model=model, optimizer=optimizer, lr_scheduler=lrs, step=BEFORE, extra={"layout": layout}
+    )
 
 
 @keep_float64()
@@ -119,7 +121,9 @@ def load_at(rank: int, world: int, name: str, layout: str, path: Path, saved: li
         compare_models(plain, model, coordinate=mesh.coordinate, gradients=False)
         for shard in optimizer.shards():
             coordinate = mesh.coordinate(shard.spec.axis)
-            real = shard.spec.shard(torch.ones(shard.spec.full_shape), coordinate).flatten()[shard.start : shard.stop] > 0
+            real = (
+                shard.spec.shard(torch.ones(shard.spec.full_shape), coordinate).flatten()[shard.start : shard.stop] > 0
+            )
             wanted = {"master": weights[shard.name].detach(), "exp_avg": states[shard.name]["exp_avg"]}
             wanted["exp_avg_sq"] = states[shard.name]["exp_avg_sq"]
             for key, full in wanted.items():
@@ -133,4 +137,6 @@ def load_at(rank: int, world: int, name: str, layout: str, path: Path, saved: li
                     msg=lambda text, what=(source, shard.name, key): f"{what}: {text}",
                 )
             assert float(shard.extra["step"]) == BEFORE + AFTER
-        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in plain_optimizer.param_groups]
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            group["lr"] for group in plain_optimizer.param_groups
+        ]

@@ -1,4 +1,5 @@
-"""How people train: optimizers, criteria, ways of clipping and accumulating, half precision. Drawn beside a layout by the fuzzer.
+"""How people train: optimizers, criteria, ways of clipping and accumulating, half precision. Drawn beside a layout by
+the fuzzer.
 
 Each habit has two sides here, what the boosted model does and what `Reference`, plain torch in one process, does.
 """
@@ -57,7 +58,9 @@ class Habits:
     resume: bool = False
 
     def __str__(self) -> str:
-        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return ", ".join(
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        )
 
 
 # Optimizers: torch's own kernels, and subclasses with a `step` of their own.
@@ -114,7 +117,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "groups": _groups,
     "own adamw": lambda model: OwnAdamW(_trained(model), lr=1e-2, weight_decay=0.1),
     "own adagrad": lambda model: OwnAdagrad(_trained(model), lr=0.1),
-    "adagrad": lambda model: torch.optim.Adagrad(_trained(model), lr=1e-2, initial_accumulator_value=0.01, weight_decay=0.05),
+    "adagrad": lambda model: torch.optim.Adagrad(
+        _trained(model), lr=1e-2, initial_accumulator_value=0.01, weight_decay=0.05
+    ),
     "rmsprop": lambda model: torch.optim.RMSprop(_trained(model), lr=1e-3, eps=1e-2),
 }
 
@@ -206,14 +211,16 @@ def as_embeds(batch: dict[str, torch.Tensor], width: int, dtype: torch.dtype) ->
     """The batch with made-up embeddings in place of its token ids."""
     ids = batch["input_ids"]
     waves = torch.arange(1, width + 1, dtype=torch.float64) * (ids[..., None].double() + 1) * 0.37
-    return {name: value for name, value in batch.items() if name != "input_ids"} | {"inputs_embeds": waves.sin().to(dtype)}
+    return {name: value for name, value in batch.items() if name != "input_ids"} | {
+        "inputs_embeds": waves.sin().to(dtype)
+    }
 
 
 class Reference:
     """One process, plain torch. In half precision: a working copy in it, gradients added up and stepped in fp32.
 
-    The working copy is what transformers loads in that precision: buffers that no checkpoint has, such as rotary frequencies, stay in fp32.
-    A copy of it in fp32 tells how much the working copy rounds.
+    The working copy is what transformers loads in that precision: buffers that no checkpoint has, such as rotary
+    frequencies, stay in fp32. A copy of it in fp32 tells how much the working copy rounds.
     """
 
     def __init__(self, model: nn.Module, habits: Habits) -> None:
@@ -230,12 +237,19 @@ class Reference:
 
     def backward(self, batch: dict[str, torch.Tensor], criterion: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
         if self.habits.half:
-            batch = {name: value.to(HALF[self.habits.half]) if value.is_floating_point() else value for name, value in batch.items()}
-        inputs = batch if not self.habits.criterion else {name: value for name, value in batch.items() if name != "labels"}
+            batch = {
+                name: value.to(HALF[self.habits.half]) if value.is_floating_point() else value
+                for name, value in batch.items()
+            }
+        inputs = (
+            batch if not self.habits.criterion else {name: value for name, value in batch.items() if name != "labels"}
+        )
         loss = criterion(self.model(**inputs), batch)
         loss.backward()
         if self.habits.half:
-            triples = list(zip(self.masters.parameters(), self.model.parameters(), self.exact.parameters(), strict=True))
+            triples = list(
+                zip(self.masters.parameters(), self.model.parameters(), self.exact.parameters(), strict=True)
+            )
             for master, working, exact in triples:
                 exact.data.copy_(working)
                 exact.grad = exact.grad if master.grad is not None else None
@@ -248,14 +262,19 @@ class Reference:
         return loss.detach()
 
     def rounding_allowed(self) -> float:
-        """What gradients of another layout may differ by, of the largest: three times what these are off from those in fp32 at the same
-        rounded weights. Theirs may be off by as much the other way, at the worst of many elements by twice as much."""
+        """What gradients of another layout may differ by, of the largest: three times what these are off from those in
+        fp32 at the same rounded weights. Theirs may be off by as much the other way, at the worst of many elements
+        by twice as much."""
         pairs = [
             (master.grad, exact.grad)
             for master, exact in zip(self.masters.parameters(), self.exact.parameters(), strict=True)
             if master.grad is not None and exact.grad is not None
         ]
-        return 3 * max(float((one - other).abs().max()) for one, other in pairs) / max(float(exact.abs().max()) for _, exact in pairs)
+        return (
+            3
+            * max(float((one - other).abs().max()) for one, other in pairs)
+            / max(float(exact.abs().max()) for _, exact in pairs)
+        )
 
     def clip(self) -> float:
         """Clip as the habit says; returns the norm before."""
@@ -277,7 +296,9 @@ class Reference:
 
 
 def values(params: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copies of what parameters show at this moment, as an average of weights reads them; of sharded ones this rank's part."""
+    """Copies of what parameters show at this moment, as an average of weights reads them; of sharded ones this
+    rank's part.
+    """
     return {name: local_tensor(param.detach()).clone() for name, param in params}
 
 

@@ -23,7 +23,8 @@ from shardwright.testing.compare import GRADIENT_FLOOR
 from shardwright.utils.tensors import local_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-# What one rounding to the format of computation, or of gradients on the wire, may leave of a gradient as large as the largest.
+# What one rounding to the format of computation, or of gradients on the wire, may leave of a gradient as large as the
+# largest.
 ROUNDED = {"bf16": 3e-2, "fp16": 1e-2, "fp32": 1e-6}
 
 
@@ -50,8 +51,12 @@ class Layout:
     zero: bool = False
 
     def __str__(self) -> str:
-        shown = {name: value for name, value in asdict(self).items() if name != "habits" and value not in (0, 0.0, False, {})}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items()) + (f", {self.habits}" if str(self.habits) else "")
+        shown = {
+            name: value for name, value in asdict(self).items() if name != "habits" and value not in (0, 0.0, False, {})
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items()) + (
+            f", {self.habits}" if str(self.habits) else ""
+        )
 
     @property
     def family(self) -> str:
@@ -64,12 +69,16 @@ class Layout:
 
 
 def build(layout: Layout, seed: int | None = None) -> nn.Module:
-    model = zoo.build(layout.model, seed=layout.seed if seed is None else seed, dtype=DTYPES[layout.dtype], **layout.overrides)
+    model = zoo.build(
+        layout.model, seed=layout.seed if seed is None else seed, dtype=DTYPES[layout.dtype], **layout.overrides
+    )
     return prepare(model, layout.family, layout.habits)
 
 
 def batches(layout: Layout, step: int, replicas: int) -> list[dict[str, torch.Tensor]]:
-    """The global batches of one step, one per accumulation; sequence lengths and label counts differ from one to the next."""
+    """The global batches of one step, one per accumulation; sequence lengths and label counts differ from one to the
+    next.
+    """
     found = [
         zoo.inputs(
             layout.model,
@@ -172,7 +181,9 @@ class Run:
                 loss = loss.detach() / self.mesh.size("dp")
                 dist.all_reduce(loss, group=self.mesh.group("dp"))
                 return loss
-            result = self.booster.execute_pipeline(iter([mine]), self.model, self.criterion, self.optimizer, return_loss=True)
+            result = self.booster.execute_pipeline(
+                iter([mine]), self.model, self.criterion, self.optimizer, return_loss=True
+            )
             return result["loss"]
 
     def _reference_backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -279,11 +290,17 @@ class Run:
             self.reference.step()
             seen = values(self.captured) if self.habits.captured else {}
             report = compare_models(
-                self.reference.masters, self.model, coordinate=self.mesh.coordinate, gradients=False, tolerance=layout.rounding
+                self.reference.masters,
+                self.model,
+                coordinate=self.mesh.coordinate,
+                gradients=False,
+                tolerance=layout.rounding,
             )
             self.held |= report.held
             for name, param in self.captured:
-                assert name not in seen or torch.equal(seen[name], local_tensor(param.detach())), f"{name} was read before it was whole"
+                assert name not in seen or torch.equal(seen[name], local_tensor(param.detach())), (
+                    f"{name} was read before it was whole"
+                )
             if self.habits.resume and step == 0:
                 self._resume()
         held = set().union(*self._everywhere(self.held))

@@ -1,4 +1,6 @@
-"""Random legal layouts: model, sizes, schedule, ZeRO stage, batch, and how the user trains. A seed draws the same on every machine."""
+"""Random legal layouts: model, sizes, schedule, ZeRO stage, batch, and how the user trains. A seed draws the same on
+every machine.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["deferred_bytes"] = random.Random(f"deferred {seed}").choice([None, None, 0, 20_000, 200_000])
     if pp > 1:
         away = random.Random(f"away {seed}")
-        plugin["offload_activations"] = away.choice([None, None, 1.0, 0.5, [away.choice([0.0, 0.5, 1.0]) for _ in range(pp * chunks)]])
+        plugin["offload_activations"] = away.choice(
+            [None, None, 1.0, 0.5, [away.choice([0.0, 0.5, 1.0]) for _ in range(pp * chunks)]]
+        )
     partly = random.Random(f"partly {seed}")
     if partly.random() < 0.3:
         plugin["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**partly.choice(RECOMPUTED))
@@ -80,7 +84,8 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["make_vocab_size_divisible_by"] = rng.choice([1, 8, 64])
     plugin["dp_outside"] = rng.random() < 0.8
     overrides = _overrides(rng, family, pp * chunks, plugin)
-    if "num_layers_per_stage" in plugin and random.Random(f"entry {seed}").random() < 0.4:  # the first stage embeds and has no layer
+    # the first stage embeds and has no layer
+    if "num_layers_per_stage" in plugin and random.Random(f"entry {seed}").random() < 0.4:
         first, second, *others = plugin["num_layers_per_stage"]
         plugin["num_layers_per_stage"] = [0, first + second, *others]
     layout = Layout(
@@ -140,14 +145,22 @@ def _as_zero_plugin(rng: random.Random, layout: Layout) -> Layout:
 
 
 def _with_habits(rng: random.Random, layout: Layout) -> Layout:
-    """Each habit with a probability of its own; those that exclude one another give way in the order in which they stand here."""
+    """Each habit with a probability of its own; those that exclude one another give way in the order in which they
+    stand here.
+    """
     plugin, stage = layout.plugin, layout.plugin.get("zero_stage", layout.plugin.get("stage"))
     whole = plugin.get("tp_size", 1) == 1  # element-wise or not, every optimizer may have any parameter
-    habits: dict[str, Any] = {"bare": rng.random() < 0.4, "read_norm": rng.random() < 0.25, "captured": rng.random() < 0.4}
+    habits: dict[str, Any] = {
+        "bare": rng.random() < 0.4,
+        "read_norm": rng.random() < 0.25,
+        "captured": rng.random() < 0.4,
+    }
     habits["clip"] = rng.choice(["", "plugin", "plugin", "norm", "value", "outside"])
     habits["clip_at"] = 0.003 if habits["clip"] == "value" else 0.05
     if rng.random() < 0.4:
-        habits["optimizer"] = rng.choice(sorted(OPTIMIZERS) if whole else [name for name in sorted(OPTIMIZERS) if "own" not in name])
+        habits["optimizer"] = rng.choice(
+            sorted(OPTIMIZERS) if whole else [name for name in sorted(OPTIMIZERS) if "own" not in name]
+        )
     if rng.random() < 0.12 and layout.family in LORA_TARGETS and not layout.zero:
         habits["lora"] = True
     elif rng.random() < 0.25:
@@ -160,13 +173,15 @@ def _with_habits(rng: random.Random, layout: Layout) -> Layout:
         habits["embeds"] = True
     if not habits.get("lora") and rng.random() < 0.2:
         habits["resume"] = True
-    precise = layout.family not in ("t5", "qwen3")  # T5 keeps some layers in fp32, routers choose other experts after a rounding
+    # T5 keeps some layers in fp32, routers choose other experts after a rounding
+    precise = layout.family not in ("t5", "qwen3")
     if precise and layout.dtype == "fp32" and rng.random() < 0.6:
         habits["half"] = rng.choice(["bf16", "fp16"])
     elif stage != 3 and rng.random() < 0.12:
         habits["wire"] = "fp32" if layout.dtype == "fp64" else "bf16"
     if habits.get("half") or habits.get("wire"):
-        habits["optimizer"] = rng.choice(["sgd", "own adagrad"] if whole else ["sgd"])  # whose steps follow the size of gradients
+        # whose steps follow the size of gradients
+        habits["optimizer"] = rng.choice(["sgd", "own adagrad"] if whole else ["sgd"])
     if stage == 3 and not habits.get("half") and random.Random(f"wire {layout.seed}").random() < 0.12:
         habits["wire"] = "fp32" if layout.dtype == "fp64" else "bf16"
         habits["optimizer"] = "sgd"
@@ -185,12 +200,18 @@ def _overrides(rng: random.Random, family: str, stages: int, plugin: dict[str, A
         plugin["num_layers_per_stage"] = [end - start for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
     heads = rng.choice([2, 3, 4, 6, 12])
     if family in ("llama", "qwen2"):
-        overrides |= {"num_attention_heads": heads, "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0])}
+        overrides |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]),
+        }
         overrides["head_dim"] = 8 if family == "llama" else None
         if family == "qwen2":
             overrides.pop("head_dim")
     elif family == "qwen3":
-        overrides |= {"num_attention_heads": heads, "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0])}
+        overrides |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]),
+        }
     else:
         overrides[HEAD_NAMES.get(family, "num_attention_heads")] = heads
     overrides["vocab_size"] = rng.choice([96, 101, 131])

@@ -1,4 +1,6 @@
-"""Steps of given microbatches through HybridParallelPlugin, compared with plain transformers that runs one microbatch after another."""
+"""Steps of given microbatches through HybridParallelPlugin, compared with plain transformers that runs one
+microbatch after another.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What an option of a plugin changes, measured on one rank of a job whose other ranks do not exist.
 
-On torch's fake backend every collective returns at once and changes nothing, so a step of rank 0 can be watched without other processes:
-what it would send, in which dtype, when it waits, how often layers run. Numbers that need other ranks are wrong, and nothing here looks at
-them. An observer is a function (plugin class, settings) -> something that can be compared.
+On torch's fake backend every collective returns at once and changes nothing, so a step of rank 0 can be watched without
+other processes: what it would send, in which dtype, when it waits, how often layers run. Numbers that need other ranks
+are wrong, and nothing here looks at them. An observer is a function (plugin class, settings) -> something that can be
+compared.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def modules(plugin: type, settings: dict[str, Any]) -> dict[str, Any]:
     """Classes of modules, shapes and dtypes of parameters, and what users see of the model."""
     _, model, _ = boosted(plugin(**settings))
     inner = model.unwrap()
-    found: dict[str, Any] = {name: [cls.__qualname__ for cls in type(module).__mro__] for name, module in inner.named_modules()}
+    found: dict[str, Any] = {
+        name: [cls.__qualname__ for cls in type(module).__mro__] for name, module in inner.named_modules()
+    }
     for name, param in inner.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
         found[f"{name}: parameter"] = (tuple(param.shape), tuple(local.shape), param.dtype, isinstance(param, DTensor))
@@ -162,7 +165,9 @@ def step_size(plugin: type, settings: dict[str, Any]) -> float:
     optimizer.step()
     after = dict(trained.unwrap().named_parameters())
     return sum(
-        float((after[name].detach().float() - value).abs().sum()) for name, value in before.items() if after[name].shape == value.shape
+        float((after[name].detach().float() - value).abs().sum())
+        for name, value in before.items()
+        if after[name].shape == value.shape
     )
 
 
@@ -176,7 +181,10 @@ def gradients_kept(plugin: type, settings: dict[str, Any]) -> list[Any]:
 def masters(plugin: type, settings: dict[str, Any]) -> list[Any]:
     """Dtypes of what the optimizer steps, and whether it is memory of its own."""
     _, _, optimizer = boosted(plugin(**settings))
-    return [(bucket.master.dtype, bucket.flat.dtype, _shares_memory(bucket.master, bucket.flat)) for bucket in optimizer.buckets]
+    return [
+        (bucket.master.dtype, bucket.flat.dtype, _shares_memory(bucket.master, bucket.flat))
+        for bucket in optimizer.buckets
+    ]
 
 
 def _shares_memory(part: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -220,18 +228,29 @@ def cuts_a_tower(plugin: type, settings: dict[str, Any]) -> Any:
 
 
 def ddp_settings(plugin: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """What torch's reducer recorded about itself over a step; it needs a backend that hands results back, so a world of one."""
+    """What torch's reducer recorded about itself over a step; it needs a backend that hands results back, so a world
+    of one.
+    """
     booster, model, optimizer = boosted(plugin(**settings))
     booster.backward(model(**batch()).loss, optimizer)
     data = model.module._get_ddp_logging_data()
-    wanted = ("bucket_cap_bytes", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "bucket_sizes", "static_graph")
+    wanted = (
+        "bucket_cap_bytes",
+        "broadcast_buffers",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "bucket_sizes",
+        "static_graph",
+    )
     found = {key: data[key] for key in wanted if key in data}
     param = next(param for param in model.parameters() if param.grad is not None)
     return {**found, "view": param.grad._is_view(), "static": model.module.static_graph}
 
 
 def fsdp_state(plugin: type, settings: dict[str, Any]) -> list[Any]:
-    """Of every FSDP module: its name, dtypes, whether it gave its parameters back after forward, where they are kept."""
+    """Of every FSDP module: its name, dtypes, whether it gave its parameters back after forward, where they are
+    kept.
+    """
     _, model, _ = boosted(plugin(**settings))
     module = model.unwrap()
     logits = model(input_ids=batch()["input_ids"]).logits
@@ -240,5 +259,12 @@ def fsdp_state(plugin: type, settings: dict[str, Any]) -> list[Any]:
         if hasattr(part, "unshard"):
             state = part._get_fsdp_state()
             group = state._fsdp_param_group
-            found.append((name, state._mp_policy, isinstance(next(part.parameters()), DTensor), group is not None and group.offload_policy))
+            found.append(
+                (
+                    name,
+                    state._mp_policy,
+                    isinstance(next(part.parameters()), DTensor),
+                    group is not None and group.offload_policy,
+                )
+            )
     return found

@@ -1,4 +1,6 @@
-"""Activations in host memory: models train as in one process, copies run beside other actions, and memory is what the plan says."""
+"""Activations in host memory: models train as in one process, copies run beside other actions, and memory is what
+the plan says.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwright import Booster
 from shardwright.pipeline import offload
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-from shardwright.pipeline.memory import Offloaded, memory_curves
 from shardwright.pipeline.offload import ActivationOffload
+from shardwright.pipeline.planning.memory import Offloaded, memory_curves
+from shardwright.pipeline.planning.simulate import simulate
 from shardwright.pipeline.runtime import PipelineRuntime
-from shardwright.pipeline.simulate import simulate
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, keep_float64, run_ranks, zoo
 
@@ -32,7 +34,14 @@ LAYOUTS = [
     Layout("gpt2-causal-lm", 4, {**PIPE, "pp_style": "zb", "offload_activations": 0.5}, batch=7),
     Layout("llama-tied-causal-lm", 4, {**PAIR, **V, "tp_size": 2, "zero_stage": 2}, batch=6),
     Layout("llama-causal-lm", 4, {**PAIR, **CHUNKS, "zero_stage": 3}, {"num_hidden_layers": 8}, batch=6),
-    Layout("llama-causal-lm", 4, {**PIPE, "offload_activations": [1, 0.5, 1, 0]}, {"num_hidden_layers": 8}, batch=6, checkpointing=True),
+    Layout(
+        "llama-causal-lm",
+        4,
+        {**PIPE, "offload_activations": [1, 0.5, 1, 0]},
+        {"num_hidden_layers": 8},
+        batch=6,
+        checkpointing=True,
+    ),
     Layout("t5-conditional-generation", 4, {**PIPE, "pp_style": "eager_1f1b", "overlap_p2p": False}, batch=6),
     Layout("qwen3-moe-causal-lm", 4, {**PAIR, **V}, batch=6),
 ]
@@ -84,7 +93,8 @@ STATE = 4 * TOKENS * HIDDEN  # bytes of what layers hand on
 def of_a_layer() -> tuple[int, int]:
     """Bytes that a layer of MODEL keeps, and of these in tensors too small to leave.
 
-    three per norm and of attention q, k, v and its output [T, H]; of the MLP four [T, I]; a number per token and norm, one per head
+    three per norm and of attention q, k, v and its output [T, H]; of the MLP four [T, I]; a number per token and norm,
+    one per head
     """
     small = 4 * TOKENS * (2 + HEADS)
     return 10 * STATE + 4 * 4 * TOKENS * INNER + small, small

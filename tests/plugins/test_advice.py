@@ -20,7 +20,7 @@ from shardwright import Booster, plugins, shardformer
 from shardwright.lazy import LazyInitContext
 from shardwright.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
-from shardwright.plugins.config_form import _READERS
+from shardwright.plugins.hybrid.config_form import _READERS
 from shardwright.shardformer import Policy, ShardFormer
 from shardwright.testing import run_ranks, zoo
 
@@ -29,10 +29,17 @@ ROOT = Path(shardwright.__file__).parent
 # Where the names in advice are arguments. A name that is none of these is advice that nobody can follow.
 TAKERS: tuple[Callable[..., Any], ...] = (
     *(getattr(plugins, name) for name in plugins.__all__ if inspect.isclass(getattr(plugins, name))),
-    *(getattr(shardwright, name) for name in ("launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi", "Booster")),
+    *(
+        getattr(shardwright, name)
+        for name in ("launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi", "Booster")
+    ),
     *(method for name, method in vars(Booster).items() if not name.startswith("_") and callable(method)),
     *(HybridParallelPlugin.prepare_dataloader, ShardFormer.optimize, LazyInitContext, HybridAdam, CPUAdam, FusedAdam),
-    *(shardformer.ShardConfig, shardformer.PipelineGradientCheckpointConfig, shardformer.SubModuleReplacementDescription),
+    *(
+        shardformer.ShardConfig,
+        shardformer.PipelineGradientCheckpointConfig,
+        shardformer.SubModuleReplacementDescription,
+    ),
     *(nn.Embedding, F.cross_entropy, torch.optim.Optimizer.zero_grad, torch.optim.Optimizer.step),
     *(nn.Module.load_state_dict, torch.utils.data.RandomSampler),
     shardformer.layer.VocabParallelLMHead1D,
@@ -42,7 +49,9 @@ ELSEWHERE = {"output_router_logits": "a field of a model's config", "slow_but_ex
 
 
 def _texts() -> Iterator[tuple[str, str]]:
-    """(place, text) of every message of the package: string constants that are handed to a call or raised, docstrings excepted."""
+    """(place, text) of every message of the package: string constants that are handed to a call or raised,
+    docstrings excepted.
+    """
 
     def text_of(node: ast.AST) -> str:
         if isinstance(node, ast.Constant):
@@ -120,7 +129,9 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Its layers are no transformers layers and its inputs no token ids; `hint` reaches a layer only where it is given."""
+    """Its layers are no transformers layers and its inputs no token ids; `hint` reaches a layer only where it is
+    given.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +140,9 @@ class Tower(nn.Module):
         self.side = nn.Linear(2, 8)
         self.exit = nn.Linear(8, 1)
 
-    def forward(self, points: torch.Tensor, hint: torch.Tensor | None = None, target: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, points: torch.Tensor, hint: torch.Tensor | None = None, target: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = self.entry(points)
         for block in self.storeys:
             x = block(x)
@@ -206,7 +219,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 def test_layer_lists_are_relative_to_the_base_model(world: Callable[[int], None]) -> None:
-    """As rules are, so that a policy serves every head of a family, also below LoRA adapters; wrong names are answered."""
+    """As rules are, so that a policy serves every head of a family, also below LoRA adapters; wrong names are
+    answered.
+    """
 
     class Layers(Policy):
         layer_lists = ["layers"]
@@ -218,8 +233,12 @@ def test_layer_lists_are_relative_to_the_base_model(world: Callable[[int], None]
         assert [len(stage.layers) for stage in layout.stages] == [2, 2]
     import peft
 
-    adapted = peft.get_peft_model(zoo.build("llama-causal-lm", dtype=torch.float32), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    layout = plugin.preflight(adapted, torch.optim.SGD([param for param in adapted.parameters() if param.requires_grad]))
+    adapted = peft.get_peft_model(
+        zoo.build("llama-causal-lm", dtype=torch.float32), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    layout = plugin.preflight(
+        adapted, torch.optim.SGD([param for param in adapted.parameters() if param.requires_grad])
+    )
     assert layout.stages[0].layers[0] == "base_model.model.model.layers.0"
     for wrong, words in (
         (["layer"], r"no ModuleList 'model.layer' to cut along; it has model.layers"),
@@ -258,14 +277,20 @@ def test_example_inputs_come_in_every_form_of_a_batch(world: Callable[[int], Non
 
 FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
     ("num_microbatches={2 * pp_size} is a good start", lambda: HybridParallelPlugin(pp_size=2, num_microbatches=4)),
-    ("leave zero_group_size out", lambda: (HybridParallelPlugin(zero_stage=0), HybridParallelPlugin(zero_stage=1, zero_group_size=2))),
+    (
+        "leave zero_group_size out",
+        lambda: (HybridParallelPlugin(zero_stage=0), HybridParallelPlugin(zero_stage=1, zero_group_size=2)),
+    ),
     (
         "use zero_stage=0, 1 or 2, where ranks may differ",
         lambda: [HybridParallelPlugin(zero_stage=s, find_unused_parameters=True) for s in range(3)],
     ),
     ("when they are sharded; use zero_stage=1", lambda: HybridParallelPlugin(zero_stage=1, cpu_offload=True)),
     ("use zero_stage=1 or 2, or overlap_allgather", lambda: HybridParallelPlugin(zero_stage=2, overlap_allgather=True)),
-    ("in which ranks can sum, such as torch.bfloat16", lambda: HybridParallelPlugin(communication_dtype=torch.bfloat16)),
+    (
+        "in which ranks can sum, such as torch.bfloat16",
+        lambda: HybridParallelPlugin(communication_dtype=torch.bfloat16),
+    ),
     (
         "use 0.0 and None, and the plugin's cpu_offload=True",
         lambda: (HybridAdam(nn.Linear(2, 2).parameters()), LowLevelZeroPlugin(cpu_offload=True)),
@@ -280,7 +305,10 @@ FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
     ),
     ("use stage=1 or 2, or", lambda: LowLevelZeroPlugin(stage=2, overlap_allgather=True)),
     ("pass precision= to the plugin instead", lambda: Booster(plugin=HybridParallelPlugin(precision="fp16"))),
-    ("use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))", lambda: Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))),
+    (
+        "use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))",
+        lambda: Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1)),
+    ),
     ("build it inside shardwright.lazy.LazyInitContext()", lambda: _lazy()),
 ]
 

@@ -39,7 +39,9 @@ def _pipeline_without_one() -> Any:
 
 
 def _loader(**kwargs: Any) -> Any:
-    return TorchDDPPlugin().prepare_dataloader(torch.utils.data.TensorDataset(torch.arange(5)), **{"batch_size": 2, **kwargs})
+    return TorchDDPPlugin().prepare_dataloader(
+        torch.utils.data.TensorDataset(torch.arange(5)), **{"batch_size": 2, **kwargs}
+    )
 
 
 CASES: dict[str, tuple[Any, list[str]]] = {
@@ -47,10 +49,22 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "another model's optimizer": (lambda: _boost(optimizer_of=nn.Linear(4, 4)), ["2 of 2 parameters", "Linear"]),
     "an optimizer without parameters": (_empty_optimizer, ["SGD", "no parameters"]),
     "an optimizer that already stepped": (_stepped_optimizer, ["already taken steps", "load_optimizer"]),
-    "an unknown precision": (lambda: Booster(mixed_precision="fp17"), ["mixed_precision='fp17'", "did you mean 'fp16'"]),
-    "an unknown FSDP precision": (lambda: TorchFSDPPlugin(mixed_precision="half"), ["mixed_precision='half'", "'bf16'"]),
-    "a precision of the wrong type": (lambda: TorchFSDPPlugin(mixed_precision=16), ["mixed_precision=16", "param_dtype"]),
-    "a shard size that does not divide": (lambda: TorchFSDPPlugin(shard_size=3), ["shard_size=3", "world_size=2", "1, 2"]),
+    "an unknown precision": (
+        lambda: Booster(mixed_precision="fp17"),
+        ["mixed_precision='fp17'", "did you mean 'fp16'"],
+    ),
+    "an unknown FSDP precision": (
+        lambda: TorchFSDPPlugin(mixed_precision="half"),
+        ["mixed_precision='half'", "'bf16'"],
+    ),
+    "a precision of the wrong type": (
+        lambda: TorchFSDPPlugin(mixed_precision=16),
+        ["mixed_precision=16", "param_dtype"],
+    ),
+    "a shard size that does not divide": (
+        lambda: TorchFSDPPlugin(shard_size=3),
+        ["shard_size=3", "world_size=2", "1, 2"],
+    ),
     "classes the model lacks": (
         lambda: Booster(plugin=TorchFSDPPlugin(auto_wrap_policy=["Block"])).boost(nn.Linear(3, 3)),
         ["auto_wrap_policy=['Block']", "Linear"],
@@ -63,7 +77,10 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "fp8 on FSDP": (lambda: TorchFSDPPlugin(fp8_communication=True), ["fp8_communication=True"]),
     "an empty bucket": (lambda: TorchDDPPlugin(bucket_cap_mb=0), ["bucket_cap_mb=0", "25"]),
     "something that is no plugin": (lambda: Booster(plugin="ddp"), ["plugin='ddp'", "did you mean 'torch_ddp'?"]),
-    "a device next to a plugin": (lambda: Booster(device="cpu", plugin=TorchDDPPlugin()), ["device='cpu'", "places the model"]),
+    "a device next to a plugin": (
+        lambda: Booster(device="cpu", plugin=TorchDDPPlugin()),
+        ["device='cpu'", "places the model"],
+    ),
     "a pipeline on a plugin without one": (_pipeline_without_one, ["TorchDDPPlugin", "HybridParallelPlugin"]),
     "a pipeline without a plugin": (
         lambda: Booster().execute_pipeline(iter([]), nn.Linear(3, 3), lambda outputs, inputs: outputs),
@@ -73,10 +90,16 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         lambda: Booster().backward(torch.zeros(()), torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)),
         ["SGD", "boost returned"],
     ),
-    "no_sync without the model": (lambda: Booster(plugin=TorchDDPPlugin()).no_sync(), ["booster.no_sync(model, optimizer)"]),
+    "no_sync without the model": (
+        lambda: Booster(plugin=TorchDDPPlugin()).no_sync(),
+        ["booster.no_sync(model, optimizer)"],
+    ),
     "a sampler of one's own": (lambda: _loader(sampler=[0, 1]), ["sampler", "distributed_sampler_cls"]),
     "an empty batch": (lambda: _loader(batch_size=0), ["batch_size=0", "at least 1"]),
-    "a batch larger than the data": (lambda: _loader(batch_size=4, drop_last=True), ["5 samples", "drop_last=True", "at least 8"]),
+    "a batch larger than the data": (
+        lambda: _loader(batch_size=4, drop_last=True),
+        ["5 samples", "drop_last=True", "at least 8"],
+    ),
 }
 
 
@@ -95,7 +118,15 @@ def _raise_each(rank: int, world_size: int) -> dict[str, str]:
 def _count_collectives() -> list[str]:
     """Replace the collectives of torch.distributed by ones that leave their name."""
     calls: list[str] = []
-    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "barrier", "new_group", "broadcast_object_list"):
+    for name in (
+        "all_reduce",
+        "broadcast",
+        "all_gather",
+        "all_gather_object",
+        "barrier",
+        "new_group",
+        "broadcast_object_list",
+    ):
         setattr(torch.distributed, name, lambda *args, _name=name, **kwargs: calls.append(_name))
     return calls
 

@@ -1,4 +1,6 @@
-"""Boosted models that are asked as if they were whole and plain, against plain torch and transformers in the same process."""
+"""Boosted models that are asked as if they were whole and plain, against plain torch and transformers in the same
+process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Twin:
 
     def __init__(self, layout: str) -> None:
         _, plugin, settings = PLUGINS[layout]
-        self.booster = Booster(plugin=plugin(**{"precision": "fp32"} if plugin is HybridParallelPlugin else {}, **settings))
+        self.booster = Booster(
+            plugin=plugin(**{"precision": "fp32"} if plugin is HybridParallelPlugin else {}, **settings)
+        )
         self.plugin: Any = self.booster.plugin
         plain = zoo.build(NAME, dtype=torch.float64, **TWO)
         self.reference: Any = copy.deepcopy(plain)
@@ -80,7 +84,9 @@ def save_and_load(rank: int, world: int, layout: str, path: Path) -> None:
         cls = type(twin.reference)
         one, other = (cls.from_pretrained(path / name, dtype=torch.float64) for name in ("one", "other"))
         compare_models(twin.reference, one, gradients=False)
-        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        )
         # Other weights, whole; then a share of the trained ones taken back. The optimizer goes on from them both times.
         fresh = zoo.build(NAME, dtype=torch.float64, seed=5, **TWO).state_dict()
         twin.reference.load_state_dict(fresh)
@@ -190,7 +196,9 @@ def test_saving_half_precision_says_where_the_masters_are(tmp_path: Path) -> Non
 
 
 def take_state_over(rank: int, world: int, path: Path) -> None:
-    """An optimizer that has stepped in plain torch goes on under a layout, by way of a checkpoint: what the refusal advises."""
+    """An optimizer that has stepped in plain torch goes on under a layout, by way of a checkpoint: what the refusal
+    advises.
+    """
     with keep_float64():
         plain = zoo.build(NAME, dtype=torch.float64, **TWO)
         optimizer = adamw(plain)

@@ -3,8 +3,8 @@
 pytest tests/plugins/test_call_sequences.py                                    a few dozen per number of ranks
 SHARDWRIGHT_SEQUENCES=2000 pytest tests/plugins/test_call_sequences.py -m sweep    that many per number of ranks
 
-Sequences are drawn here and run many at a time, since rank processes take long to start. A failing one is made shorter by leaving
-calls out before it is reported.
+Sequences are drawn here and run many at a time, since rank processes take long to start. A failing one is made shorter
+by leaving calls out before it is reported.
 """
 
 from __future__ import annotations
@@ -75,9 +75,14 @@ def sequences_of_layouts(draw: st.DrawFn, world: int) -> Sequence:
     if "pp_size" in sizes:
         sizes["pp_style"] = draw(st.sampled_from(["1f1b", "zb"])) if stage < 3 else "1f1b"
     plugin = "zero" if not sizes and stage and draw(st.booleans()) else "hybrid"
-    names = st.sampled_from([name for name, weight in {**CALLS, "save": 0, "restore": 0}.items() for _ in range(weight)])
+    names = st.sampled_from(
+        [name for name, weight in {**CALLS, "save": 0, "restore": 0}.items() for _ in range(weight)]
+    )
     calls = draw(st.lists(st.tuples(names, st.integers(0, 99)), min_size=4, max_size=12))
-    optimizer, max_norm = draw(st.sampled_from(["sgd"] if half else ["adamw", "sgd"])), draw(st.sampled_from([0.0, 0.0, 0.2]))
+    optimizer, max_norm = (
+        draw(st.sampled_from(["sgd"] if half else ["adamw", "sgd"])),
+        draw(st.sampled_from([0.0, 0.0, 0.2])),
+    )
     return Sequence(stage, tuple(calls), plugin, optimizer, max_norm, {}, sizes, half)
 
 
@@ -156,9 +161,36 @@ def test_many_more_sequences(world: int, of: Any) -> None:
 
 
 HABITS = (
-    *(("backward", 3), ("step", 1), ("zero_in_place", 0), ("backward", 4), ("step", 1), ("zero_in_place", 0), ("backward", 8), ("step", 1)),
-    *(("zero_grad", 0), ("backward", 8), ("groups_clip", 1), ("step", 1), ("zero_grad", 0), ("assign", 2), ("backward", 6), ("assign", 3)),
-    *(("step", 1), ("assign", 4), ("save", 0), ("zero_grad", 0), ("backward", 7), ("step", 1), ("restore", 0), ("zero_grad", 0)),
+    *(
+        ("backward", 3),
+        ("step", 1),
+        ("zero_in_place", 0),
+        ("backward", 4),
+        ("step", 1),
+        ("zero_in_place", 0),
+        ("backward", 8),
+        ("step", 1),
+    ),
+    *(
+        ("zero_grad", 0),
+        ("backward", 8),
+        ("groups_clip", 1),
+        ("step", 1),
+        ("zero_grad", 0),
+        ("assign", 2),
+        ("backward", 6),
+        ("assign", 3),
+    ),
+    *(
+        ("step", 1),
+        ("assign", 4),
+        ("save", 0),
+        ("zero_grad", 0),
+        ("backward", 7),
+        ("step", 1),
+        ("restore", 0),
+        ("zero_grad", 0),
+    ),
     *(("backward", 7), ("groups_clip", 2), ("count_steps", 0)),
 )
 
@@ -166,4 +198,9 @@ HABITS = (
 @pytest.mark.parametrize("world", [1, 2])
 def test_other_ways_to_clip_assign_and_clear(world: int) -> None:
     plans = [(0, "hybrid", "adamw"), (1, "zero", "sgd"), (2, "zero", "own step"), (1, "hybrid", "adamw")]
-    run_ranks(run_sequences, world, [Sequence(stage, HABITS, plugin, optimizer) for stage, plugin, optimizer in plans], timeout=60)
+    run_ranks(
+        run_sequences,
+        world,
+        [Sequence(stage, HABITS, plugin, optimizer) for stage, plugin, optimizer in plans],
+        timeout=60,
+    )

@@ -22,7 +22,8 @@ from shardwright.utils.tensors import local_tensor
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-# Families at layouts that cut what is special about them: tied weights, fused and renamed ones, experts merged in memory.
+# Families at layouts that cut what is special about them: tied weights, fused and renamed ones, experts merged in
+# memory.
 CASES = [
     ("llama-tied-causal-lm", "tp2-pp2"),
     ("gpt2-causal-lm", "tp2-zero3"),
@@ -34,7 +35,12 @@ CASES = [
     ("bert-pretraining", "ddp"),
     ("opt-causal-lm", "fsdp"),
 ]
-SWEEP = [(name, layout) for name in zoo.names() for layout in ("tp2", "zero1-k2") if not (name.startswith("vit") and "tp" in layout)]
+SWEEP = [
+    (name, layout)
+    for name in zoo.names()
+    for layout in ("tp2", "zero1-k2")
+    if not (name.startswith("vit") and "tp" in layout)
+]
 
 
 def plugin_for(layout: str, precision: str) -> Any:
@@ -75,7 +81,9 @@ def round_trip(rank: int, world: int, name: str, layout: str, path: Path, shard:
         weights = dict(plain.named_parameters())
         for part in shards:  # masters follow
             full = part.spec.shard(weights[part.name].detach(), coordinate_of(booster)(part.spec.axis))
-            real = part.spec.shard(torch.ones(part.spec.full_shape), coordinate_of(booster)(part.spec.axis)).flatten() > 0
+            real = (
+                part.spec.shard(torch.ones(part.spec.full_shape), coordinate_of(booster)(part.spec.axis)).flatten() > 0
+            )
             window = slice(part.start, part.stop)
             assert torch.equal(part.master[real[window]], full.flatten()[window][real[window]])
 
@@ -118,7 +126,10 @@ def variants(rank: int, world: int, path: Path) -> None:
     booster = Booster(plugin=HybridParallelPlugin(precision="bf16", tp_size=2))
     model = zoo.build("llama-causal-lm", dtype=torch.float32)
     model, _, *_ = booster.boost(model, adamw(model))
-    whole = {name: param.detach().bfloat16() for name, param in zoo.build("llama-causal-lm", dtype=torch.float32).named_parameters()}
+    whole = {
+        name: param.detach().bfloat16()
+        for name, param in zoo.build("llama-causal-lm", dtype=torch.float32).named_parameters()
+    }
     booster.save_model(model, path / "bf16", shard=True, size_per_shard=0.05)
     (path / "bf16" / "tokenizer.json").touch()
     booster.save_model(model, path / "bf16", prefix="half")
@@ -126,7 +137,13 @@ def variants(rank: int, world: int, path: Path) -> None:
     booster.save_model(model, path / "weights.safetensors")
     if rank == 0:
         names = {file.name for file in (path / "bf16").iterdir()}
-        assert names == {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors", "model.half.safetensors"}
+        assert names == {
+            "tokenizer.json",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "model.half.safetensors",
+        }
         for variant in (None, "half"):
             again = transformers.AutoModelForCausalLM.from_pretrained(path / "bf16", variant=variant)
             assert all(torch.equal(param, whole[name]) for name, param in again.named_parameters())

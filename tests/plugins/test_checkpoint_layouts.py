@@ -1,4 +1,5 @@
-"""Save after two steps at one layout, load at another, three more steps: the same as one process that was never interrupted.
+"""Save after two steps at one layout, load at another, three more steps: the same as one process that was never
+interrupted.
 
 The whole matrix: pytest -m sweep tests/plugins/test_checkpoint_layouts.py (about 15 minutes on two cores).
 """
@@ -12,7 +13,8 @@ from checkpoint_ranks import LAYOUTS, load_at, save_at
 
 from shardwright.testing import run_ranks
 
-# Model, layouts saved at, layouts loaded at: each feature (fused qkv, tied weights, odd labels, shared tables) at the layouts that cut it.
+# Model, layouts saved at, layouts loaded at: each feature (fused qkv, tied weights, odd labels, shared tables) at the
+# layouts that cut it.
 CASES = [
     ("llama-causal-lm", ["tp2", "zero2", "zbv-tp2"], ["one", "tp4", "tp2-zero3"]),
     ("gpt2-causal-lm", ["tp4", "zero3"], ["tp2-pp2", "zero1-k2"]),

@@ -1,4 +1,6 @@
-"""Resuming at the same layout is bitwise: dropout, shuffled data, loss scale, schedule and masters go on as if nothing had happened."""
+"""Resuming at the same layout is bitwise: dropout, shuffled data, loss scale, schedule and masters go on as if
+nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ import torch
 from torch.utils.data import Dataset
 
 from shardwright import Booster
-from shardwright.checkpoint import disk
 from shardwright.checkpoint.preemption import SaveOnSignal
+from shardwright.files import disk
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwright.plugins.dataloader import build_dataloader
+from shardwright.plugins.data.dataloader import build_dataloader
 from shardwright.testing import RankError, run_ranks, zoo
 from shardwright.utils.tensors import local_tensor
 
@@ -65,7 +67,8 @@ class Job:
         self.batches = self.forever()
         rank = int(os.environ.get("RANK", 0))
         for seed_it in (random.seed, numpy.random.seed, torch.manual_seed):
-            seed_it(1000 * seed + rank // (2 if kind.startswith("tp") else 1))  # ranks of a tensor-parallel group share theirs
+            # ranks of a tensor-parallel group share theirs
+            seed_it(1000 * seed + rank // (2 if kind.startswith("tp") else 1))
 
     def forever(self) -> Any:
         while True:
@@ -77,7 +80,9 @@ class Job:
             self.optimizer.zero_grad()
             batch = next(self.batches)
             if isinstance(self.booster.plugin, HybridParallelPlugin):
-                result = self.booster.execute_pipeline(iter([batch]), self.model, lambda out, _: out.loss, self.optimizer)
+                result = self.booster.execute_pipeline(
+                    iter([batch]), self.model, lambda out, _: out.loss, self.optimizer
+                )
                 loss = result["loss"]
             else:
                 loss = self.model(**batch).loss
@@ -86,7 +91,15 @@ class Job:
             self.lrs.step()
             scaler = getattr(self.optimizer, "scaler", None)
             scale = None if scaler is None else float(scaler.scale)
-            seen.append((None if loss is None else float(loss), self.lrs.get_last_lr(), scale, random.random(), numpy.random.rand()))
+            seen.append(
+                (
+                    None if loss is None else float(loss),
+                    self.lrs.get_last_lr(),
+                    scale,
+                    random.random(),
+                    numpy.random.rand(),
+                )
+            )
         return seen
 
     def everything(self) -> dict[str, Any]:
@@ -119,7 +132,9 @@ def bitwise(rank: int, world: int, kind: str, path: Path, use_async: bool) -> No
 @pytest.mark.parametrize("kind", list(PLUGINS))
 def test_the_same_layout_goes_on_bit_by_bit(kind: str, tmp_path: Path) -> None:
     use_async = kind in ("zero 1, fp16", "pp, zero 1, fp16", "fsdp")
-    run_ranks(bitwise, PLUGINS[kind][0], kind, tmp_path, use_async, debug="INFO" if kind.startswith("ddp") else "DETAIL")
+    run_ranks(
+        bitwise, PLUGINS[kind][0], kind, tmp_path, use_async, debug="INFO" if kind.startswith("ddp") else "DETAIL"
+    )
 
 
 def parts(rank: int, world: int, path: Path) -> None:
@@ -220,7 +235,9 @@ def test_data_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def own_shares(rank: int, world: int, path: Path, before: int | None) -> list[list[int]]:
-    """As `shares`, of a loader written for one process: batches of 6 / world samples, so that a step of all ranks takes 6."""
+    """As `shares`, of a loader written for one process: batches of 6 / world samples, so that a step of all ranks
+    takes 6.
+    """
     loader = torch.utils.data.DataLoader(list(range(36)), batch_size=6 // world, shuffle=True)  # type: ignore[arg-type]
     booster = Booster(plugin=TorchDDPPlugin())
     torch.manual_seed(rank)  # the ranks agree on an order all the same

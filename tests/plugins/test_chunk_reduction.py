@@ -1,4 +1,6 @@
-"""When the gradients of which chunk of a pipeline rank leave: each bucket as soon as it is complete, in the last backward of its chunk."""
+"""When the gradients of which chunk of a pipeline rank leave: each bucket as soon as it is complete, in the last
+backward of its chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from hybrid_ranks import Layout, Run
 
 from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.testing import keep_float64, run_ranks
-from shardwright.zero.bucket import GradReducer
 from shardwright.zero.layout import SHARED
 from shardwright.zero.param_guard import own_gradient
+from shardwright.zero.reducer import GradReducer
 
 MICROBATCHES = 4
 STYLES: dict[str, dict[str, Any]] = {
@@ -83,14 +85,22 @@ def _layout(style: dict[str, Any], stage: int, **overrides: Any) -> Layout:
 
 def _check_once(events: list[Event], chunks: int) -> None:
     """Gradients accumulate, and every chunk's buckets leave once, while its last gradients are made."""
-    ends = {chunk: max(place for place, event in enumerate(events) if event == Event("ends", chunk)) for chunk in range(chunks)}
-    begins = {chunk: max(place for place, event in enumerate(events) if event[:2] == ("begins", chunk)) for chunk in range(chunks)}
+    ends = {
+        chunk: max(place for place, event in enumerate(events) if event == Event("ends", chunk))
+        for chunk in range(chunks)
+    }
+    begins = {
+        chunk: max(place for place, event in enumerate(events) if event[:2] == ("begins", chunk))
+        for chunk in range(chunks)
+    }
     leaving = [(place, event) for place, event in enumerate(events) if event.kind == "leaves"]
     assert len({event.bucket for _, event in leaving}) == len(leaving) > 2 * chunks
     for chunk in range(chunks):
         mine = [place for place, event in leaving if event.section == chunk]
         assert begins[chunk] < mine[0]
-        assert all(place < ends[chunk] for place in mine[:-1]), "only what the last gradient completes is left for the end"
+        assert all(place < ends[chunk] for place in mine[:-1]), (
+            "only what the last gradient completes is left for the end"
+        )
     # So before the last backward of the rank ends, everything but at most its last bucket is under way.
     assert sum(place > max(ends.values()) for place, _ in leaving) <= 1
 
@@ -114,12 +124,16 @@ def test_stage_2_keeps_shards_between_microbatches(style: str) -> None:
             if event.kind == "begins":
                 assert not waiting, "the microbatch before has left"
                 assert style != "1f1b" or not event.held, "and nothing of it is kept beside the shards"
-                waiting = {other.bucket for other in events if other.kind == "leaves" and other.section == event.section}
+                waiting = {
+                    other.bucket for other in events if other.kind == "leaves" and other.section == event.section
+                }
             waiting.discard(event.bucket)
 
 
 def test_what_chunks_share_leaves_when_all_are_through() -> None:
-    layouts = [_layout(STYLES[style], stage, tie_word_embeddings=True) for style, stage in product(("1f1b", "zbv"), (1, 2))]
+    layouts = [
+        _layout(STYLES[style], stage, tie_word_embeddings=True) for style, stage in product(("1f1b", "zbv"), (1, 2))
+    ]
     for rank, results in enumerate(run_ranks(_train, 4, layouts, timeout=120)):
         for layout, events in zip(layouts, results, strict=True):
             shared = [place for place, event in enumerate(events) if event.section == SHARED]
@@ -132,13 +146,17 @@ def test_what_chunks_share_leaves_when_all_are_through() -> None:
 
 
 def _most_under_way(rank: int, world: int, layouts: list[Layout]) -> list[tuple[int, int, int]]:
-    """For each layout: buckets, the most messages under way at a time, and the scratch buffers that there are at the end."""
+    """For each layout: buckets, the most messages under way at a time, and the scratch buffers that there are at the
+    end.
+    """
     launch = GradReducer._launch_next
     under_way: list[tuple[int, int, int]] = []
 
     def note(self: GradReducer, window: Any) -> None:
         launch(self, window)
-        under_way.append((len(self.buckets), len({flight.bucket.index for flight in self._flying}), self.pool.allocated))
+        under_way.append(
+            (len(self.buckets), len({flight.bucket.index for flight in self._flying}), self.pool.allocated)
+        )
 
     GradReducer._launch_next = note  # type: ignore[method-assign]
     found = []
@@ -153,7 +171,14 @@ def _most_under_way(rank: int, world: int, layouts: list[Layout]) -> list[tuple[
 @pytest.mark.parametrize("style", ["1f1b", "zbv"])
 def test_what_is_under_way_does_not_grow_with_microbatches(style: str) -> None:
     layouts = [
-        Layout("llama-causal-lm", 4, {**_layout(STYLES[style], 2).plugin, "num_microbatches": count}, overrides=UNTIED, steps=1, batch=24)
+        Layout(
+            "llama-causal-lm",
+            4,
+            {**_layout(STYLES[style], 2).plugin, "num_microbatches": count},
+            overrides=UNTIED,
+            steps=1,
+            batch=24,
+        )
         for count in (4, 24)
     ]
     for few, many in run_ranks(_most_under_way, 4, layouts, timeout=120):

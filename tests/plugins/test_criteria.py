@@ -35,10 +35,15 @@ class Job:
 
     def mine(self, whole: dict[str, Any], samples: int) -> dict[str, Any]:
         first = self.plugin.mesh.coordinate("dp") * samples
-        return {key: value if value.dim() == 0 or value.shape[0] == 1 else value[first : first + samples] for key, value in whole.items()}
+        return {
+            key: value if value.dim() == 0 or value.shape[0] == 1 else value[first : first + samples]
+            for key, value in whole.items()
+        }
 
     def run(self, criterion: Any, batch: dict[str, Any], training: bool = True) -> Any:
-        return self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer if training else None)["loss"]
+        return self.booster.execute_pipeline(
+            iter([batch]), self.model, criterion, self.optimizer if training else None
+        )["loss"]
 
     def check(self, criterion: Any, whole: dict[str, Any], samples: int) -> None:
         self.reference.zero_grad()
@@ -128,7 +133,9 @@ def own_function(outputs: Any, inputs: Any) -> torch.Tensor:
 
 def with_accuracy(outputs: Any, inputs: Any) -> torch.Tensor:
     ACCURACY.append((outputs.logits.argmax(-1) == inputs["labels"]).double().mean().detach())
-    return F.cross_entropy(*losses.shifted(outputs, inputs), weight=torch.linspace(1, 2, outputs.logits.size(-1), dtype=torch.float64))
+    return F.cross_entropy(
+        *losses.shifted(outputs, inputs), weight=torch.linspace(1, 2, outputs.logits.size(-1), dtype=torch.float64)
+    )
 
 
 def looked_at_in_numpy(outputs: Any, inputs: Any) -> torch.Tensor:
@@ -161,7 +168,15 @@ class ReadsItsLogits(LlamaForCausalLM):
 
 
 ACCURACY: list[Any] = []
-COLUMNS = (uniform_part, with_accuracy, to_a_teacher, sparse, steered, losses.means.z_loss, losses.by_hand.trainer_label_smoother)
+COLUMNS = (
+    uniform_part,
+    with_accuracy,
+    to_a_teacher,
+    sparse,
+    steered,
+    losses.means.z_loss,
+    losses.by_hand.trainer_label_smoother,
+)
 SPLIT = (losses.means.smoothed, losses.by_hand.counted_by_item, losses.by_hand.focal_of_tokens)
 
 
@@ -171,7 +186,9 @@ def run_sharded(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
 
 
 def compute_sharded(parallel_output: bool, plugin: dict[str, Any]) -> None:
-    """Logits of which every rank holds a part of the vocabulary, and whole ones; gathered for the criteria that read all columns."""
+    """Logits of which every rank holds a part of the vocabulary, and whole ones; gathered for the criteria that read
+    all columns.
+    """
     config = {"num_hidden_layers": 2}
     with keep_float64():
         batch = zoo.inputs("llama-causal-lm", batch_size=5, seq_len=9, **config)

@@ -37,7 +37,9 @@ def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @keep_float64()
-def reference(dtype: torch.dtype, world_size: int, max_norm: float) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def reference(
+    dtype: torch.dtype, world_size: int, max_norm: float
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Plain torch in one process: the mean over ranks of each rank's loss is what data parallelism optimises."""
     model, optimizer = build(dtype)
     losses = []
@@ -55,7 +57,9 @@ def reference(dtype: torch.dtype, world_size: int, max_norm: float) -> tuple[lis
 
 
 @keep_float64()
-def train(rank: int, world_size: int, plugin_name: str, settings: dict[str, Any], dtype: torch.dtype, max_norm: float) -> Any:
+def train(
+    rank: int, world_size: int, plugin_name: str, settings: dict[str, Any], dtype: torch.dtype, max_norm: float
+) -> Any:
     plugin = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin_name](**settings)
     booster = Booster(plugin=plugin)
     model, optimizer = build(dtype)
@@ -97,9 +101,13 @@ CASES += [(plugin, 2, torch.float32, 1e-5) for plugin in (PLUGINS[0], PLUGINS[2]
 
 
 @pytest.mark.parametrize(
-    ("plugin", "world_size", "dtype", "tolerance"), CASES, ids=[f"{p[0]}-{'-'.join(p[1]) or 'default'}-{w}-{d}" for p, w, d, _ in CASES]
+    ("plugin", "world_size", "dtype", "tolerance"),
+    CASES,
+    ids=[f"{p[0]}-{'-'.join(p[1]) or 'default'}-{w}-{d}" for p, w, d, _ in CASES],
 )
-def test_matches_one_process(plugin: tuple[str, dict[str, Any]], world_size: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_matches_one_process(
+    plugin: tuple[str, dict[str, Any]], world_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
     name, settings = plugin
     losses, gradients, weights = reference(dtype, world_size, max_norm=0.5)
     for result in run_ranks(train, world_size, name, settings, dtype, 0.5):
@@ -135,7 +143,9 @@ def mixed(rank: int, world_size: int, plugin_name: str, precision: str, poison: 
             grad.view(-1)[0] = float("inf")
         before = [local_tensor(param).detach().clone() for param in model.parameters()]
         optimizer.step()
-        moved = any(not torch.equal(old, local_tensor(param)) for old, param in zip(before, model.parameters(), strict=True))
+        moved = any(
+            not torch.equal(old, local_tensor(param)) for old, param in zip(before, model.parameters(), strict=True)
+        )
         mean = loss.detach().float().clone()
         torch.distributed.all_reduce(mean)
         losses.append((float(mean) / world_size, moved))
@@ -176,7 +186,9 @@ def _hsdp_in_two_jobs(rank: int, world_size: int, store: str) -> list[torch.Tens
             dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
-        boosted, optimizer, *_ = Booster(plugin=TorchFSDPPlugin(shard_size=2)).boost(model, torch.optim.AdamW(model.parameters()))
+        boosted, optimizer, *_ = Booster(plugin=TorchFSDPPlugin(shard_size=2)).boost(
+            model, torch.optim.AdamW(model.parameters())
+        )
         optimizer.backward(boosted(torch.ones(2, 4)).sum())
         optimizer.step()
         weights.append(boosted.unwrap().weight.full_tensor())

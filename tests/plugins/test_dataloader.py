@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shardwright.plugins.dataloader import build_dataloader
+from shardwright.plugins.data.dataloader import build_dataloader
 
 
 def loader(size: int = 23, rank: int = 0, ranks: int = 3, batch_size: int = 2, **kwargs: object) -> DataLoader:

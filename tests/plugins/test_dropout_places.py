@@ -1,4 +1,6 @@
-"""Dropout over data-parallel ranks and pipeline stages: every place draws its own masks, and scripts the same numbers everywhere."""
+"""Dropout over data-parallel ranks and pipeline stages: every place draws its own masks, and scripts the same
+numbers everywhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ def masks_of_a_step(rank: int, world_size: int, layout: dict[str, Any]) -> list[
     """The masks of all residual dropouts of one step."""
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+        vocab_size=64,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0.5,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
     )
     model = GPT2LMHeadModel(config).train()
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=1, **layout))

@@ -1,4 +1,6 @@
-"""Optimizers that go away while their gradients are on the way: the process group stays usable, and the memory comes back."""
+"""Optimizers that go away while their gradients are on the way: the process group stays usable, and the memory comes
+back.
+"""
 
 from __future__ import annotations
 

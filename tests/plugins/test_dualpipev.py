@@ -15,7 +15,7 @@ from hybrid_ranks import Layout, Run
 
 from shardwright import Booster
 from shardwright.comm.turns import BACKWARD_THREAD
-from shardwright.pipeline.actions import Kind
+from shardwright.pipeline.planning.actions import Kind
 from shardwright.pipeline.timeline import Recorder
 from shardwright.pipeline.two_at_once import TwoAtOnce
 from shardwright.plugins import HybridParallelPlugin
@@ -47,15 +47,33 @@ def test_gradients_and_weights_are_those_of_one_process() -> None:
     clipped = Habits(clip="plugin", clip_at=0.05)
     sharded = [
         layout("llama-tied-causal-lm", 4, 5, tp_size=2, zero_stage=1, habits=clipped),
-        layout("mixtral-causal-lm", 4, 4, tp_size=2, gradient_checkpoint_config=PipelineGradientCheckpointConfig(selective_ratio=1.0)),
-        layout("llama-causal-lm", 4, 6, tp_size=2, zero_stage=3, checkpointing=True, overlap_p2p=False, offload_activations=0.5),
+        layout(
+            "mixtral-causal-lm",
+            4,
+            4,
+            tp_size=2,
+            gradient_checkpoint_config=PipelineGradientCheckpointConfig(selective_ratio=1.0),
+        ),
+        layout(
+            "llama-causal-lm",
+            4,
+            6,
+            tp_size=2,
+            zero_stage=3,
+            checkpointing=True,
+            overlap_p2p=False,
+            offload_activations=0.5,
+        ),
         layout("gpt2-causal-lm", 4, 3, tp_size=2, zero_stage=2, deferred_bytes=0),
     ]
     changes = run_ranks(_trained, 4, sharded)
     assert all(min(of_rank[:3]) > 10 for of_rank in changes), changes
     assert changes[0] == changes[1], "tensor-parallel ranks take the same turns"
     assert changes[2] == changes[3]
-    assert run_ranks(_trained, 2, [layout("llama-causal-lm", 2, 5, checkpointing=True), layout("mixtral-causal-lm", 2, 4)]) == [[0, 0]] * 2
+    assert (
+        run_ranks(_trained, 2, [layout("llama-causal-lm", 2, 5, checkpointing=True), layout("mixtral-causal-lm", 2, 4)])
+        == [[0, 0]] * 2
+    )
 
 
 def test_four_stages_and_a_number_of_microbatches_that_they_do_not_divide() -> None:
@@ -73,7 +91,9 @@ class Launches:
 
         def note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._in_pair and not tensor.is_meta:  # as where a module is asked for the shapes that it returns
-                self.pairs[-1].append(("b" if threading.current_thread().name == BACKWARD_THREAD else "f", tensor.numel()))
+                self.pairs[-1].append(
+                    ("b" if threading.current_thread().name == BACKWARD_THREAD else "f", tensor.numel())
+                )
             return reduce(tensor, *args, **kwargs)
 
         def note_pair(pair: TwoAtOnce, forward: Any, backward: Any) -> None:
@@ -108,7 +128,9 @@ def _step(booster: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 @keep_float64()
 def _in_turns(rank: int, world: int) -> list[list[tuple[str, int]]]:
-    """With dropout and recomputation: bit by bit what the same schedule gives without pairs, in the order that turns prescribe."""
+    """With dropout and recomputation: bit by bit what the same schedule gives without pairs, in the order that turns
+    prescribe.
+    """
     settings = {"n_layer": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
     booster, model, optimizer = _boosted(1, **settings)
     executor = model.executor

@@ -1,4 +1,6 @@
-"""Stages without layers: embeddings in front of the layers, norm and head behind them, in layouts of HybridParallelPlugin."""
+"""Stages without layers: embeddings in front of the layers, norm and head behind them, in layouts of
+HybridParallelPlugin.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,51 @@ from shardwright.testing import adamw, run_ranks, zoo
 PIPE = {"pp_size": 2, "num_microbatches": 3}
 V = {**PIPE, "num_model_chunks": 2, "num_layers_per_stage": [0, 2, 2, 0]}
 FOUR = {"num_hidden_layers": 4}
-CHECKPOINTED = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[0, 1, 1, 0], selective_ratio=0.5)}
+CHECKPOINTED = {
+    "gradient_checkpoint_config": PipelineGradientCheckpointConfig(
+        num_ckpt_layers_per_stage=[0, 1, 1, 0], selective_ratio=0.5
+    )
+}
 SIZES = {"num_layers": 2, "num_decoder_layers": 2}
 LAYOUTS = [
-    Layout("llama-causal-lm", 2, {**PIPE, "num_layers_per_stage": [0, 2], "zero_stage": 3}, {"num_hidden_layers": 2}, steps=2),
+    Layout(
+        "llama-causal-lm",
+        2,
+        {**PIPE, "num_layers_per_stage": [0, 2], "zero_stage": 3},
+        {"num_hidden_layers": 2},
+        steps=2,
+    ),
     Layout("llama-tied-causal-lm", 2, {**V, "pp_style": "zbv", "zero_stage": 2, **CHECKPOINTED}, FOUR, steps=2),
     Layout("llama-causal-lm", 2, {**V, "pp_style": "zbv", "zero_stage": 1}, FOUR, habits=Habits(lora=True), steps=2),
-    Layout("llama-causal-lm", 2, {**PIPE, "num_layers_per_stage": [0, 2]}, {"num_hidden_layers": 2}, habits=Habits(embeds=True)),
-    Layout("llama-causal-lm", 2, {**PIPE, "num_layers_per_stage": [0, 2]}, {"num_hidden_layers": 2}, habits=Habits(lora=True), steps=2),
-    Layout("t5-conditional-generation", 2, {**V, "pp_style": "interleaved", "offload_activations": 1.0}, SIZES, steps=2),
+    Layout(
+        "llama-causal-lm",
+        2,
+        {**PIPE, "num_layers_per_stage": [0, 2]},
+        {"num_hidden_layers": 2},
+        habits=Habits(embeds=True),
+    ),
+    Layout(
+        "llama-causal-lm",
+        2,
+        {**PIPE, "num_layers_per_stage": [0, 2]},
+        {"num_hidden_layers": 2},
+        habits=Habits(lora=True),
+        steps=2,
+    ),
+    Layout(
+        "t5-conditional-generation", 2, {**V, "pp_style": "interleaved", "offload_activations": 1.0}, SIZES, steps=2
+    ),
     Layout("gpt2-causal-lm", 4, {**V, "pp_style": "dualpipev", "tp_size": 2}, {"n_layer": 4}, steps=2),
     Layout("qwen3-moe-causal-lm", 4, {**V, "pp_style": "zbv", "zero_stage": 3}, FOUR, steps=2),
-    Layout("llama-tied-causal-lm", 4, {**PIPE, "pp_size": 4, "num_layers_per_stage": [0, 1, 1, 0]}, {"num_hidden_layers": 2}),
-    Layout("bert-masked-lm", 4, {**PIPE, "tp_size": 2, "num_layers_per_stage": [0, 2]}, {"num_hidden_layers": 2}, steps=2),
+    Layout(
+        "llama-tied-causal-lm",
+        4,
+        {**PIPE, "pp_size": 4, "num_layers_per_stage": [0, 1, 1, 0]},
+        {"num_hidden_layers": 2},
+    ),
+    Layout(
+        "bert-masked-lm", 4, {**PIPE, "tp_size": 2, "num_layers_per_stage": [0, 2]}, {"num_hidden_layers": 2}, steps=2
+    ),
 ]
 
 
@@ -53,7 +87,9 @@ def _lazily(rank: int, world: int) -> tuple[list[str], list[str]]:
             built.append(transformers.LlamaForCausalLM(config))
     model, reference = built
     LazyInitContext.materialize(reference)
-    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", num_layers_per_stage=[0, 2], zero_stage=1)
+    plugin = HybridParallelPlugin(
+        pp_size=2, num_microbatches=2, precision="fp32", num_layers_per_stage=[0, 2], zero_stage=1
+    )
     boosted, *_ = Booster(plugin=plugin).boost(model, adamw(model))
     whole = dict(reference.named_parameters())
     held = dict(boosted.unwrap().named_parameters())

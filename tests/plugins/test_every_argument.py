@@ -1,7 +1,8 @@
-"""Every argument of `Booster`, `launch`, `prepare_dataloader` and of boosted optimizers changes something, or is refused or named.
+"""Every argument of `Booster`, `launch`, `prepare_dataloader` and of boosted optimizers changes something, or is
+refused or named.
 
-The tables have what to see for each argument, found with inspect.signature: a new argument without an entry fails here. The arguments
-of plugins are walked in test_every_option.
+The tables have what to see for each argument, found with inspect.signature: a new argument without an entry fails here.
+The arguments of plugins are walked in test_every_option.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def _booster(tmp_path: Path) -> dict[str, list[Any]]:
     def trained(**given: Any) -> Any:
         model = nn.Linear(2, 2)
         trained, *_ = Booster(**given).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return type(trained).__name__, next(trained.parameters()).device, trained(torch.ones(1, 2).to(next(trained.parameters()))).dtype
+        return (
+            type(trained).__name__,
+            next(trained.parameters()).device,
+            trained(torch.ones(1, 2).to(next(trained.parameters()))).dtype,
+        )
 
     def nan(policy: str) -> Any:
         run = Run(tmp_path, on_nan=policy)
@@ -55,7 +60,11 @@ def _booster(tmp_path: Path) -> dict[str, list[Any]]:
         "device": [
             Changes(lambda device: trained(device=device), "cpu", "meta"),
             Refused(lambda device: Booster(device=device), "gpu", "device='gpu' is no device"),
-            Refused(lambda device: Booster(device=device, plugin=TorchDDPPlugin()), "cpu", "the plugin places the model itself"),
+            Refused(
+                lambda device: Booster(device=device, plugin=TorchDDPPlugin()),
+                "cpu",
+                "the plugin places the model itself",
+            ),
         ],
         "mixed_precision": [Changes(lambda name: trained(mixed_precision=name), None, "bf16")],
         "plugin": [
@@ -88,7 +97,9 @@ def _boost(tmp_path: Path) -> dict[str, list[Any]]:
         "dataloader": [Changes(lambda make: boost(dataloader=make), lambda _: None, loader)],
         "lr_scheduler": [
             Changes(lambda make: boost(lr_scheduler=make), lambda _: None, lambda optimizer: StepLR(optimizer, 1)),
-            Refused(lambda value: boost(lr_scheduler=lambda _: value), StepLR(other, 1), "was built on another optimizer"),
+            Refused(
+                lambda value: boost(lr_scheduler=lambda _: value), StepLR(other, 1), "was built on another optimizer"
+            ),
         ],
     }
 
@@ -117,7 +128,10 @@ def _steps(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
             "data_iter": [Changes(see("data_iter"), 1.0, 2.0)],
             "model": [Refused(see("model"), other.model, "another Booster boosted")],
             "criterion": [Changes(see("criterion"), mean, twice)],
-            "optimizer": [Changes(see("optimizer"), run.optimizer, None), Refused(see("optimizer"), run.raw, "not a bare AdamW")],
+            "optimizer": [
+                Changes(see("optimizer"), run.optimizer, None),
+                Refused(see("optimizer"), run.raw, "not a bare AdamW"),
+            ],
             "return_loss": [Changes(see("return_loss"), True, False), Refused(see("return_loss"), "no", "use False")],
             "return_outputs": [Changes(see("return_outputs"), False, True)],
         },
@@ -133,13 +147,21 @@ def _steps(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
                     2.0,
                 )
             ],
-            "optimizer": [Refused(lambda optimizer: run.booster.backward(run.loss(), optimizer), run.raw, "not a bare AdamW")],
+            "optimizer": [
+                Refused(lambda optimizer: run.booster.backward(run.loss(), optimizer), run.raw, "not a bare AdamW")
+            ],
         },
         "no_sync": {
-            "model": [Refused(lambda model: run.booster.no_sync(model, run.optimizer), nn.Linear(1, 1), "not a bare Linear")],
+            "model": [
+                Refused(lambda model: run.booster.no_sync(model, run.optimizer), nn.Linear(1, 1), "not a bare Linear")
+            ],
             "optimizer": [
                 Changes(reduced, lambda: torch.no_grad(), plain),
-                Refused(lambda optimizer: run.booster.no_sync(run.model, optimizer), other.optimizer, "optimizer of another model"),
+                Refused(
+                    lambda optimizer: run.booster.no_sync(run.model, optimizer),
+                    other.optimizer,
+                    "optimizer of another model",
+                ),
             ],
         },
     }
@@ -167,7 +189,10 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
             booster.save(**{"path": tmp_path / place / "x", "step": 1, name: value})
             booster.wait()
             at = tmp_path / place / "x"
-            return [sorted(path.name for path in at.iterdir()), *((at / part).read_text() for part in ("state.json", "rank-00000.json"))]
+            return [
+                sorted(path.name for path in at.iterdir()),
+                *((at / part).read_text() for part in ("state.json", "rank-00000.json")),
+            ]
 
         return see
 
@@ -193,7 +218,12 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
 
         def see(given: bool) -> Any:
             fresh = Run(tmp_path)
-            parts = {"model": fresh.model, "optimizer": fresh.optimizer, "lr_scheduler": fresh.scheduler, "dataloader": fresh.loader}
+            parts = {
+                "model": fresh.model,
+                "optimizer": fresh.optimizer,
+                "lr_scheduler": fresh.scheduler,
+                "dataloader": fresh.loader,
+            }
             fresh.booster.load(tmp_path / "all", **{key: part for key, part in parts.items() if given or key != name})
             rates = [group["lr"] for group in fresh.optimizer.param_groups]
             return fresh.weights(), rates, fresh.scheduler.last_epoch, len(fresh.loader)
@@ -232,13 +262,19 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
         "save": {
             "path": [Refused(lambda path: booster.save(path, tmp_path), model, "path=HybridModel is no path")],
             "model": [Changes(saved("model"), None, model)],
-            "optimizer": [Changes(saved("optimizer"), None, optimizer), Refused(saved("optimizer"), run.raw, "not a bare AdamW")],
+            "optimizer": [
+                Changes(saved("optimizer"), None, optimizer),
+                Refused(saved("optimizer"), run.raw, "not a bare AdamW"),
+            ],
             "lr_scheduler": [Changes(saved("lr_scheduler"), None, scheduler)],
             "dataloader": [
                 Changes(saved("dataloader"), None, run.loader),
                 Refused(saved("dataloader"), DataLoader([1]), "cannot tell its position"),  # type: ignore[arg-type]
             ],
-            "step": [Changes(saved("step"), 1, torch.tensor(2)), Refused(saved("step"), 1.5, "step=1.5 must be a whole number")],
+            "step": [
+                Changes(saved("step"), 1, torch.tensor(2)),
+                Refused(saved("step"), 1.5, "step=1.5 must be a whole number"),
+            ],
             "extra": [Changes(saved("extra"), None, {"seen": 1})],
             "use_async": [Changes(unfinished("save"), False, True)],
             "keep_last": [Changes(kept, None, 1), Refused(kept, 0, "keep_last=0"), Refused(kept, "2", "use 2 or None")],
@@ -246,7 +282,13 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
         "load": {
             "path_or_run_dir": [Changes(lambda name: booster.load(tmp_path / name)["step"], "all", "only")],
             "model": [Refused(lambda value: booster.load(tmp_path / "all", model=value), model, "pass optimizer= too")],
-            "optimizer": [Refused(lambda value: booster.load(tmp_path / "all", model=model, optimizer=value), run.raw, "not a bare AdamW")],
+            "optimizer": [
+                Refused(
+                    lambda value: booster.load(tmp_path / "all", model=model, optimizer=value),
+                    run.raw,
+                    "not a bare AdamW",
+                )
+            ],
             "lr_scheduler": [Changes(loaded("lr_scheduler"), True, False)],
             "dataloader": [Changes(loaded("dataloader"), True, False)],
             "verify": [Changes(damaged, True, False)],
@@ -267,7 +309,13 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
         "load_model": {
             "model": [],
             "path": [],
-            "strict": [Changes(lambda strict: _outcome(lambda: booster.load_model(model, tmp_path / "half", strict=strict)), True, False)],
+            "strict": [
+                Changes(
+                    lambda strict: _outcome(lambda: booster.load_model(model, tmp_path / "half", strict=strict)),
+                    True,
+                    False,
+                )
+            ],
         },
         "save_optimizer": {
             "optimizer": [Refused(lambda path: booster.save_optimizer(path, optimizer), tmp_path, "is no optimizer")],
@@ -275,13 +323,19 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
             "shard": [Changes(states("shard"), True, False)],
             "size_per_shard": [
                 Changes(states("size_per_shard"), 1e-5, 1024),
-                Said(lambda size: booster.save_optimizer(optimizer, tmp_path / "states", size_per_shard=size), 3.0, "size_per_shard=3.0"),
+                Said(
+                    lambda size: booster.save_optimizer(optimizer, tmp_path / "states", size_per_shard=size),
+                    3.0,
+                    "size_per_shard=3.0",
+                ),
             ],
             "use_async": [Changes(unfinished("save_optimizer", optimizer), False, True)],
         },
         "load_optimizer": {"optimizer": [], "path": []},
         "save_lr_scheduler": {
-            "lr_scheduler": [Refused(lambda value: booster.save_lr_scheduler(value, tmp_path / "none"), None, "lr_scheduler=None")],
+            "lr_scheduler": [
+                Refused(lambda value: booster.save_lr_scheduler(value, tmp_path / "none"), None, "lr_scheduler=None")
+            ],
             "path": [],
         },
         "load_lr_scheduler": {"lr_scheduler": [], "path": []},
@@ -309,7 +363,11 @@ def _adapters(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
         "enable_lora": {
             "model": [],
             "pretrained_dir": [
-                Changes(lambda path: adapted(pretrained_dir=path, lora_config=None if path else bigger), None, str(tmp_path / "adapters"))
+                Changes(
+                    lambda path: adapted(pretrained_dir=path, lora_config=None if path else bigger),
+                    None,
+                    str(tmp_path / "adapters"),
+                )
             ],
             "lora_config": [
                 Changes(lambda config: adapted(lora_config=config), config, bigger),
@@ -317,7 +375,11 @@ def _adapters(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
             ],
         },
         "save_lora_as_pretrained": {
-            "model": [Refused(lambda model: booster.save_lora_as_pretrained(model, tmp_path / "no"), nn.Linear(1, 1), "adapters")],
+            "model": [
+                Refused(
+                    lambda model: booster.save_lora_as_pretrained(model, tmp_path / "no"), nn.Linear(1, 1), "adapters"
+                )
+            ],
             "path": [],
         },
     }
@@ -335,7 +397,9 @@ def _optimizer(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
     ]
 
     def changes(act: Callable[[Run, Any], Any], plain: Any, other: Any) -> list[Any]:
-        return [Changes(lambda value, kind=kind: after(kind, lambda run: act(run, value)), plain, other) for kind in kinds]
+        return [
+            Changes(lambda value, kind=kind: after(kind, lambda run: act(run, value)), plain, other) for kind in kinds
+        ]
 
     def clipped(run: Run, **options: Any) -> Any:
         norm = run.optimizer.clip_grad_by_norm(**{"max_norm": 1.0, **options})
@@ -391,7 +455,10 @@ def _launch(tmp_path: Path) -> dict[str, list[Any]]:
         "world_size": [Refused(options("world_size"), 2, "a process joins one job")],
         "host": [],  # tests/unit/test_launch.py: where rank 0 listens
         "port": [Refused(options("port"), "29500", "use 29500")],
-        "backend": [Refused(options("backend"), "glo", "did you mean 'gloo'"), Said(options("backend"), "fake", "has no effect")],
+        "backend": [
+            Refused(options("backend"), "glo", "did you mean 'gloo'"),
+            Said(options("backend"), "fake", "has no effect"),
+        ],
         "seed": [Changes(options("seed"), 1, 2)],
         "local_rank": [Refused(options("local_rank"), "0", "use 0")],
         "config": [Changes(options("config"), None, {"parallel": {}, "mark": 1})],
@@ -477,11 +544,23 @@ def test_every_argument_acts_or_is_refused_or_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Booster().no_sync(optim=None), "Booster.no_sync takes no argument optim=None - did you mean 'optimizer'?"),
-        (lambda: Booster().backward(los=None, optimizer=None), "Booster.backward takes no argument los=None - did you mean 'loss'?"),
-        (lambda: shardwright.launch_from_torch(sed=1), "launch_from_torch takes no argument sed=1 - did you mean 'seed'?"),
+        (
+            lambda: Booster().no_sync(optim=None),
+            "Booster.no_sync takes no argument optim=None - did you mean 'optimizer'?",
+        ),
+        (
+            lambda: Booster().backward(los=None, optimizer=None),
+            "Booster.backward takes no argument los=None - did you mean 'loss'?",
+        ),
+        (
+            lambda: shardwright.launch_from_torch(sed=1),
+            "launch_from_torch takes no argument sed=1 - did you mean 'seed'?",
+        ),
         (lambda: shardwright.shardformer.ShardConfig(enable_flash=True), "did you mean 'enable_flash_attention'?"),
-        (lambda: shardwright.shardformer.ShardConfig(enable_flash_attention="no"), "enable_flash_attention='no' must be True or False"),
+        (
+            lambda: shardwright.shardformer.ShardConfig(enable_flash_attention="no"),
+            "enable_flash_attention='no' must be True or False",
+        ),
         (lambda: Booster().load_model(None, "x", strict="no"), "strict='no' must be True or False; use False"),
     ],
 )

@@ -22,9 +22,21 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright
-from shardwright.plugins import DeepSpeedPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.plugins import (
+    DeepSpeedPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from shardwright.plugins.without_effect import HYBRID, LOW_LEVEL_ZERO
-from shardwright.shardformer import ModulePolicyDescription, PipelineGradientCheckpointConfig, Policy, ShardConfig, ShardFormer
+from shardwright.shardformer import (
+    ModulePolicyDescription,
+    PipelineGradientCheckpointConfig,
+    Policy,
+    ShardConfig,
+    ShardFormer,
+)
 from shardwright.shardformer.policies.llama import LlamaPolicy
 from shardwright.testing import run_ranks
 from tests.plugins import option_observers as see
@@ -65,7 +77,14 @@ class Marking(Policy):
 
 F32: Settings = {"precision": "fp32"}
 FP16: Settings = {"precision": "fp16"}
-SCALER: Settings = {**FP16, "initial_scale": 1024.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 1.0, "max_scale": 4096.0}
+SCALER: Settings = {
+    **FP16,
+    "initial_scale": 1024.0,
+    "growth_interval": 3,
+    "hysteresis": 2,
+    "min_scale": 1.0,
+    "max_scale": 4096.0,
+}
 PIPE: Settings = {"pp_size": 2, "num_microbatches": 4}
 CHUNKS: Settings = {**PIPE, "pp_style": "interleaved", "num_model_chunks": 2}
 HALF = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
@@ -83,7 +102,9 @@ def scaler_options() -> dict[str, list[Any]]:
         "growth_interval": 2,
         "hysteresis": 1,
     }
-    options: dict[str, list[Any]] = {name: [Changes(see.loss_scales, value, SCALER), Idle(value)] for name, value in values.items()}
+    options: dict[str, list[Any]] = {
+        name: [Changes(see.loss_scales, value, SCALER), Idle(value)] for name, value in values.items()
+    }
     return {**options, "max_scale": [Changes(see.loss_scales, 1024.0, SCALER), Idle(2.0**20)]}
 
 
@@ -122,7 +143,11 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "check_reduction": [Refused(True, "check_reduction=True was withdrawn")],
     "gradient_as_bucket_view": [Idle(True), Idle(True, {"zero_stage": 3})],
     "static_graph": [Idle(True)],
-    "zero_bucket_size_in_m": [Changes(see.traffic, 0.002, {**F32, "zero_stage": 1}), Idle(1.0), Idle(1.0, {"zero_stage": 3})],
+    "zero_bucket_size_in_m": [
+        Changes(see.traffic, 0.002, {**F32, "zero_stage": 1}),
+        Idle(1.0),
+        Idle(1.0, {"zero_stage": 3}),
+    ],
     "cpu_offload": [
         Changes(see.masters, True, {**F32, "zero_stage": 1}),
         Changes(see.report, True, {**F32, "zero_stage": 2}),
@@ -145,7 +170,10 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused(True, "only stages 1 and 2 gather", {"zero_stage": 3}),
         Idle(True, {"zero_stage": 1, "zero_group_size": 1}),
     ],
-    "zero_group_size": [Changes(see.traffic, 2, {**F32, "zero_stage": 1}, world=4), Refused(2, "zero_group_size=2 with zero_stage=0")],
+    "zero_group_size": [
+        Changes(see.traffic, 2, {**F32, "zero_stage": 1}, world=4),
+        Refused(2, "zero_group_size=2 with zero_stage=0"),
+    ],
     "custom_policy": [Changes(see.modules, Marking()), Idle(LlamaPolicy())],
     "pp_style": [
         Changes(see.report, "gpipe", PIPE),
@@ -213,7 +241,12 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
 
 ZERO_OPTIONS: dict[str, list[Any]] = {
     **scaler_options(),
-    "stage": [Changes(see.gradients_kept, 2), Changes(see.traffic, 3, F32), Refused(0, "stage=0 must be 1"), Refused("2", "use 2")],
+    "stage": [
+        Changes(see.gradients_kept, 2),
+        Changes(see.traffic, 3, F32),
+        Refused(0, "stage=0 must be 1"),
+        Refused("2", "use 2"),
+    ],
     "precision": [Changes(see.modules, "fp16")],
     "max_norm": [Changes(see.step_size, 0.5, F32)],
     "norm_type": [Refused(1.0, "norm_type=1.0 must be 2.0")],
@@ -280,7 +313,12 @@ OPTIONS: dict[type, dict[str, list[Any]]] = {
     TorchDDPPlugin: DDP_OPTIONS,
     TorchFSDPPlugin: FSDP_OPTIONS,
 }
-ENTRIES = [(plugin, name, entry) for plugin, options in OPTIONS.items() for name, entries in options.items() for entry in entries]
+ENTRIES = [
+    (plugin, name, entry)
+    for plugin, options in OPTIONS.items()
+    for name, entries in options.items()
+    for entry in entries
+]
 
 
 def _id(value: Any) -> str:
@@ -324,7 +362,9 @@ def test_it_acts_or_is_refused_or_is_named(plugin: type, name: str, entry: Any, 
     else:
         given = {**entry.base, name: entry.value}
         without, with_it = entry.see(plugin, entry.base), entry.see(plugin, given)
-        assert with_it != without, f"{name}={entry.value!r} on top of {entry.base} changes nothing that {entry.see.__name__} sees"
+        assert with_it != without, (
+            f"{name}={entry.value!r} on top of {entry.base} changes nothing that {entry.see.__name__} sees"
+        )
         made = plugin(**given)
         assert name not in [found.name for found in getattr(made, "without_effect", ())]
 
@@ -395,7 +435,8 @@ def test_deepspeed_has_one_argument() -> None:
 
 
 SHARD_CONFIG: dict[str, list[Any]] = {
-    "tensor_parallel_process_group": [],  # see tests/models/test_tp_interface.py, as for `parallel_output` and the vocabulary
+    # see tests/models/test_tp_interface.py, as for `parallel_output` and the vocabulary
+    "tensor_parallel_process_group": [],
     "parallel_output": [],
     "make_vocab_size_divisible_by": [],
     "enable_tensor_parallelism": [],

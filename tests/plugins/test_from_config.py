@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwright
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.plugins.config_form import read_config
+from shardwright.plugins.hybrid.config_form import read_config
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 
 
@@ -34,7 +34,12 @@ def parallel(**section: Any) -> dict[str, Any]:
 
 
 FULL = {
-    "parallel": {"zero1": 8, "tensor": 1, "pipeline": {"size": 1, "interleaved_overlap": True}, "sequence_parallel": False},
+    "parallel": {
+        "zero1": 8,
+        "tensor": 1,
+        "pipeline": {"size": 1, "interleaved_overlap": True},
+        "sequence_parallel": False,
+    },
     "hybrid_zero_optimizer": {
         "overlap_sync_grad": True,
         "overlap_sync_param": True,
@@ -85,7 +90,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {**parallel(pipeline={"size": 2, "mode": "ZBV"}), "model": {"num_chunks": 2}},
         {"pp_size": 2, "num_model_chunks": 2, "pp_style": "zbv"},
     ),
-    ({**parallel(pipeline=1), "model": {"num_chunks": 2}}, {"pp_size": 1, "num_model_chunks": 2, "pp_style": "interleaved"}),
+    (
+        {**parallel(pipeline=1), "model": {"num_chunks": 2}},
+        {"pp_size": 1, "num_model_chunks": 2, "pp_style": "interleaved"},
+    ),
     ({"model": {"dtype": "torch.bfloat16"}}, {"precision": "bf16"}),
     ({"model": {"dtype": "float16"}}, {"precision": "fp16"}),
     ({"model": {"dtype": torch.float32, "parallel_output": False}}, {"precision": "fp32", "parallel_output": False}),
@@ -139,11 +147,17 @@ UNUSED: list[tuple[dict[str, Any], list[str]]] = [
         {**parallel(zero1={"size": -1, "fsdp": True}), "hybrid_zero_optimizer": {"overlap_sync_param": True}},
         ["hybrid_zero_optimizer.overlap_sync_param=True (zero_stage=3 gathers"],
     ),
-    ({**parallel(pipeline=1), "model": {"num_chunks": 2}}, ["pp_style='interleaved' (pp_size=1", "num_model_chunks=2 (pp_size=1"]),
+    (
+        {**parallel(pipeline=1), "model": {"num_chunks": 2}},
+        ["pp_style='interleaved' (pp_size=1", "num_model_chunks=2 (pp_size=1"],
+    ),
     ({"grad_scaler": {"growth_factor": 3}}, ["growth_factor=3 (only precision='fp16'"]),
     (parallel(pipeline={"size": 1, "interleaved_overlap": False}), ["overlap_p2p=False (pp_size=1"]),
     ({"model": {"parallel_output": False}}, ["parallel_output=False (logits are whole"]),
-    ({**parallel(zero1=1), "hybrid_zero_optimizer": {"reduce_bucket_size": 1000}}, ["zero_bucket_size_in_m=0.001 (zero_stage=0"]),
+    (
+        {**parallel(zero1=1), "hybrid_zero_optimizer": {"reduce_bucket_size": 1000}},
+        ["zero_bucket_size_in_m=0.001 (zero_stage=0"],
+    ),
 ]
 
 
@@ -206,7 +220,11 @@ def test_the_whole_form_becomes_a_plugin(world: Callable[..., None]) -> None:
 
 def test_sub_groups_and_chunks(world: Callable[..., None]) -> None:
     world(16)
-    config = {**parallel(zero1=2, tensor={"size": 2}, pipeline={"size": 2}, data=4), "model": {"num_chunks": 2}, "data": {"micro_num": 4}}
+    config = {
+        **parallel(zero1=2, tensor={"size": 2}, pipeline={"size": 2}, data=4),
+        "model": {"num_chunks": 2},
+        "data": {"micro_num": 4},
+    }
     plugin = HybridParallelPlugin.from_config(config, precision="fp32")
     assert (plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.mesh.size("zero")) == (4, 2, 2, 2)
     assert plugin.settings.pipeline.pp_style == "interleaved"
@@ -216,7 +234,10 @@ def test_sub_groups_and_chunks(world: Callable[..., None]) -> None:
 
 def test_launch_keeps_the_configuration_for_the_plugin(world: Callable[..., None], tmp_path: Path) -> None:
     file = tmp_path / "layout.py"
-    file.write_text("TP = 2\nparallel = dict(zero1=dict(size=2), tensor=dict(size=TP, mode='1d'), pipeline=2)\ndata = dict(micro_num=4)\n")
+    file.write_text(
+        "TP = 2\nparallel = dict(zero1=dict(size=2), tensor=dict(size=TP, mode='1d'), pipeline=2)\ndata = "
+        "dict(micro_num=4)\n"
+    )
     world(8, file)
     plugin = HybridParallelPlugin.from_config()
     assert (plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.zero_stage) == (2, 2, 2, 1)

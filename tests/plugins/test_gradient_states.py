@@ -1,4 +1,6 @@
-"""Gradients in every state that a script may catch them in: accumulated again, clipped, read, scaled; weights written to meanwhile."""
+"""Gradients in every state that a script may catch them in: accumulated again, clipped, read, scaled; weights
+written to meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def second_backward_with_shared_rows(rank: int, world: int) -> None:
     wanted = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
     for stage in (0, 1, 2, 3):
         model = zoo.build("llama-causal-lm", seed=0, dtype=torch.float64, **heads)
-        booster, model, optim = boost(HybridParallelPlugin(tp_size=2, precision="fp32", zero_stage=stage, num_microbatches=2), model)
+        booster, model, optim = boost(
+            HybridParallelPlugin(tp_size=2, precision="fp32", zero_stage=stage, num_microbatches=2), model
+        )
         booster.execute_pipeline(iter([batches[0]]), model, lambda outputs, _: outputs.loss, optim)
         optim.get_grad_norm()
         booster.backward(model(**batches[1]).loss, optim)
@@ -73,7 +77,14 @@ def second_backward_on_a_16_bit_wire(rank: int, world: int) -> None:
                     with booster.no_sync(model, optim) if no_sync and number < 2 else nullcontext():
                         booster.backward(model(torch.full((1, 4), float(1 + rank))).float().sum(), optim)
                 for name, grad in optim.gradients().items():
-                    assert torch.equal(grad.float(), torch.full((2, 4), 4.5)), (stage, precision, masters, no_sync, name, grad)
+                    assert torch.equal(grad.float(), torch.full((2, 4), 4.5)), (
+                        stage,
+                        precision,
+                        masters,
+                        no_sync,
+                        name,
+                        grad,
+                    )
 
 
 def several_pipelines_before_a_step(rank: int, world: int) -> None:
@@ -143,19 +154,28 @@ def steps_of_their_own(rank: int, world: int) -> None:
                 for max_norm in (0.0, 1e9):
                     model = small()
                     booster, model, optim = boost(
-                        plugin_of(stage, precision=precision, max_norm=max_norm, initial_scale=256.0), model, make(model.parameters())
+                        plugin_of(stage, precision=precision, max_norm=max_norm, initial_scale=256.0),
+                        model,
+                        make(model.parameters()),
                     )
                     booster.backward(model(torch.full((1, 4), float(rank + 1))).float().sum(), optim)
                     optim.step()
                     weight = next(iter(model.parameters())).detach()
                     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-                    assert torch.equal(weight.float(), torch.full((2, 4), 0.5 - 0.25 * 1.5)), (make, stage, precision, weight)
+                    assert torch.equal(weight.float(), torch.full((2, 4), 0.5 - 0.25 * 1.5)), (
+                        make,
+                        stage,
+                        precision,
+                        weight,
+                    )
 
 
 def overflow_before_clipping_by_value(rank: int, world: int) -> None:
     for stage in (0, 1, 2, 3):
         for again in (False, True):
-            booster, model, optim = boost(plugin_of(stage, precision="fp16", hysteresis=1, initial_scale=256.0), small())
+            booster, model, optim = boost(
+                plugin_of(stage, precision="fp16", hysteresis=1, initial_scale=256.0), small()
+            )
             booster.backward(model(torch.ones(1, 4)).float().sum() * (1e5 if rank == 0 else 1.0), optim)
             optim.clip_grad_by_value(1.0)
             if again:
@@ -222,7 +242,13 @@ def written_weights(rank: int, world: int) -> None:
     def assigned(model: nn.Module) -> None:
         model.weight.data = state["weight"].to(model.weight.dtype)
 
-    ways = (lambda model: model.load_state_dict(state), by_hand, lambda model: nn.init.constant_(model.weight, 3.0), through_data, assigned)
+    ways = (
+        lambda model: model.load_state_dict(state),
+        by_hand,
+        lambda model: nn.init.constant_(model.weight, 3.0),
+        through_data,
+        assigned,
+    )
     for stage in (0, 1, 2):
         for overlap in (False, True) if stage else (False,):
             for way in ways:
@@ -266,13 +292,19 @@ def captured_weights(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
     raw = list(model.parameters())
-    booster, model, optim = boost(LowLevelZeroPlugin(stage=1, precision="fp32", overlap_allgather=True, reduce_bucket_size_in_m=0.1), model)
+    booster, model, optim = boost(
+        LowLevelZeroPlugin(stage=1, precision="fp32", overlap_allgather=True, reduce_bucket_size_in_m=0.1), model
+    )
     for number in range(3):
         booster.backward(model(torch.ones(2, 512)).sum(), optim)
         optim.step()
         assert raw[0].shape == (512, 512)
         assert raw[0].dtype == torch.float32
-        early = [raw[0].detach().clone(), *[value.clone() for value in torch._foreach_mul(raw[1:4], 1.0)], *map(copy.deepcopy, raw[4:])]
+        early = [
+            raw[0].detach().clone(),
+            *[value.clone() for value in torch._foreach_mul(raw[1:4], 1.0)],
+            *map(copy.deepcopy, raw[4:]),
+        ]
         optim.settle()
         for one, param in zip(early, raw, strict=True):
             assert type(param) is not type(None)
@@ -318,7 +350,9 @@ def with_unused(precision: str, stage: int, style: str, microbatches: int) -> tu
     for layer in model.model.layers:
         layer.extra = nn.Linear(4, 4, bias=False)
         nn.init.ones_(layer.extra.weight)
-    plugin = HybridParallelPlugin(pp_size=2, precision=precision, zero_stage=stage, num_microbatches=microbatches, pp_style=style)
+    plugin = HybridParallelPlugin(
+        pp_size=2, precision=precision, zero_stage=stage, num_microbatches=microbatches, pp_style=style
+    )
     return boost(plugin, model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
 
 
@@ -326,7 +360,9 @@ def pipelines(rank: int, world: int) -> None:
     for stage, style in ((0, "1f1b"), (1, "zb"), (2, "1f1b"), (3, "1f1b")):
         booster, model, optim = with_unused("fp32", stage, style, 2)
         before = {name: local_tensor(param.detach()).clone() for name, param in model.named_parameters()}
-        booster.execute_pipeline(iter([zoo.inputs("llama-causal-lm", batch_size=2, seed=3)]), model, lambda outputs, _: outputs.loss, optim)
+        booster.execute_pipeline(
+            iter([zoo.inputs("llama-causal-lm", batch_size=2, seed=3)]), model, lambda outputs, _: outputs.loss, optim
+        )
         optim.step()
         for name, param in model.named_parameters():
             assert torch.equal(local_tensor(param), before[name]) == ("extra" in name), (stage, style, name)
@@ -362,7 +398,9 @@ def census() -> tuple[int, int]:
 
 
 def alike(before: tuple[int, int], after: tuple[int, int]) -> bool:
-    """A leak adds at least a tensor per boost or step. One more or less is a collective that the backend's thread has just ended."""
+    """A leak adds at least a tensor per boost or step. One more or less is a collective that the backend's thread
+    has just ended.
+    """
     return abs(after[0] - before[0]) < 5 and abs(after[1] - before[1]) < 1024
 
 

@@ -1,4 +1,6 @@
-"""Nothing in a step waits for the device: what transformers' mask code reads is answered by the host, or once for all microbatches."""
+"""Nothing in a step waits for the device: what transformers' mask code reads is answered by the host, or once for
+all microbatches.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright import Booster
-from shardwright.pipeline import reads
+from shardwright.pipeline.hoisting import reads
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
 
 _aten = torch.ops.aten
 _OPS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default}
-_NAMES = {"item", "tolist", "nonzero", "masked_select", "equal", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_NAMES = {
+    "item",
+    "tolist",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+}
 
 
 class _Seen(Counter[str]):
@@ -30,7 +43,11 @@ class _Seen(Counter[str]):
     def note(self) -> None:
         if not self.watching:
             return
-        frames = [frame for frame in traceback.extract_stack() if "/shardwright/" in frame.filename or "/transformers/" in frame.filename]
+        frames = [
+            frame
+            for frame in traceback.extract_stack()
+            if "/shardwright/" in frame.filename or "/transformers/" in frame.filename
+        ]
         self[f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}"] += 1
 
 
@@ -39,8 +56,12 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.seen = seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        by_mask = func is _aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        by_mask = func is _aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
         if func in _OPS or by_mask:
             self.seen.note()
         return func(*args, **(kwargs or {}))
@@ -51,7 +72,9 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.seen = seen
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if getattr(func, "__name__", "") in _NAMES:
             self.seen.note()
         return func(*args, **(kwargs or {}))
@@ -77,7 +100,9 @@ def _host_may_read(seen: _Seen) -> Iterator[None]:
 
 
 def _reads(rank: int, world: int) -> list[list[str]]:
-    """Places that read a tensor in the actions of a third step, without masks, with masks of ones, and in an evaluation."""
+    """Places that read a tensor in the actions of a third step, without masks, with masks of ones, and in an
+    evaluation.
+    """
     found = []
     for masked, training in ((False, True), (True, True), (True, False)):
         model = zoo.build("llama-causal-lm", dtype=torch.float32)
@@ -104,7 +129,9 @@ def _reads(rank: int, world: int) -> list[list[str]]:
             batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
             if not masked:
                 del batch["attention_mask"]
-            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optimizer if training else None)
+            booster.execute_pipeline(
+                iter([batch]), model, lambda outputs, _: outputs.loss, optimizer if training else None
+            )
             optimizer.zero_grad()
             if step == 0:
                 assert seen, "what the model reads is not known yet, so reads can be seen"

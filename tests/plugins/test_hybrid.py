@@ -19,7 +19,8 @@ CLIPPED = Habits(clip="plugin", clip_at=0.05)
 LAYOUTS = [
     Layout("llama-causal-lm", 1),
     Layout("llama-causal-lm", 2, {"tp_size": 2}),
-    Layout("llama-causal-lm", 2, {"zero_stage": 1}, habits=Habits(optimizer="adagrad")),  # whose constructor makes its state
+    # whose constructor makes its state
+    Layout("llama-causal-lm", 2, {"zero_stage": 1}, habits=Habits(optimizer="adagrad")),
     Layout("llama-causal-lm", 2, {"zero_stage": 3}, habits=Habits(optimizer="adagrad")),
     Layout("llama-causal-lm", 2, {"pp_size": 2, "num_microbatches": 3}),
     Layout("llama-tied-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, habits=CLIPPED),
@@ -51,7 +52,11 @@ LAYOUTS = [
         {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb"},
         habits=CLIPPED,
     ),
-    Layout("bert-masked-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}),
+    Layout(
+        "bert-masked-lm",
+        4,
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2},
+    ),
     Layout("t5-conditional-generation", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}, checkpointing=True),
     Layout(
         "qwen3-moe-causal-lm",
@@ -59,7 +64,11 @@ LAYOUTS = [
         {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "zero_stage": 2},
         habits=CLIPPED,
     ),
-    Layout("qwen3-moe-causal-lm", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "num_model_chunks": 2}),
+    Layout(
+        "qwen3-moe-causal-lm",
+        4,
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "num_model_chunks": 2},
+    ),
 ]
 
 
@@ -94,14 +103,18 @@ def train_lazily(rank: int, world: int, plugin_settings: dict) -> dict:
     return {"held": len(held)}
 
 
-@pytest.mark.parametrize("settings", [{}, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "zero_stage": 1}], ids=["alone", "tp2-pp2"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "zero_stage": 1}], ids=["alone", "tp2-pp2"]
+)
 def test_lazily_built_models_have_the_same_weights_in_every_layout(settings: dict) -> None:
     run_ranks(train_lazily, settings.get("tp_size", 1) * settings.get("pp_size", 1), settings)
 
 
 @keep_float64()
 def train_by_calls(rank: int, world: int, settings: dict) -> None:
-    """The plain loop: call the model, booster.backward, step. Data parallelism averages the ranks' losses, as DDP does."""
+    """The plain loop: call the model, booster.backward, step. Data parallelism averages the ranks' losses, as DDP
+    does.
+    """
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", max_norm=0.05, **settings))
     mesh = booster.plugin.mesh
     reference, model = zoo.build("llama-tied-causal-lm"), zoo.build("llama-tied-causal-lm")
@@ -109,7 +122,9 @@ def train_by_calls(rank: int, world: int, settings: dict) -> None:
     model, optimizer, *_ = booster.boost(model, optimizer)
     for step in range(3):
         batch = zoo.inputs("llama-tied-causal-lm", batch_size=2 * mesh.size("dp"), seed=step)
-        parts = [{name: value[2 * part : 2 * part + 2] for name, value in batch.items()} for part in range(mesh.size("dp"))]
+        parts = [
+            {name: value[2 * part : 2 * part + 2] for name, value in batch.items()} for part in range(mesh.size("dp"))
+        ]
         losses = [reference(**part).loss for part in parts]
         torch.stack(losses).mean().backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
@@ -125,7 +140,9 @@ def train_by_calls(rank: int, world: int, settings: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tp_size": 2}, {"tp_size": 2, "zero_stage": 1}, {"tp_size": 2, "zero_stage": 3}, {"zero_stage": 2}], ids=str
+    "settings",
+    [{"tp_size": 2}, {"tp_size": 2, "zero_stage": 1}, {"tp_size": 2, "zero_stage": 3}, {"zero_stage": 2}],
+    ids=str,
 )
 def test_the_plain_loop(settings: dict) -> None:
     run_ranks(train_by_calls, 4, settings)
@@ -160,7 +177,11 @@ def train_with_criterion(rank: int, world: int, settings: dict) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"tp_size": 2, "num_microbatches": 3}, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}, {"pp_size": 2, "num_microbatches": 2}],
+    [
+        {"tp_size": 2, "num_microbatches": 3},
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 3},
+        {"pp_size": 2, "num_microbatches": 2},
+    ],
     ids=str,
 )
 def test_a_criterion_of_ones_own(settings: dict) -> None:

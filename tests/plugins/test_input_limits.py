@@ -25,7 +25,7 @@ from transformers import (
     TapasModel,
 )
 
-from shardwright.plugins.input_limits import InputLimits
+from shardwright.plugins.data.input_limits import InputLimits
 from shardwright.testing import zoo
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 16}
@@ -70,11 +70,21 @@ def ids(length: int, low: int = 4) -> torch.Tensor:
 
 
 def test_lengths_are_those_that_the_models_take() -> None:
-    roberta = RobertaForMaskedLM(RobertaConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    roberta = RobertaForMaskedLM(
+        RobertaConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    )
     padded = ids(16)
     padded[:, 14:] = roberta.config.pad_token_id
-    opt = OPTForCausalLM(OPTConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, word_embed_proj_dim=8))
-    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    opt = OPTForCausalLM(
+        OPTConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, word_embed_proj_dim=8)
+    )
+    sizes = {
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
     bart = BartForConditionalGeneration(BartConfig(**SMALL, **sizes, encoder_ffn_dim=8, decoder_ffn_dim=8))
     assert [refuses(roberta, {"input_ids": ids(length)}) for length in (14, 15)] == [False, True]
     assert not refuses(roberta, {"input_ids": padded})  # padding takes no position
@@ -99,7 +109,9 @@ def test_what_models_take_beyond_their_tables() -> None:
         )
     )
     assert not refuses(fsmt, {"input_ids": ids(20), "labels": ids(20)})  # its table of positions grows
-    tapas = TapasModel(TapasConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+    tapas = TapasModel(
+        TapasConfig(**SMALL, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    )
     cells = torch.zeros(2, 20, 7, dtype=torch.int64)
     cells[:, :, 1] = cells[:, :, 2] = torch.arange(20) // 5
     assert not refuses(tapas, {"input_ids": ids(20), "token_type_ids": cells})  # it counts the tokens of a cell
@@ -108,8 +120,22 @@ def test_what_models_take_beyond_their_tables() -> None:
     labels[:, 1] = -1
     assert not refuses(gpt2, {"input_ids": ids(8), "labels": labels, "ignore_index": -1})
     assert refuses(gpt2, {"input_ids": ids(8), "labels": labels})
-    text = {"model_type": "gemma", "vocab_size": 40, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
-    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    text = {
+        "model_type": "gemma",
+        "vocab_size": 40,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "head_dim": 4,
+    }
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
     paligemma = PaliGemmaForConditionalGeneration(
         PaliGemmaConfig(
             vision_config={"model_type": "siglip_vision_model", **vision, "projection_dim": 8},
@@ -121,7 +147,10 @@ def test_what_models_take_beyond_their_tables() -> None:
     )
     image = ids(8)
     image[:, :4] = 45  # replaced by the image before the table is asked
-    assert not refuses(paligemma, {"input_ids": image, "pixel_values": torch.ones(2, 3, 8, 8), "attention_mask": torch.ones_like(image)})
+    assert not refuses(
+        paligemma,
+        {"input_ids": image, "pixel_values": torch.ones(2, 3, 8, 8), "attention_mask": torch.ones_like(image)},
+    )
 
 
 def test_a_model_of_any_kind_has_no_limits_that_nobody_knows() -> None:
@@ -134,7 +163,11 @@ def test_the_check_costs_microseconds() -> None:
     with torch.device("meta"):
         limits = InputLimits(zoo.build("gpt2-causal-lm", dtype=torch.float32))
     tokens = torch.randint(1, 101, (8, 60))
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.masked_fill(tokens % 3 == 0, -100)}
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": tokens.masked_fill(tokens % 3 == 0, -100),
+    }
 
     def seconds() -> float:
         start = time.perf_counter()

@@ -1,4 +1,6 @@
-"""What a user can get wrong with HybridParallelPlugin: one ValueError on every rank, before any collective, that says what would work."""
+"""What a user can get wrong with HybridParallelPlugin: one ValueError on every rank, before any collective, that
+says what would work.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ class Case:
 
 
 def boost(
-    model: str | Callable[[], nn.Module] = "llama-causal-lm", optimizer: Callable[[nn.Module], Any] | None = None, **config: Any
+    model: str | Callable[[], nn.Module] = "llama-causal-lm",
+    optimizer: Callable[[nn.Module], Any] | None = None,
+    **config: Any,
 ) -> Any:
     def action(booster: Booster) -> Any:
         built = zoo.build(model, dtype=torch.float32, **config) if isinstance(model, str) else model()
-        return booster.boost(built, optimizer(built) if optimizer is not None else torch.optim.AdamW(built.parameters()))
+        return booster.boost(
+            built, optimizer(built) if optimizer is not None else torch.optim.AdamW(built.parameters())
+        )
 
     return action
 
@@ -86,8 +92,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def routed_both_sides() -> nn.Module:
     config = transformers.NllbMoeConfig(
-        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=16, decoder_ffn_dim=16, num_experts=2, encoder_sparse_step=1, decoder_sparse_step=1, output_router_logits=True,
+        vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_experts=2, encoder_sparse_step=1,
+        decoder_sparse_step=1, output_router_logits=True,
     )  # fmt: skip
     return transformers.NllbMoeForConditionalGeneration(config)
 
@@ -104,7 +111,9 @@ PIPE: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2, "precision": "fp32"
 V = {**PIPE, "pp_style": "interleaved"}
 
 SETTINGS: dict[str, Case] = {
-    "tp that does not divide the world": Case({"tp_size": 3}, ["world_size=2", "tp_size=3", "tp_size=2", "Start 3 ranks"]),
+    "tp that does not divide the world": Case(
+        {"tp_size": 3}, ["world_size=2", "tp_size=3", "tp_size=2", "Start 3 ranks"]
+    ),
     "pp larger than the world": Case({"pp_size": 4, "num_microbatches": 4}, ["world_size=2", "pp_size=4", "pp_size=2"]),
     "a product larger than the world": Case(
         {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, ["tp_size=2 x pp_size=2", "Start 4 ranks"]
@@ -118,30 +127,47 @@ SETTINGS: dict[str, Case] = {
     "tp missing": Case({"tp_size": None}, ["tp_size=None", "whole number"]),
     "sp as text": Case({"sp_size": "two"}, ["sp_size='two'", "whole number or None"]),
     "an unknown sequence mode": Case(
-        {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "rings"}, ["sequence_parallelism_mode='rings'"]
+        {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "rings"},
+        ["sequence_parallelism_mode='rings'"],
     ),
-    "a mode of the wrong type": Case({"sequence_parallelism_mode": 1}, ["sequence_parallelism_mode=1", "string or None"]),
+    "a mode of the wrong type": Case(
+        {"sequence_parallelism_mode": 1}, ["sequence_parallelism_mode=1", "string or None"]
+    ),
     "a ring size without a ring": Case({"inner_ring_size": 2}, ["inner_ring_size=2", "ring_attn"]),
     "an unknown precision": Case({"precision": "fp17"}, ["precision='fp17'", "did you mean 'fp16'"]),
     "a precision in bits": Case({"precision": 16}, ["precision=16", "string"]),
     "fp8 as precision": Case({"precision": "fp8"}, ["precision='fp8'", "'bf16'"]),
     "fp8 arithmetic": Case({"use_fp8": True}, ["use_fp8=True", "False"]),
     "fp8 on the wire": Case({"fp8_communication": True}, ["fp8_communication=True", "False"]),
-    "a zero stage that does not exist": Case({"zero_stage": 4}, ["zero_stage=4", "0 (all-reduce), 1", "3 (and parameters)"]),
+    "a zero stage that does not exist": Case(
+        {"zero_stage": 4}, ["zero_stage=4", "0 (all-reduce), 1", "3 (and parameters)"]
+    ),
     "a zero stage as bool": Case({"zero_stage": True}, ["zero_stage=True", "use 1"]),
     "a zero stage as text": Case({"zero_stage": "2"}, ["zero_stage='2'", "use 2"]),
-    "a sub-group that does not divide dp": Case({"zero_stage": 1, "zero_group_size": 3}, ["zero_group_size=3", "dp_size=2", "1, 2"]),
+    "a sub-group that does not divide dp": Case(
+        {"zero_stage": 1, "zero_group_size": 3}, ["zero_group_size=3", "dp_size=2", "1, 2"]
+    ),
     "a sub-group as text": Case({"zero_group_size": "2"}, ["zero_group_size='2'", "use 2", "or None"]),
-    "a sub-group of nothing": Case({"zero_group_size": 2}, ["zero_group_size=2 with zero_stage=0", "zero_stage=1, 2 or 3"]),
+    "a sub-group of nothing": Case(
+        {"zero_group_size": 2}, ["zero_group_size=2 with zero_stage=0", "zero_stage=1, 2 or 3"]
+    ),
     "unused parameters where there may be none": Case(
         {"find_unused_parameters": True, "zero_stage": 3}, ["find_unused_parameters=True", "zero_stage=0, 1 or 2"]
     ),
-    "fp8 gradients": Case({"communication_dtype": torch.float8_e4m3fn}, ["communication_dtype=torch.float8_e4m3fn", "torch.bfloat16"]),
-    "a sequence mode that does not exist": Case({"sequence_parallelism_mode": "rings"}, ["'rings'", "did you mean 'ring'"]),
+    "fp8 gradients": Case(
+        {"communication_dtype": torch.float8_e4m3fn}, ["communication_dtype=torch.float8_e4m3fn", "torch.bfloat16"]
+    ),
+    "a sequence mode that does not exist": Case(
+        {"sequence_parallelism_mode": "rings"}, ["'rings'", "did you mean 'ring'"]
+    ),
     "offload without sharding": Case({"cpu_offload": True}, ["cpu_offload=True", "zero_stage=0", "use zero_stage=1"]),
     "offload as text": Case({"cpu_offload": "yes"}, ["cpu_offload='yes'", "use True"]),
-    "less than nothing gathered ahead": Case({"gather_ahead": -1, "zero_stage": 3}, ["gather_ahead=-1", "at least 0", "None"]),
-    "overlapped gather without one": Case({"overlap_allgather": True, "zero_stage": 3}, ["overlap_allgather=True", "zero_stage=1 or 2"]),
+    "less than nothing gathered ahead": Case(
+        {"gather_ahead": -1, "zero_stage": 3}, ["gather_ahead=-1", "at least 0", "None"]
+    ),
+    "overlapped gather without one": Case(
+        {"overlap_allgather": True, "zero_stage": 3}, ["overlap_allgather=True", "zero_stage=1 or 2"]
+    ),
     "a negative norm": Case({"max_norm": -1.0}, ["max_norm=-1.0", "0 (no clipping) or positive"]),
     "a norm as text": Case({"max_norm": "1.0"}, ["max_norm='1.0'", "a number", "use 1"]),
     "a norm that is no number": Case({"max_norm": float("nan")}, ["max_norm=nan", "a number"]),
@@ -155,30 +181,60 @@ SETTINGS: dict[str, Case] = {
     "a flag as text": Case({"find_unused_parameters": "no"}, ["find_unused_parameters='no'", "use False"]),
     "a flag missing": Case({"overlap_p2p": None}, ["overlap_p2p=None", "True or False"]),
     "an order by name": Case({"dp_outside": "inside"}, ["dp_outside='inside'", "True or False"]),
-    "padding to nothing": Case({"make_vocab_size_divisible_by": 0}, ["make_vocab_size_divisible_by=0", "at least 1", "64"]),
-    "padding to a fraction": Case({"make_vocab_size_divisible_by": 2.5}, ["make_vocab_size_divisible_by=2.5", "2 and 3"]),
+    "padding to nothing": Case(
+        {"make_vocab_size_divisible_by": 0}, ["make_vocab_size_divisible_by=0", "at least 1", "64"]
+    ),
+    "padding to a fraction": Case(
+        {"make_vocab_size_divisible_by": 2.5}, ["make_vocab_size_divisible_by=2.5", "2 and 3"]
+    ),
     "a policy's class": Case({"custom_policy": Unmatched}, ["custom_policy=", "an instance, not the class"]),
     "a policy's name": Case({"custom_policy": "llama"}, ["custom_policy='llama'", "Policy"]),
     "an unknown schedule": Case({**PIPE, "pp_style": "1f2b"}, ["pp_style='1f2b'", "did you mean '1f1b'", "'zbv'"]),
-    "chunks without interleaving": Case({**PIPE, "num_model_chunks": 2}, ["num_model_chunks=2", "exactly 1", "'interleaved', 'zbv'"]),
+    "chunks without interleaving": Case(
+        {**PIPE, "num_model_chunks": 2}, ["num_model_chunks=2", "exactly 1", "'interleaved', 'zbv'"]
+    ),
     "interleaving one chunk": Case({**PIPE, "pp_style": "interleaved"}, ["num_model_chunks=1", "at least 2", "'1f1b'"]),
-    "a V of three": Case({**PIPE, "pp_style": "zbv", "num_model_chunks": 3}, ["num_model_chunks=3", "exactly 2", "'interleaved'"]),
-    "less than nothing put off": Case({**PIPE, "pp_style": "zb", "deferred_bytes": -1}, ["deferred_bytes=-1", "at least 0"]),
+    "a V of three": Case(
+        {**PIPE, "pp_style": "zbv", "num_model_chunks": 3}, ["num_model_chunks=3", "exactly 2", "'interleaved'"]
+    ),
+    "less than nothing put off": Case(
+        {**PIPE, "pp_style": "zb", "deferred_bytes": -1}, ["deferred_bytes=-1", "at least 0"]
+    ),
     "activations away without a pipeline": Case(
         {"offload_activations": 0.5}, ["offload_activations=0.5", "pp_size=1", "gradient_checkpoint_config"]
     ),
-    "slices without a pipeline": Case({"num_sequence_slices": 2}, ["num_sequence_slices=2", "pp_size=1", "pp_size of at least 2"]),
-    "slices for a search": Case({**PIPE, "pp_style": "auto", "num_sequence_slices": 2}, ["num_sequence_slices=2", "name a schedule"]),
-    "more than all activations away": Case({**PIPE, "offload_activations": 1.5}, ["offload_activations=1.5", "0 (none) to 1 (all)"]),
-    "activations of too few stages": Case({**PIPE, "offload_activations": [1.0]}, ["offload_activations=[1.0]", "2 stages", "one number"]),
+    "slices without a pipeline": Case(
+        {"num_sequence_slices": 2}, ["num_sequence_slices=2", "pp_size=1", "pp_size of at least 2"]
+    ),
+    "slices for a search": Case(
+        {**PIPE, "pp_style": "auto", "num_sequence_slices": 2}, ["num_sequence_slices=2", "name a schedule"]
+    ),
+    "more than all activations away": Case(
+        {**PIPE, "offload_activations": 1.5}, ["offload_activations=1.5", "0 (none) to 1 (all)"]
+    ),
+    "activations of too few stages": Case(
+        {**PIPE, "offload_activations": [1.0]}, ["offload_activations=[1.0]", "2 stages", "one number"]
+    ),
     "a share as flag": Case({**PIPE, "offload_activations": True}, ["offload_activations=True", "a number"]),
-    "a search without memory": Case({**PIPE, "pp_style": "auto", "auto_memory": 0.5}, ["auto_memory=0.5", "at least 1"]),
+    "a search without memory": Case(
+        {**PIPE, "pp_style": "auto", "auto_memory": 0.5}, ["auto_memory=0.5", "at least 1"]
+    ),
     "a cut without memory": Case({**PIPE, "cut_memory": 0.0}, ["cut_memory=0.0", "above 0"]),
-    "a bound for a search": Case({**PIPE, "pp_style": "auto", "cut_memory": 2.0}, ["cut_memory=2.0", "'auto'", "auto_memory=2"]),
-    "a bound for a given cut": Case({**PIPE, "num_layers_per_stage": [2, 2], "cut_memory": 1.0}, ["cut_memory=1.0", "[2, 2]", "leave one"]),
-    "a bound for any microbatches": Case({"pp_size": 2, "microbatch_size": 1, "cut_memory": 1.0}, ["cut_memory=1.0", "num_microbatches"]),
-    "a search with chunks": Case({**PIPE, "pp_style": "auto", "num_model_chunks": 2}, ["num_model_chunks=2", "'auto'", "leave"]),
-    "a search with a cut": Case({**PIPE, "pp_style": "auto", "num_layers_per_stage": [2, 2]}, ["num_layers_per_stage=[2, 2]", "leave"]),
+    "a bound for a search": Case(
+        {**PIPE, "pp_style": "auto", "cut_memory": 2.0}, ["cut_memory=2.0", "'auto'", "auto_memory=2"]
+    ),
+    "a bound for a given cut": Case(
+        {**PIPE, "num_layers_per_stage": [2, 2], "cut_memory": 1.0}, ["cut_memory=1.0", "[2, 2]", "leave one"]
+    ),
+    "a bound for any microbatches": Case(
+        {"pp_size": 2, "microbatch_size": 1, "cut_memory": 1.0}, ["cut_memory=1.0", "num_microbatches"]
+    ),
+    "a search with chunks": Case(
+        {**PIPE, "pp_style": "auto", "num_model_chunks": 2}, ["num_model_chunks=2", "'auto'", "leave"]
+    ),
+    "a search with a cut": Case(
+        {**PIPE, "pp_style": "auto", "num_layers_per_stage": [2, 2]}, ["num_layers_per_stage=[2, 2]", "leave"]
+    ),
     "no chunks": Case({**PIPE, "num_model_chunks": 0}, ["num_model_chunks=0", "at least 1"]),
     "a pipeline without microbatches": Case({"pp_size": 2}, ["pp_size=2", "num_microbatches=4 is a good start"]),
     "two ways to split": Case({**PIPE, "microbatch_size": 2}, ["num_microbatches=2", "microbatch_size=2", "give one"]),
@@ -186,13 +242,17 @@ SETTINGS: dict[str, Case] = {
     "microbatches as text": Case({"num_microbatches": "4"}, ["num_microbatches='4'", "use 4"]),
     "negative microbatches": Case({"microbatch_size": -2}, ["microbatch_size=-2", "at least 1"]),
     "layers as text": Case({**PIPE, "num_layers_per_stage": "2,2"}, ["num_layers_per_stage='2,2'", "[4, 4]"]),
-    "layers of text": Case({**PIPE, "num_layers_per_stage": [2, "2"]}, ["num_layers_per_stage=[2, '2']", "whole numbers"]),
+    "layers of text": Case(
+        {**PIPE, "num_layers_per_stage": [2, "2"]}, ["num_layers_per_stage=[2, '2']", "whole numbers"]
+    ),
     "a batch by name": Case({**PIPE, "example_inputs": "batch"}, ["example_inputs='batch'", "next(iter(dataloader))"]),
     "checkpointing as flag": Case(
         {"gradient_checkpoint_config": True}, ["gradient_checkpoint_config=True", "PipelineGradientCheckpointConfig"]
     ),
     "a scale of zero": Case({"precision": "fp16", "initial_scale": 0}, ["initial_scale=0", "positive"]),
-    "a scale above its bound": Case({"precision": "fp16", "max_scale": 2.0}, ["max_scale=2.0", "initial_scale <= max_scale"]),
+    "a scale above its bound": Case(
+        {"precision": "fp16", "max_scale": 2.0}, ["max_scale=2.0", "initial_scale <= max_scale"]
+    ),
     "a scale below its bound": Case({"min_scale": 2**20}, ["min_scale=1048576", "min_scale <= initial_scale"]),
     "a scale that shrinks": Case({"growth_factor": 0.5}, ["growth_factor=0.5", "at least 1"]),
     "a backoff that grows": Case({"backoff_factor": 2}, ["backoff_factor=2", "(0, 1]"]),
@@ -202,22 +262,34 @@ SETTINGS: dict[str, Case] = {
 }
 
 MODELS: dict[str, Case] = {
-    "more stages than layers": Case({**V, "num_model_chunks": 3}, ["pp_size x num_model_chunks = 6", "4 layers", "at most 4"], boost()),
+    "more stages than layers": Case(
+        {**V, "num_model_chunks": 3}, ["pp_size x num_model_chunks = 6", "4 layers", "at most 4"], boost()
+    ),
     "layers that do not sum": Case(
         {**PIPE, "num_layers_per_stage": [1, 2]}, ["num_layers_per_stage=[1, 2]", "4 layers", "[2, 2]"], boost()
     ),
-    "too few stages": Case({**PIPE, "num_layers_per_stage": [4]}, ["num_layers_per_stage=[4]", "2 stages", "[2, 2]"], boost()),
+    "too few stages": Case(
+        {**PIPE, "num_layers_per_stage": [4]}, ["num_layers_per_stage=[4]", "2 stages", "[2, 2]"], boost()
+    ),
     "a stage without layers": Case(
-        {**V, "num_model_chunks": 2, "num_layers_per_stage": [2, 0, 1, 1]}, ["num_layers_per_stage=[2, 0, 1, 1]", "at least 1"], boost()
+        {**V, "num_model_chunks": 2, "num_layers_per_stage": [2, 0, 1, 1]},
+        ["num_layers_per_stage=[2, 0, 1, 1]", "at least 1"],
+        boost(),
     ),
     "less memory than any cut needs": Case(
         {**PIPE, "cut_memory": 0.1}, ["cut_memory=0.1", "4 layers", "the least that works is cut_memory=0.75"], boost()
     ),
-    "costs of other layers": Case({**PIPE, "layer_costs": [1.0, 2.0]}, ["layer_costs=[1.0, 2.0]", "4 layers", "positive"], boost()),
+    "costs of other layers": Case(
+        {**PIPE, "layer_costs": [1.0, 2.0]}, ["layer_costs=[1.0, 2.0]", "4 layers", "positive"], boost()
+    ),
     "costs of nothing": Case({**PIPE, "layer_costs": [1, 1, 1, 0]}, ["layer_costs=[1, 1, 1, 0]", "positive"], boost()),
-    "layers of one stage": Case({"num_layers_per_stage": [3]}, ["num_layers_per_stage=[3]", "4 layers", "[4]"], boost()),
+    "layers of one stage": Case(
+        {"num_layers_per_stage": [3]}, ["num_layers_per_stage=[3]", "4 layers", "[4]"], boost()
+    ),
     "checkpointing more than there is": Case(
-        {**PIPE, "gradient_checkpoint_config": ckpt(9, 0)}, ["num_ckpt_layers_per_stage=[9, 0]", "2 layers", "[2, 2]"], boost()
+        {**PIPE, "gradient_checkpoint_config": ckpt(9, 0)},
+        ["num_ckpt_layers_per_stage=[9, 0]", "2 layers", "[2, 2]"],
+        boost(),
     ),
     "checkpointing for other stages": Case(
         {**PIPE, "gradient_checkpoint_config": ckpt(1, 1, 1)},
@@ -226,46 +298,83 @@ MODELS: dict[str, Case] = {
     ),
     "a pipeline over nothing": Case(PIPE, ["Linear", "no list of layers", "pp_size=1"], boost(lambda: nn.Linear(3, 3))),
     "sharding what nobody knows": Case({"tp_size": 2}, ["Linear", "policy"], boost(lambda: nn.Linear(3, 3))),
-    "fewer features than ranks": Case({"tp_size": 2}, ["1 features cannot be dealt to 2 ranks", "at most 1"], boost(intermediate_size=1)),
+    "fewer features than ranks": Case(
+        {"tp_size": 2}, ["1 features cannot be dealt to 2 ranks", "at most 1"], boost(intermediate_size=1)
+    ),
     "a rule that matches nothing": Case(
-        {"tp_size": 2, "custom_policy": Unmatched()}, ["layers.*.self_attn.query", "Unmatched", "LlamaForCausalLM"], boost()
+        {"tp_size": 2, "custom_policy": Unmatched()},
+        ["layers.*.self_attn.query", "Unmatched", "LlamaForCausalLM"],
+        boost(),
     ),
     "flash attention where there is none": Case(
-        {"tp_size": 2, "enable_flash_attention": True}, ["enable_flash_attention=True", "use False"], boost("bloom-causal-lm")
+        {"tp_size": 2, "enable_flash_attention": True},
+        ["enable_flash_attention=True", "use False"],
+        boost("bloom-causal-lm"),
     ),
-    "routers on both sides": Case(PIPE, ["output_router_logits=True", "encoder and its decoder", "pp_size=1"], boost(routed_both_sides)),
+    "routers on both sides": Case(
+        PIPE, ["output_router_logits=True", "encoder and its decoder", "pp_size=1"], boost(routed_both_sides)
+    ),
     "another model's optimizer": Case(
         {"zero_stage": 1}, ["2 of 2 parameters", "LlamaForCausalLM"], boost(optimizer=lambda _: sgd(nn.Linear(2, 2)))
     ),
-    "an optimizer that stepped": Case({"zero_stage": 2}, ["stepped already", "load its state afterwards"], boost(optimizer=stepped)),
+    "an optimizer that stepped": Case(
+        {"zero_stage": 2}, ["stepped already", "load its state afterwards"], boost(optimizer=stepped)
+    ),
     "an optimizer without parameters": Case({}, ["SGD", "no parameters"], boost(optimizer=empty)),
     "nothing to train": Case({"zero_stage": 3}, ["requires_grad=False"], boost(optimizer=frozen)),
-    "a whole-model optimizer": Case({"zero_stage": 3}, ["LBFGS", "AdamW"], boost(optimizer=lambda m: torch.optim.LBFGS(m.parameters()))),
-    "a sparse optimizer": Case({}, ["SparseAdam", "sparse=False"], boost(optimizer=lambda m: torch.optim.SparseAdam(m.parameters()))),
+    "a whole-model optimizer": Case(
+        {"zero_stage": 3}, ["LBFGS", "AdamW"], boost(optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    ),
+    "a sparse optimizer": Case(
+        {}, ["SparseAdam", "sparse=False"], boost(optimizer=lambda m: torch.optim.SparseAdam(m.parameters()))
+    ),
     "sparse gradients": Case({}, ["sparse gradients", "sparse=False"], boost(lambda: nn.Embedding(5, 4, sparse=True))),
-    "whole matrices that are split": Case({"tp_size": 2, "zero_stage": 1}, ["Muon", "tp_size=1", "AdamW"], boost(optimizer=muon)),
-    "a model without weights": Case({}, ["meta device", "LazyInitContext"], boost(lambda: nn.Linear(3, 3, device="meta"))),
+    "whole matrices that are split": Case(
+        {"tp_size": 2, "zero_stage": 1}, ["Muon", "tp_size=1", "AdamW"], boost(optimizer=muon)
+    ),
+    "a model without weights": Case(
+        {}, ["meta device", "LazyInitContext"], boost(lambda: nn.Linear(3, 3, device="meta"))
+    ),
     "a model without parameters": Case({}, ["ReLU", "no parameters"], lambda booster: booster.boost(nn.ReLU())),
-    "complex parameters": Case({}, ["torch.complex64", "torch.float32"], boost(lambda: nn.Linear(3, 3, dtype=torch.complex64))),
+    "complex parameters": Case(
+        {}, ["torch.complex64", "torch.float32"], boost(lambda: nn.Linear(3, 3, dtype=torch.complex64))
+    ),
     "a second number format": Case(
         {}, ["mixed_precision='bf16'", "precision="], lambda b: Booster(mixed_precision="bf16", plugin=b.plugin)
     ),
-    "a device beside the plugin's": Case({}, ["device='cpu'", "leave device out"], lambda b: Booster(device="cpu", plugin=b.plugin)),
+    "a device beside the plugin's": Case(
+        {}, ["device='cpu'", "leave device out"], lambda b: Booster(device="cpu", plugin=b.plugin)
+    ),
     "adapters of nothing": Case({}, ["lora_config", "pretrained_dir"], lambda b: b.plugin.enable_lora(nn.Linear(2, 2))),
-    "a loader for no samples": Case({}, ["batch_size=0", "at least 1"], lambda b: b.plugin.prepare_dataloader([1, 2, 3], 0)),
-    "a plan for no samples": Case({}, ["batch_size=0", "at least 1"], lambda b: b.plugin.preflight(nn.Linear(2, 2), batch_size=0)),
+    "a loader for no samples": Case(
+        {}, ["batch_size=0", "at least 1"], lambda b: b.plugin.prepare_dataloader([1, 2, 3], 0)
+    ),
+    "a plan for no samples": Case(
+        {}, ["batch_size=0", "at least 1"], lambda b: b.plugin.preflight(nn.Linear(2, 2), batch_size=0)
+    ),
     "a pipeline run of a bare model": Case(
-        PIPE, ["execute_pipeline", "bare Linear"], lambda b: b.execute_pipeline(iter([]), nn.Linear(2, 2), lambda o, i: o)
+        PIPE,
+        ["execute_pipeline", "bare Linear"],
+        lambda b: b.execute_pipeline(iter([]), nn.Linear(2, 2), lambda o, i: o),
     ),
 }
 
 BATCHES: dict[str, tuple[Any, list[str]]] = {
-    "rows that do not match": (execute({"input_ids": ids(4), "labels": ids(3)}), ["4 samples", "'labels' has shape (3, 5)", "dim 0"]),
+    "rows that do not match": (
+        execute({"input_ids": ids(4), "labels": ids(3)}),
+        ["4 samples", "'labels' has shape (3, 5)", "dim 0"],
+    ),
     "a batch without tensors": (execute({"text": "hello"}), ["without any tensor", "samples on dim 0"]),
     "a batch without samples": (execute({"input_ids": ids(0), "labels": ids(0)}), ["no samples", "at least 1"]),
     "a list instead of an iterator": (execute(lambda: [ids(2)]), ["data_iter", "list", "iter(dataloader)"]),
-    "no_sync without the optimizer": (lambda b, m, o: b.no_sync(m).__enter__(), ["no_sync", "booster.no_sync(model, optimizer)"]),
-    "a bare optimizer in backward": (lambda b, m, o: b.backward(torch.zeros(()), o.unwrap()), ["AdamW", "boost returned"]),
+    "no_sync without the optimizer": (
+        lambda b, m, o: b.no_sync(m).__enter__(),
+        ["no_sync", "booster.no_sync(model, optimizer)"],
+    ),
+    "a bare optimizer in backward": (
+        lambda b, m, o: b.backward(torch.zeros(()), o.unwrap()),
+        ["AdamW", "boost returned"],
+    ),
 }
 
 
@@ -273,8 +382,25 @@ class Collectives:
     """While it is entered, collectives raise with their name instead of waiting for other ranks."""
 
     NAMES = (
-        *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "barrier"),
-        *("all_gather_object", "broadcast_object_list", "new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+        *(
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+            "reduce_scatter",
+            "reduce_scatter_tensor",
+            "barrier",
+        ),
+        *(
+            "all_gather_object",
+            "broadcast_object_list",
+            "new_group",
+            "send",
+            "recv",
+            "isend",
+            "irecv",
+            "batch_isend_irecv",
+        ),
     )
 
     def __enter__(self) -> None:
@@ -309,7 +435,10 @@ def _attempt(action: Callable[[], Any]) -> tuple[str, float]:
 
 
 def _refused_settings(rank: int, world: int) -> dict[str, tuple[str, float]]:
-    return {name: _attempt(lambda case=case: HybridParallelPlugin(**case.plugin)) for name, case in SETTINGS.items()}  # type: ignore[misc]
+    return {
+        name: _attempt(lambda case=case: HybridParallelPlugin(**case.plugin))  # type: ignore[misc]
+        for name, case in SETTINGS.items()
+    }
 
 
 def _refused_models(rank: int, world: int) -> dict[str, tuple[str, float]]:
@@ -325,7 +454,9 @@ def _refused_batches(rank: int, world: int) -> dict[str, tuple[str, float]]:
     booster = Booster(plugin=HybridParallelPlugin(**PIPE))
     built = zoo.build("llama-causal-lm", dtype=torch.float32)
     model, optimizer, *_ = booster.boost(built, torch.optim.AdamW(built.parameters()))
-    return {name: _attempt(lambda action=action: action(booster, model, optimizer)) for name, (action, _) in BATCHES.items()}  # type: ignore[misc]
+    return {
+        name: _attempt(lambda action=action: action(booster, model, optimizer)) for name, (action, _) in BATCHES.items()
+    }  # type: ignore[misc]
 
 
 def _check(results: list[dict[str, tuple[str, float]]], words_of: dict[str, list[str]]) -> None:
@@ -357,7 +488,13 @@ def test_every_argument_has_a_case() -> None:
 
     arguments = set(inspect.signature(HybridParallelPlugin).parameters)
     covered = {argument for case in [*SETTINGS.values(), *MODELS.values()] for argument in case.plugin}
-    flags = {"enable_all_optimization", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "enable_metadata_cache"}
+    flags = {
+        "enable_all_optimization",
+        "broadcast_buffers",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "enable_metadata_cache",
+    }
     flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap", "enable_fused_normalization"}
     for flag in flags:
         with pytest.raises(ValueError, match=f"{flag}='maybe' must be True or False"):

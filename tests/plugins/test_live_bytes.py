@@ -1,4 +1,6 @@
-"""Bytes that the layout report states are those of the memory that is there, counted by what torch's operators are given and return."""
+"""Bytes that the layout report states are those of the memory that is there, counted by what torch's operators are
+given and return.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
 
 NAME = "llama-causal-lm"
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64  # elements
 MATRIX = 64 * 256  # the largest of them, a bucket of its own
 BUCKET = 0.01  # million elements
-LOOKED_AT = 8192  # bytes that make it worth while to look whether there have never been more; a weight has more, an activation less
+# bytes that make it worth while to look whether there have never been more; a weight has more, an activation less
+LOOKED_AT = 8192
 LAYOUTS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 3)]
 
 
@@ -87,7 +96,9 @@ def measure(rank: int, world: int) -> None:
     besides = {dtype: activations(dtype, batch) for dtype in (torch.float32, torch.bfloat16)}
     for precision, stage in LAYOUTS:
         working = torch.float32 if precision == "fp32" else torch.bfloat16
-        plugin = HybridParallelPlugin(zero_stage=stage, precision=precision, zero_bucket_size_in_m=BUCKET, gather_ahead=1)
+        plugin = HybridParallelPlugin(
+            zero_stage=stage, precision=precision, zero_bucket_size_in_m=BUCKET, gather_ahead=1
+        )
         booster = Booster(plugin=plugin)
         with Live() as live:
             plain = zoo.build(NAME, dtype=torch.float32, **SIZES)
@@ -103,7 +114,8 @@ def measure(rank: int, world: int) -> None:
 
             kept, most = live.of_steps(step)
         [shape] = plugin.layout.ranks
-        # Two buckets are on their way. On the CPU what arrives of each has room of its own; so have gradients that are kept as shards.
+        # Two buckets are on their way. On the CPU what arrives of each has room of its own; so have gradients that are
+        # kept as shards.
         piece = {0: 0, 1: MATRIX, 2: MATRIX, 3: LAYER / 4}[stage] * 4
         scratch = {0: 0, 1: 2, 2: 4, 3: 4}[stage] * piece
         # Whole gradients of a bucket; of stage 3 those of a layer, which is gathered, as is the next.

@@ -1,4 +1,6 @@
-"""LoRA adapters under HybridParallelPlugin: loss, adapter gradients and updated weights against one process, and files that peft reads."""
+"""LoRA adapters under HybridParallelPlugin: loss, adapter gradients and updated weights against one process, and
+files that peft reads.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,31 @@ LAYOUTS: list[tuple[str, list[str], int, dict[str, Any], dict[str, Any]]] = [
     ("llama-causal-lm", LLAMA, 2, {"zero_stage": 1}, {}),
     ("llama-causal-lm", LLAMA, 2, {"pp_size": 2, "num_microbatches": 3}, {}),
     ("llama-causal-lm", LLAMA, 2, {"tp_size": 2}, {}),
-    ("llama-tied-causal-lm", LLAMA, 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "max_norm": 0.05}, {}),
+    (
+        "llama-tied-causal-lm",
+        LLAMA,
+        4,
+        {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "max_norm": 0.05},
+        {},
+    ),
     ("llama-causal-lm", LLAMA, 4, {"tp_size": 4, "max_norm": 0.05}, {}),  # two key/value heads on four ranks
     ("gpt2-causal-lm", ["c_attn", "c_proj", "c_fc"], 4, {"tp_size": 2, "zero_stage": 2}, {"fan_in_fan_out": True}),
     ("llama-causal-lm", LLAMA, 2, {"zero_stage": 3}, {}),
     # The head is a stage of its own, which has nothing to train.
-    ("llama-causal-lm", LLAMA, 2, {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [2, 0], "max_norm": 0.05}, {}),
-    ("llama-causal-lm", LLAMA, 2, {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [2, 0], "zero_stage": 3}, {}),
+    (
+        "llama-causal-lm",
+        LLAMA,
+        2,
+        {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [2, 0], "max_norm": 0.05},
+        {},
+    ),
+    (
+        "llama-causal-lm",
+        LLAMA,
+        2,
+        {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [2, 0], "zero_stage": 3},
+        {},
+    ),
     ("llama-sequence-classification", ["q_proj", "v_proj"], 2, {"tp_size": 2}, {"task_type": "SEQ_CLS"}),
 ]
 
@@ -58,7 +78,9 @@ def _train(rank: int, world: int, number: int) -> int:
     with keep_float64():
         booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **layout))
         plugin: Any = booster.plugin
-        model = booster.enable_lora(zoo.build(name, dtype=torch.float64, **_depth(name)), lora_config=adapters(targets, **settings))
+        model = booster.enable_lora(
+            zoo.build(name, dtype=torch.float64, **_depth(name)), lora_config=adapters(targets, **settings)
+        )
         perturb(model)
         reference = copy.deepcopy(model)
         reference_optimizer = trained(reference)
@@ -73,7 +95,12 @@ def _train(rank: int, world: int, number: int) -> int:
             result = booster.execute_pipeline(iter([mine]), boosted, None, optimizer)
             losses = (expected.detach().reshape(1), result["loss"].reshape(1)) if result["loss"] is not None else None
             compare_models(
-                reference, boosted, coordinate=plugin.mesh.coordinate, losses=losses, gradients=optimizer.gradients(), weights=False
+                reference,
+                boosted,
+                coordinate=plugin.mesh.coordinate,
+                losses=losses,
+                gradients=optimizer.gradients(),
+                weights=False,
             )
             if layout.get("max_norm"):
                 nn.utils.clip_grad_norm_(reference.parameters(), layout["max_norm"])
@@ -92,7 +119,9 @@ def test_adapters_train_as_in_one_process(number: int) -> None:
 
 
 def _save(rank: int, world: int, layout: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Train a step, save, and return what the adapters of the whole model are by a way of their own: the reference's."""
+    """Train a step, save, and return what the adapters of the whole model are by a way of their own: the
+    reference's.
+    """
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **layout))
     plain = zoo.build("llama-causal-lm", dtype=torch.float64, **TWO)
     model = booster.enable_lora(plain, lora_config=adapters(LLAMA))
@@ -111,16 +140,21 @@ def _save(rank: int, world: int, layout: dict[str, Any], path: Path) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}), (2, {"zero_stage": 3}), (2, {"zero_stage": 1})]
+    ("world", "layout"),
+    [(4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}), (2, {"zero_stage": 3}), (2, {"zero_stage": 1})],
 )
 def test_saved_adapters_are_those_of_the_whole_model(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     expected = run_ranks(_save, world, layout, tmp_path)[0]
-    loaded = peft.PeftModel.from_pretrained(zoo.build("llama-causal-lm", dtype=torch.float64, **TWO), tmp_path, is_trainable=True)
+    loaded = peft.PeftModel.from_pretrained(
+        zoo.build("llama-causal-lm", dtype=torch.float64, **TWO), tmp_path, is_trainable=True
+    )
     found = {name: param.detach() for name, param in loaded.named_parameters() if "lora_" in name}
     assert found.keys() == expected.keys()
     for name, param in found.items():
         torch.testing.assert_close(param, expected[name].to(param.dtype), rtol=1e-8, atol=1e-9)
-    again = Booster().enable_lora(zoo.build("llama-causal-lm", dtype=torch.float64, **TWO), pretrained_dir=str(tmp_path))
+    again = Booster().enable_lora(
+        zoo.build("llama-causal-lm", dtype=torch.float64, **TWO), pretrained_dir=str(tmp_path)
+    )
     assert sum(param.requires_grad for param in again.parameters()) == len(expected)
 
 
@@ -128,7 +162,9 @@ def _refusals(rank: int, world: int) -> list[str]:
     said = []
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=2))
     for targets, settings in ((LLAMA, {"use_dora": True}),):
-        model = booster.enable_lora(zoo.build("llama-causal-lm", dtype=torch.float32, **TWO), lora_config=adapters(targets, **settings))
+        model = booster.enable_lora(
+            zoo.build("llama-causal-lm", dtype=torch.float32, **TWO), lora_config=adapters(targets, **settings)
+        )
         with pytest.raises(ValueError) as caught:
             booster.boost(model, trained(model))
         said.append(str(caught.value))
@@ -150,7 +186,9 @@ def test_what_adapters_cannot_do_is_refused() -> None:
 def _dropout(rank: int, world: int) -> list[torch.Tensor]:
     """Gradients of the adapters that every rank holds whole, with dropout in front of all adapters."""
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=2))
-    model = booster.enable_lora(zoo.build("llama-causal-lm", dtype=torch.float32, **TWO), lora_config=adapters(LLAMA, lora_dropout=0.4))
+    model = booster.enable_lora(
+        zoo.build("llama-causal-lm", dtype=torch.float32, **TWO), lora_config=adapters(LLAMA, lora_dropout=0.4)
+    )
     boosted, optimizer, *_ = booster.boost(model, trained(model))
     perturb_same = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -55,7 +55,9 @@ def compare(rank: int, world: int) -> None:
             for left_out, kept, expected in zip(skipped, stopped, straight, strict=True):
                 assert torch.equal(left_out, expected), kind
                 assert torch.equal(kept, expected), kind
-        for watched, plain in zip(train(rank, kind, "skip", [1.0, 1.0])[0], train(rank, kind, "warn", [1.0, 1.0])[0], strict=True):
+        for watched, plain in zip(
+            train(rank, kind, "skip", [1.0, 1.0])[0], train(rank, kind, "warn", [1.0, 1.0])[0], strict=True
+        ):
             assert torch.equal(watched, plain), f"{kind}: looking at the norm changed a good step"
 
 

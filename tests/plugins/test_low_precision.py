@@ -1,4 +1,6 @@
-"""Pipelines in half precision: what stands for absent parameters has the dtype that these work in, or models mix dtypes."""
+"""Pipelines in half precision: what stands for absent parameters has the dtype that these work in, or models mix
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def losses(rank: int, world: int, name: str, arguments: dict[str, Any]) -> list[
     return seen
 
 
-@pytest.mark.parametrize("arguments", [{"precision": "bf16"}, {"precision": "bf16", "zero_stage": 3}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"precision": "bf16"}, {"precision": "bf16", "zero_stage": 3}, {"precision": "fp16"}], ids=str
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_in_half_precision_comes_near_one_process_in_fp32(name: str, arguments: dict[str, Any]) -> None:
     expected = run_ranks(losses, 1, name, {"precision": "fp32"})[0]
@@ -40,7 +44,10 @@ def test_a_pipeline_in_half_precision_comes_near_one_process_in_fp32(name: str, 
 def of_float_inputs(rank: int, world: int, arguments: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Losses of execute_pipeline and of plain transformers in the same format, on images in fp32."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[arguments["precision"]]
-    plain, model = zoo.build("vit-image-classification", dtype=dtype), zoo.build("vit-image-classification", dtype=torch.float32)
+    plain, model = (
+        zoo.build("vit-image-classification", dtype=dtype),
+        zoo.build("vit-image-classification", dtype=torch.float32),
+    )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
     booster = Booster(plugin=HybridParallelPlugin(num_microbatches=2, **arguments))
     model, optimizer, *_ = booster.boost(model, optimizer)
@@ -64,7 +71,9 @@ def of_float_inputs(rank: int, world: int, arguments: dict[str, Any]) -> tuple[l
     return seen, expected
 
 
-@pytest.mark.parametrize("arguments", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "pp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "pp_size": 2}], ids=str
+)
 def test_float_inputs_come_in_the_format_that_the_model_works_in(arguments: dict[str, Any]) -> None:
     seen, expected = run_ranks(of_float_inputs, arguments.get("pp_size", 1), arguments)[-1]
     assert len(seen) == 2

@@ -1,4 +1,6 @@
-"""Descriptions of messages travel in the first step; from then on both ends know the shapes of new lengths by themselves."""
+"""Descriptions of messages travel in the first step; from then on both ends know the shapes of new lengths by
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ STEPS = ((5, 13), (6, 9), (5, 21), (3, 30), (4, 10))  # samples and length of a 
 
 def text(name: str, **config: Any) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     model = zoo.build(name, dtype=torch.float32, **config)
-    return model, [zoo.inputs(name, batch_size=samples, seq_len=length, seed=step) for step, (samples, length) in enumerate(STEPS)]
+    return model, [
+        zoo.inputs(name, batch_size=samples, seq_len=length, seed=step) for step, (samples, length) in enumerate(STEPS)
+    ]
 
 
 def cases() -> dict[str, tuple[nn.Module, list[dict[str, torch.Tensor]]]]:
     routed = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "experts_implementation": "eager"}
     steps = [images(step, samples=4, length=length) for step, length in enumerate((24, 27, 30, 25))]
-    with_images = [{key: value.float() if value.is_floating_point() else value for key, value in batch.items()} for batch in steps]
+    with_images = [
+        {key: value.float() if value.is_floating_point() else value for key, value in batch.items()} for batch in steps
+    ]
     return {
         "llama": text("llama-causal-lm"),
         "gpt2": text("gpt2-causal-lm"),

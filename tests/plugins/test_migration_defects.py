@@ -46,17 +46,26 @@ def run_job(rank: int, world: int, job: Job) -> list[dict[str, Any]]:
         boosted, optimizer, *_ = booster.boost(model, adamw(model))
         returned = []
         for number, (kind, samples, tokens) in enumerate(job.steps):
-            batch = zoo.inputs(job.model, batch_size=samples * plugin.dp_size, seq_len=tokens, seed=number, **job.config)
+            batch = zoo.inputs(
+                job.model, batch_size=samples * plugin.dp_size, seq_len=tokens, seed=number, **job.config
+            )
             first = plugin.mesh.coordinate("dp") * samples
             mine = {name: value[first : first + samples] for name, value in batch.items()}
             training = kind != "eval"
             with torch.set_grad_enabled(training):
                 output = reference(**batch)
             result = booster.execute_pipeline(
-                iter([mine]), boosted, job.criterion, optimizer if training else None, return_loss=True, return_outputs=not training
+                iter([mine]),
+                boosted,
+                job.criterion,
+                optimizer if training else None,
+                return_loss=True,
+                return_outputs=not training,
             )
             returned.append(result)
-            losses = (loss_of(output).detach().reshape(1), result["loss"].reshape(1)) if result["loss"] is not None else None
+            losses = (
+                (loss_of(output).detach().reshape(1), result["loss"].reshape(1)) if result["loss"] is not None else None
+            )
             if training:
                 loss_of(output).backward()
                 report = {"losses": losses, "gradients": optimizer.gradients(), "weights": False}
@@ -70,7 +79,9 @@ def run_job(rank: int, world: int, job: Job) -> list[dict[str, Any]]:
             elif losses is not None:
                 torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-10)
                 if plugin.tp_size == 1:
-                    torch.testing.assert_close(result["outputs"]["logits"], output.logits[first : first + samples], rtol=1e-10, atol=1e-10)
+                    torch.testing.assert_close(
+                        result["outputs"]["logits"], output.logits[first : first + samples], rtol=1e-10, atol=1e-10
+                    )
         return returned
 
 
@@ -82,7 +93,11 @@ def test_01_evaluation_with_another_batch_size_between_training_steps() -> None:
 
 
 def test_02_a_smaller_last_batch() -> None:
-    run_ranks(run_job, 2, Job({"pp_size": 2, "microbatch_size": 2}, (("train", 4, 11), ("train", 3, 11), ("train", 1, 11)), config=TWO))
+    run_ranks(
+        run_job,
+        2,
+        Job({"pp_size": 2, "microbatch_size": 2}, (("train", 4, 11), ("train", 3, 11), ("train", 1, 11)), config=TWO),
+    )
 
 
 def test_03_fewer_microbatches_than_stages() -> None:
@@ -224,7 +239,9 @@ def test_11_optimizer_state_of_fused_projections_is_gathered_in_their_layout() -
 
 def test_12_a_rank_that_holds_only_padding_of_the_vocabulary() -> None:
     config = {**TWO, "vocab_size": 50}
-    run_ranks(run_job, 4, Job({"tp_size": 4, "make_vocab_size_divisible_by": 64}, model="llama-tied-causal-lm", config=config))
+    run_ranks(
+        run_job, 4, Job({"tp_size": 4, "make_vocab_size_divisible_by": 64}, model="llama-tied-causal-lm", config=config)
+    )
 
 
 def _mean_loss(rank: int, world: int) -> tuple[float, float]:
@@ -263,7 +280,12 @@ def _unknown_model(rank: int, world: int) -> None:
     import transformers
 
     config = transformers.AlbertConfig(
-        vocab_size=50, hidden_size=16, embedding_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        vocab_size=50,
+        hidden_size=16,
+        embedding_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
     )
     torch.manual_seed(0)
     model = transformers.AlbertForMaskedLM(config).eval()
@@ -292,7 +314,8 @@ def test_16_fewer_key_value_heads_than_ranks() -> None:
 def _orders(rank: int, world: int) -> list[list[int]]:
     plugin = HybridParallelPlugin(precision="fp32")
     return [
-        [int(x) for batch in plugin.prepare_dataloader(list(range(32)), 4, shuffle=True, seed=seed) for x in batch] for seed in (1, 999, 1)
+        [int(x) for batch in plugin.prepare_dataloader(list(range(32)), 4, shuffle=True, seed=seed) for x in batch]
+        for seed in (1, 999, 1)
     ]
 
 
@@ -307,7 +330,11 @@ def test_18_pipelines_sharded_layers_and_zero_run_on_the_cpu() -> None:
 
 
 def test_19_the_interleaved_schedule_on_two_ranks_ends() -> None:
-    run_ranks(run_job, 2, Job({**PIPE, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}, (("train", 4, 11),)))
+    run_ranks(
+        run_job,
+        2,
+        Job({**PIPE, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}, (("train", 4, 11),)),
+    )
 
 
 def _losses(rank: int, world: int) -> tuple[bool, bool, bool]:
@@ -316,9 +343,15 @@ def _losses(rank: int, world: int) -> tuple[bool, bool, bool]:
     model = zoo.build("llama-causal-lm", dtype=torch.float32, **TWO)
     boosted, optimizer, *_ = booster.boost(model, adamw(model))
     batch = zoo.inputs("llama-causal-lm", batch_size=4, seq_len=9)
-    result = booster.execute_pipeline(iter([batch]), boosted, lambda outputs, inputs: outputs[0], optimizer, return_outputs=True)
+    result = booster.execute_pipeline(
+        iter([batch]), boosted, lambda outputs, inputs: outputs[0], optimizer, return_outputs=True
+    )
     last = plugin.stage_manager.is_last_stage(ignore_chunk=True)
-    return last, isinstance(result["loss"], torch.Tensor), result["outputs"] is not None and "logits" in result["outputs"]
+    return (
+        last,
+        isinstance(result["loss"], torch.Tensor),
+        result["outputs"] is not None and "logits" in result["outputs"],
+    )
 
 
 def test_20_the_loss_is_where_the_stage_manager_says() -> None:
@@ -330,7 +363,9 @@ def _mixed_precision(rank: int, world: int) -> None:
     for name in ("bf16", "fp16"):
         model = nn.Linear(4, 3)
         booster = Booster(mixed_precision=name)
-        boosted, optimizer, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+        boosted, optimizer, criterion, *_ = booster.boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()
+        )
         before = model.weight.detach().clone()
         output = boosted(torch.ones(2, 4))
         assert output.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[name]

@@ -46,7 +46,9 @@ def with_the_plugin(kernel: dict[str, bool], max_norm: float, zero_stage: int, p
     model, optimizer, *_ = booster.boost(model, optimizer)
     for batch in batches():
         if pipeline:
-            loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer)["loss"]
+            loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer)[
+                "loss"
+            ]
         else:
             loss = model(**batch).loss
             booster.backward(loss, optimizer)
@@ -63,7 +65,8 @@ def compare(rank: int, world: int) -> None:
         for zero_stage in (0, 1, 2):
             for pipeline in (False, True):
                 assert with_the_plugin(kernel, 0.0, zero_stage, pipeline) == expected, (kernel, zero_stage, pipeline)
-                # The norm is summed more exactly than torch's, and the factor enters the fused step: equal but for rounding.
+                # The norm is summed more exactly than torch's, and the factor enters the fused step: equal but for
+                # rounding.
                 assert with_the_plugin(kernel, 0.1, zero_stage, pipeline) == pytest.approx(clipped, rel=1e-5), (
                     kernel,
                     zero_stage,

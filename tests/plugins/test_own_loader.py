@@ -1,4 +1,6 @@
-"""Loaders written for one process: each rank's share is the one that Accelerate gives it, and all shares are one process's order."""
+"""Loaders written for one process: each rank's share is the one that Accelerate gives it, and all shares are one
+process's order.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shardwright.plugins.dataloader import build_dataloader
-from shardwright.plugins.own_loader import shard_dataloader
+from shardwright.plugins.data.dataloader import build_dataloader
+from shardwright.plugins.data.own_loader import shard_dataloader
 
 
 class Counting(IterableDataset):
@@ -47,7 +49,12 @@ def batches(loader: Any) -> list[list[int]]:
     return [[int(value) for value in (batch[0] if isinstance(batch, list) else batch)] for batch in loader]
 
 
-SIZES = [(size, batch_size, ranks) for size in (1, 2, 5, 7, 12, 13, 16, 24) for batch_size in (1, 2, 3) for ranks in (2, 3, 4)]
+SIZES = [
+    (size, batch_size, ranks)
+    for size in (1, 2, 5, 7, 12, 13, 16, 24)
+    for batch_size in (1, 2, 3)
+    for ranks in (2, 3, 4)
+]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -56,7 +63,9 @@ def test_map_style_shares_are_those_of_accelerate(drop_last: bool) -> None:
         if drop_last and size < batch_size * ranks:
             continue
         for rank in range(ranks):
-            theirs = list(BatchSamplerShard(BatchSampler(SequentialSampler(range(size)), batch_size, drop_last), ranks, rank))
+            theirs = list(
+                BatchSamplerShard(BatchSampler(SequentialSampler(range(size)), batch_size, drop_last), ranks, rank)
+            )
             loader = DataLoader(numbers(size), batch_size=batch_size, drop_last=drop_last)
             mine = shard_dataloader(loader, ranks, rank)
             assert batches(mine) == theirs, (size, batch_size, ranks, rank)
@@ -78,7 +87,9 @@ def test_shares_of_streams_are_those_of_accelerate(drop_last: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["shuffle", "weighted", "subset", "sampler", "replacement"])
 def test_global_batches_are_those_of_one_process(kind: str) -> None:
-    """Drawn from a generator of the user's: rank r has the r-th part of the batch that one process takes, epoch after epoch."""
+    """Drawn from a generator of the user's: rank r has the r-th part of the batch that one process takes, epoch
+    after epoch.
+    """
 
     def loader(batch_size: int) -> DataLoader:
         generator = torch.Generator().manual_seed(7)
@@ -150,7 +161,9 @@ def test_what_deals_by_itself_is_left_alone_or_refused() -> None:
     theirs = DataLoader(data, batch_sampler=BatchSamplerShard(BatchSampler(SequentialSampler(data), 2, False), 2, 1))
     assert shard_dataloader(theirs, 2, 1) is theirs
     for ranks, rank in ((4, 1), (2, 0), (1, 0)):
-        with pytest.raises(ValueError, match=r"DistributedSampler deals samples to 2 ranks .* number 1 .*plugin.data_parallel"):
+        with pytest.raises(
+            ValueError, match=r"DistributedSampler deals samples to 2 ranks .* number 1 .*plugin.data_parallel"
+        ):
             shard_dataloader(right, ranks, rank)
     inner = DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, num_replicas=8, rank=3), 2, False))
     with pytest.raises(ValueError, match="deals samples to 8 ranks"):
@@ -176,14 +189,18 @@ def test_settings_of_the_loader_are_kept() -> None:
     def collate(samples: list[Any]) -> list[int]:
         return [int(value) for (value,) in samples]
 
-    loader: Any = DataLoader(numbers(8), batch_size=2, collate_fn=collate, num_workers=1, prefetch_factor=3, persistent_workers=True)
+    loader: Any = DataLoader(
+        numbers(8), batch_size=2, collate_fn=collate, num_workers=1, prefetch_factor=3, persistent_workers=True
+    )
     share: Any = shard_dataloader(loader, 2, 1)
     assert [*share] == [[2, 3], [6, 7]] == [*share]
     assert (share.num_workers, share.prefetch_factor, share.persistent_workers) == (1, 3, True)
 
 
 KINDS = {
-    "prepared": lambda ranks, rank, size: build_dataloader(numbers(30), size, num_replicas=ranks, rank=rank, shuffle=True, seed=2),
+    "prepared": lambda ranks, rank, size: build_dataloader(
+        numbers(30), size, num_replicas=ranks, rank=rank, shuffle=True, seed=2
+    ),
     "own": lambda ranks, rank, size: shard_dataloader(
         DataLoader(numbers(30), batch_size=size, shuffle=True, generator=torch.Generator().manual_seed(5)), ranks, rank
     ),
@@ -194,7 +211,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("after", [0, 1, 3, 5])
 def test_going_on_is_the_same_as_never_stopping(kind: str, after: int) -> None:
-    """By the loop of the README, in which nobody asks for a batch behind the last one (a stream has no length: a for loop)."""
+    """By the loop of the README, in which nobody asks for a batch behind the last one (a stream has no length: a for
+    loop).
+    """
 
     def epoch(loader: Any) -> list[list[int]]:
         if kind == "stream":
@@ -247,7 +266,9 @@ def test_going_on_at_another_number_of_ranks_and_another_batch_size(kind: str) -
 
 def test_a_stream_with_workers() -> None:
     alone = batches(DataLoader(Counting(27), batch_size=4, num_workers=2))
-    shares: list[Any] = [build_dataloader(Counting(27), 2, num_replicas=2, rank=rank, num_workers=2) for rank in range(2)]
+    shares: list[Any] = [
+        build_dataloader(Counting(27), 2, num_replicas=2, rank=rank, num_workers=2) for rank in range(2)
+    ]
     parts = [batches(share) for share in shares]
     assert len(parts[0]) == len(parts[1]) == 8
     joined = [first + second for first, second in zip(*parts, strict=True)]
@@ -294,7 +315,9 @@ def test_streams_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return [batch["x"].tolist() for batch in loader]
 
     for data, workers in ((stream, 0), (stream, 2), (shuffled, 0)):
-        parts: list[Any] = [build_dataloader(data, 2, num_replicas=2, rank=rank, num_workers=workers) for rank in range(2)]
+        parts: list[Any] = [
+            build_dataloader(data, 2, num_replicas=2, rank=rank, num_workers=workers) for rank in range(2)
+        ]
         epochs = [[values(part) for part in parts] for _ in range(2)]
         for shares in epochs:
             assert sorted(value for share in shares for batch in share for value in batch) == list(range(24))

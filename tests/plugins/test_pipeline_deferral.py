@@ -1,4 +1,6 @@
-"""Zero-bubble schedules on models whose linears nothing has sharded: weight gradients wait, within bounds, and come out the same."""
+"""Zero-bubble schedules on models whose linears nothing has sharded: weight gradients wait, within bounds, and come
+out the same.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ def test_what_waits_is_bounded_and_comes_out_the_same(model: str) -> None:
     kinds = list(product(STYLES, (False, True)))
     limits = (None, PLENTY, LITTLE, 0)
     layouts = [
-        Layout(model, 2, {"pp_size": 2, "num_microbatches": 4, **style, "deferred_bytes": limit}, checkpointing=again, steps=1, batch=6)
+        Layout(
+            model,
+            2,
+            {"pp_size": 2, "num_microbatches": 4, **style, "deferred_bytes": limit},
+            checkpointing=again,
+            steps=1,
+            batch=6,
+        )
         for (style, again), limit in product(kinds, limits)
     ]
     peaks = run_ranks(_peaks, 2, layouts)
@@ -86,7 +95,11 @@ def _hooked(rank: int, world: int) -> None:
     for style, stage in product(STYLES, (1, 2)):
         with keep_float64():
             run = Run(
-                rank, world, Layout("llama-causal-lm", 4, {"pp_size": 2, "zero_stage": stage, "num_microbatches": 3, **style}, batch=6)
+                rank,
+                world,
+                Layout(
+                    "llama-causal-lm", 4, {"pp_size": 2, "zero_stage": stage, "num_microbatches": 3, **style}, batch=6
+                ),
             )
             for model in (run.reference.model, run.model):
                 for name, param in model.named_parameters():

@@ -13,7 +13,7 @@ import shardwright
 from shardwright import Booster
 from shardwright.lazy import LazyInitContext
 from shardwright.pipeline import schedules
-from shardwright.pipeline.simulate import simulate
+from shardwright.pipeline.planning.simulate import simulate
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import adamw, run_ranks, zoo
@@ -51,7 +51,9 @@ def _bytes_kept(rank: int, world: int) -> list[dict[str, Any]]:
         batch = zoo.inputs(MODEL, batch_size=4)
         booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
         optimizer.step()
-        states = sum(v.numel() * v.itemsize for state in optimizer.optim.state.values() for v in state.values() if v.ndim)
+        states = sum(
+            v.numel() * v.itemsize for state in optimizer.optim.state.values() for v in state.values() if v.ndim
+        )
         assert isinstance(optimizer, ZeroOptimizer)
         buckets = optimizer.buckets
         grads = [bucket.grads if bucket.grads is not None else bucket.shard_grad for bucket in buckets]
@@ -99,7 +101,9 @@ def _count_all_reduces(rank: int, world: int) -> tuple[int, int, Any]:
 
     dist.all_reduce = counted
     try:
-        booster.execute_pipeline(iter([zoo.inputs("llama-causal-lm", batch_size=4, seq_len=13)]), boosted, None, optimizer)
+        booster.execute_pipeline(
+            iter([zoo.inputs("llama-causal-lm", batch_size=4, seq_len=13)]), boosted, None, optimizer
+        )
     finally:
         dist.all_reduce = plain
     hidden = model.config.hidden_size
@@ -154,7 +158,9 @@ ZERO_BUBBLES: list[tuple[str, dict[str, Any]]] = [
 
 
 def _postponed(rank: int, world: int) -> list[tuple[Any, float, float]]:
-    """Of every case: the layout, the elements whose gradients this rank's W actions computed, and all that it computed."""
+    """Of every case: the layout, the elements whose gradients this rank's W actions computed, and all that it
+    computed.
+    """
     from shardwright.ops import weight_grad
 
     found = []
@@ -235,10 +241,19 @@ def test_activations_of_a_step_are_stated(world_of: Any) -> None:
         model = zoo.build("llama-causal-lm", num_hidden_layers=8)
 
     def peaks(**settings: Any) -> list[float]:
-        plugin = HybridParallelPlugin(pp_size=4, num_microbatches=8, precision="fp32", num_layers_per_stage=[2, 2, 2, 2], **settings)
-        [note] = [note for note in plugin.preflight(model, adamw(model), 16, 32).notes if note.startswith("activations at the peak")]
+        plugin = HybridParallelPlugin(
+            pp_size=4, num_microbatches=8, precision="fp32", num_layers_per_stage=[2, 2, 2, 2], **settings
+        )
+        [note] = [
+            note
+            for note in plugin.preflight(model, adamw(model), 16, 32).notes
+            if note.startswith("activations at the peak")
+        ]
         amounts = note.split("rank: ")[1].split("; ")[0].split(", up to")[0].split(", ")
-        return [float(amount.removesuffix(" MiB")) if "MiB" in amount else float(amount.removesuffix(" KiB")) / 1024 for amount in amounts]
+        return [
+            float(amount.removesuffix(" MiB")) if "MiB" in amount else float(amount.removesuffix(" KiB")) / 1024
+            for amount in amounts
+        ]
 
     plain, gpipe = peaks(), peaks(pp_style="gpipe")
     assert plain[1:3] == pytest.approx([gpipe[1] * 3 / 8, gpipe[2] * 2 / 8], rel=0.02), "3 and 2 of 8 microbatches"
@@ -266,7 +281,9 @@ def test_microbatches_that_make_interleaving_wait_are_named(world_of: Any) -> No
 
 
 def test_what_settings_of_layers_change_is_shown(world_of: Any) -> None:
-    """Recomputation and fused kernels change no byte that is kept, but the report says what they do, or that they do nothing."""
+    """Recomputation and fused kernels change no byte that is kept, but the report says what they do, or that they do
+    nothing.
+    """
     world_of(2)
     model = zoo.build("llama-causal-lm", dtype=torch.float32)
     pipe = {"pp_size": 2, "num_microbatches": 2}

@@ -21,7 +21,10 @@ LENGTHS = [  # of two steps, of two data-parallel ranks: (samples, tokens) of ev
 def steps(name: str, uneven: bool) -> list[list[list[Any]]]:
     def made(step: int, replica: int) -> list[Any]:
         sizes = LENGTHS[step][replica][: 4 - uneven * replica]
-        return [zoo.inputs(name, batch_size=b, seq_len=s, seed=100 * step + 10 * replica + i) for i, (b, s) in enumerate(sizes)]
+        return [
+            zoo.inputs(name, batch_size=b, seq_len=s, seed=100 * step + 10 * replica + i)
+            for i, (b, s) in enumerate(sizes)
+        ]
 
     return [[made(step, replica) for replica in range(2)] for step in range(2)]
 
@@ -41,7 +44,9 @@ def on_ranks(rank: int, world: int, layouts: list[dict[str, Any]], name: str) ->
             layout, partial(zoo.build, name), given, shardwright.Microbatches, criterion=by_hand if number % 2 else None
         )
         if result["outputs"] is not None:
-            assert [logits.shape[:2] for logits in result["outputs"].logits] == [microbatch["labels"].shape for microbatch in mine]
+            assert [logits.shape[:2] for logits in result["outputs"].logits] == [
+                microbatch["labels"].shape for microbatch in mine
+            ]
 
 
 def test_two_ranks() -> None:

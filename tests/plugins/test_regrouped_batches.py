@@ -1,4 +1,6 @@
-"""Batches of images in rows of patches, and packed rows of documents, cut into microbatches: against plain transformers on all at once."""
+"""Batches of images in rows of patches, and packed rows of documents, cut into microbatches: against plain
+transformers on all at once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from microbatch_ranks import compare_steps
 from torch import nn
 
 from shardwright import Microbatches
-from shardwright.pipeline.regroup import regroup
+from shardwright.pipeline.batch.regroup import regroup
 from shardwright.shardformer.documents import DocumentProbe
 from shardwright.testing import run_ranks, zoo
 from tests.models import tiny_qwen2_vl
@@ -54,9 +56,16 @@ def packed(seed: int, lengths: tuple[int, ...], flash: bool = False) -> dict[str
     """As transformers' DataCollatorWithFlattening makes it."""
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(5, 99, (length,), generator=generator).tolist() for length in lengths]
-    labels = [[-100 if token % 3 == index % 3 else token for token in document] for index, document in enumerate(documents)]
+    labels = [
+        [-100 if token % 3 == index % 3 else token for token in document] for index, document in enumerate(documents)
+    ]
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=flash)
-    return dict(collate([{"input_ids": ids, "labels": each} for ids, each in zip(documents, labels, strict=True)], return_tensors="pt"))
+    return dict(
+        collate(
+            [{"input_ids": ids, "labels": each} for ids, each in zip(documents, labels, strict=True)],
+            return_tensors="pt",
+        )
+    )
 
 
 def only(microbatches: Any) -> Any:
@@ -68,7 +77,8 @@ def image_ranks(rank: int, world: int) -> None:
     steps = [[[images(0)], [images(1, samples=4, first=1)]], [[images(2, length=27, first=2)], [images(3)]]]
     for layout in (
         {"pp_size": 2, "num_microbatches": 5, "num_layers_per_stage": [1, 3], **example},
-        {"pp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [0, 4], **example},  # the tower and the embeddings alone
+        # the tower and the embeddings alone
+        {"pp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [0, 4], **example},
         {"pp_size": 2, "microbatch_size": 2, "pp_style": "zb", **example},
         {"num_microbatches": 2},
     ):
@@ -86,7 +96,10 @@ def packed_ranks(rank: int, world: int) -> None:
         [[packed(0, (7, 12, 5, 9, 3))], [packed(1, (4, 4, 15))]],
         [[packed(2, (20, 2, 2, 2))], [packed(3, (6, 7, 8, 9))]],
     ]
-    for layout in ({"pp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [0, 4]}, {"num_microbatches": 4, "zero_stage": 1}):
+    for layout in (
+        {"pp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [0, 4]},
+        {"num_microbatches": 4, "zero_stage": 1},
+    ):
         compare_steps(layout, partial(zoo.build, "llama-causal-lm"), steps, only)
 
 
@@ -99,7 +112,12 @@ def cut(batch: dict[str, Any], number: int, alike: bool = False) -> Any:
 
 
 def test_which_models_keep_documents_apart() -> None:
-    for name, expected in (("llama-causal-lm", True), ("mixtral-causal-lm", True), ("bloom-causal-lm", False), ("bert-masked-lm", False)):
+    for name, expected in (
+        ("llama-causal-lm", True),
+        ("mixtral-causal-lm", True),
+        ("bloom-causal-lm", False),
+        ("bert-masked-lm", False),
+    ):
         assert DocumentProbe(zoo.build(name))() is expected, name
     assert not DocumentProbe(nn.Linear(2, 2))()
 
@@ -117,7 +135,8 @@ def test_pieces_of_whole_documents() -> None:
     for plain in (
         {"input_ids": batch["input_ids"]},
         {"input_ids": batch["input_ids"], "position_ids": torch.arange(36)[None]},
-        {key: value for key, value in batch.items() if key != "position_ids"},  # attention without flash kernels would not know
+        # attention without flash kernels would not know
+        {key: value for key, value in batch.items() if key != "position_ids"},
         {**batch, "attention_mask": torch.ones(1, 36)},  # a row with a mask is one sample
     ):
         assert cut(plain, 3) is None

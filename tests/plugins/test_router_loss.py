@@ -1,4 +1,6 @@
-"""Router losses under pipelines and microbatches: the mean of what plain transformers computes for each of them, weighed by tokens."""
+"""Router losses under pipelines and microbatches: the mean of what plain transformers computes for each of them,
+weighed by tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import torch
 from microbatch_ranks import compare_steps
 
 from shardwright import Microbatches
+from shardwright.pipeline.batch.microbatch import split_batch
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-from shardwright.pipeline.microbatch import split_batch
 from shardwright.testing import run_ranks, zoo
 
 FAMILIES = {"mixtral": "mixtral-causal-lm", "qwen3-moe": "qwen3-moe-causal-lm"}
@@ -46,7 +48,9 @@ def own_coefficient(outputs: Any, inputs: Any) -> torch.Tensor:
 def on_ranks(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     for number, (name, layout) in enumerate(cases):
         m, masked = layout.get("num_microbatches", 1), number % 2 == 0
-        steps = [[split_batch(batch(name, 10 * step + replica, masked), m) for replica in range(2)] for step in (number,)]
+        steps = [
+            [split_batch(batch(name, 10 * step + replica, masked), m) for replica in range(2)] for step in (number,)
+        ]
         criterion = own_coefficient if number % 3 == 1 else None
         result, mine = compare_steps(layout, partial(build, name), steps, joined, terms, criterion)
         if result["outputs"] is not None:
@@ -55,7 +59,8 @@ def on_ranks(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> 
             logits = outputs.router_logits
             assert len(logits) == 4  # of all layers
             assert all(
-                (each.shape[0] if m == 1 else sum(len(part) for part in each)) == sum(part["input_ids"].numel() for part in mine)
+                (each.shape[0] if m == 1 else sum(len(part) for part in each))
+                == sum(part["input_ids"].numel() for part in mine)
                 for each in logits
             )
 
@@ -65,11 +70,20 @@ def test_two_ranks() -> None:
         ("mixtral", {"pp_size": 2, "num_microbatches": 1, "num_layers_per_stage": [4, 0]}),
         (
             "qwen3-moe",
-            {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2, "num_layers_per_stage": [0, 2, 2, 0]},
+            {
+                "pp_size": 2,
+                "num_microbatches": 4,
+                "pp_style": "interleaved",
+                "num_model_chunks": 2,
+                "num_layers_per_stage": [0, 2, 2, 0],
+            },
         ),
         ("qwen3-moe", {"pp_size": 2, "num_microbatches": 3, "pp_style": "zb"}),
         ("mixtral", {"pp_size": 2, "num_microbatches": 3, "pp_style": "zbv", "num_model_chunks": 2}),
-        ("mixtral", {"pp_size": 2, "num_microbatches": 3, "gradient_checkpoint_config": PipelineGradientCheckpointConfig(0.5)}),
+        (
+            "mixtral",
+            {"pp_size": 2, "num_microbatches": 3, "gradient_checkpoint_config": PipelineGradientCheckpointConfig(0.5)},
+        ),
         ("qwen3-moe", {"num_microbatches": 2}),
     ]
     run_ranks(on_ranks, 2, cases)

@@ -17,7 +17,9 @@ from shardwright.testing import adamw, run_ranks, zoo
 
 ALL = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(selective_ratio=1.0)}
 BOTH = {
-    "gradient_checkpoint_config": PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[1, 2])
+    "gradient_checkpoint_config": PipelineGradientCheckpointConfig(
+        num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[1, 2]
+    )
 }
 PIPE = {"pp_size": 2, "num_microbatches": 3}
 ZBV = {**PIPE, "pp_style": "zbv", "num_model_chunks": 2}
@@ -50,13 +52,21 @@ def test_layouts(world: int) -> None:
 class _Calls:
     """Collectives and messages of a step, counted at torch.distributed, where nothing changes what runs."""
 
-    NAMES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    NAMES = (
+        "all_reduce",
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    )
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
     def __enter__(self) -> Counter[str]:
-        self._originals = {name: getattr(torch.distributed, name) for name in self.NAMES if hasattr(torch.distributed, name)}
+        self._originals = {
+            name: getattr(torch.distributed, name) for name in self.NAMES if hasattr(torch.distributed, name)
+        }
         for name, original in self._originals.items():
             setattr(torch.distributed, name, self._counting(name, original))
         return self.calls
@@ -76,7 +86,9 @@ class _Calls:
 def _collectives(rank: int, world: int, pipe: dict[str, Any]) -> list[int]:
     found = []
     for config in (None, PipelineGradientCheckpointConfig(selective_ratio=1.0), PipelineGradientCheckpointConfig(1.0)):
-        booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32", gradient_checkpoint_config=config, **pipe))
+        booster = Booster(
+            plugin=HybridParallelPlugin(tp_size=2, precision="fp32", gradient_checkpoint_config=config, **pipe)
+        )
         model = zoo.build("llama-causal-lm", dtype=torch.float32, **FOUR)
         model, optimizer, *_ = booster.boost(model, adamw(model))
         batch = zoo.inputs("llama-causal-lm", batch_size=3, seq_len=9)
@@ -94,9 +106,16 @@ def test_no_collective_of_tensor_parallelism_runs_twice(pipe: dict[str, Any]) ->
 
 
 def _runs_of_layers(rank: int, world: int) -> None:
-    """A model that the script calls itself recomputes the same layers, also where its own checkpointing was on before boost."""
+    """A model that the script calls itself recomputes the same layers, also where its own checkpointing was on
+    before boost.
+    """
     some = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1], num_selective_layers_per_stage=[2])
-    for config, own, expected in ((some, False, [2, 2, 2, 1]), (some, True, [2, 2, 2, 1]), (None, True, [2] * 4), (None, False, [1] * 4)):
+    for config, own, expected in (
+        (some, False, [2, 2, 2, 1]),
+        (some, True, [2, 2, 2, 1]),
+        (None, True, [2] * 4),
+        (None, False, [1] * 4),
+    ):
         booster = Booster(plugin=HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=config))
         model = zoo.build("llama-causal-lm", dtype=torch.float32, **FOUR)
         if own:
@@ -122,8 +141,14 @@ def test_without_a_pipeline_the_same_layers_are_recomputed() -> None:
 
 
 def _caches(rank: int, world: int) -> None:
-    """Models make a cache of keys and values unless a config says otherwise; layers that run again must not write to it."""
-    for config in (PipelineGradientCheckpointConfig(1.0), PipelineGradientCheckpointConfig(num_selective_layers_per_stage=[1]), None):
+    """Models make a cache of keys and values unless a config says otherwise; layers that run again must not write to
+    it.
+    """
+    for config in (
+        PipelineGradientCheckpointConfig(1.0),
+        PipelineGradientCheckpointConfig(num_selective_layers_per_stage=[1]),
+        None,
+    ):
         for name in ("llama-causal-lm", "gpt2-causal-lm"):
             booster = Booster(plugin=HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=config))
             plain, model = (zoo.build(name, use_cache=True) for _ in range(2))
@@ -143,7 +168,9 @@ def _caches(rank: int, world: int) -> None:
                 for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
             cache, filled = (net(ids[:, :4]).past_key_values for net in (model, plain))
-            continued, wanted = (net(ids[:, 4:], past_key_values=past).logits for net, past in ((model, cache), (plain, filled)))
+            continued, wanted = (
+                net(ids[:, 4:], past_key_values=past).logits for net, past in ((model, cache), (plain, filled))
+            )
             torch.testing.assert_close(continued, wanted)
 
 

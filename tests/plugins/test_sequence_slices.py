@@ -14,17 +14,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright import Booster, Microbatches
-from shardwright.pipeline.actions import validate
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.past_keys import Past
+from shardwright.pipeline.cut.survey import survey_model
+from shardwright.pipeline.planning.actions import validate
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.simulate import simulate
+from shardwright.pipeline.planning.sliced_schedule import get_sliced
 from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.pipeline.schedules import STYLES
-from shardwright.pipeline.sequence_slices import SliceRule
-from shardwright.pipeline.simulate import simulate
-from shardwright.pipeline.slice_check import slice_rule
-from shardwright.pipeline.sliced_schedule import get_sliced
+from shardwright.pipeline.slices.past_keys import Past
+from shardwright.pipeline.slices.sequence_slices import SliceRule
+from shardwright.pipeline.slices.slice_check import slice_rule
 from shardwright.pipeline.stage import StagedModel
-from shardwright.pipeline.survey import survey_model
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.shardformer.small_copy import small_copies
@@ -70,7 +70,9 @@ def test_four_ranks_train_as_one_process() -> None:
 
 @keep_float64()
 def _one_step(rank: int, world: int, slices: int) -> list[Any]:
-    """Losses, gradients, outputs, in training and in evaluation, of ready-made microbatches of unequal lengths and with router losses."""
+    """Losses, gradients, outputs, in training and in evaluation, of ready-made microbatches of unequal lengths and
+    with router losses.
+    """
     found: list[Any] = []
     torch.manual_seed(0)
     model = zoo.build("mixtral-causal-lm", dtype=torch.float64, num_hidden_layers=3).train()
@@ -81,7 +83,9 @@ def _one_step(rank: int, world: int, slices: int) -> list[Any]:
     parts = [zoo.inputs("mixtral-causal-lm", batch_size=2 + n, seq_len=9 + 4 * n, seed=n) for n in range(2)]
     parts[0]["attention_mask"][0, :3] = 0  # padding in front, a whole slice of it
     for optimizer_given in (optimizer, None):
-        result = booster.execute_pipeline(iter([Microbatches(parts)]), model, None, optimizer_given, return_outputs=True)
+        result = booster.execute_pipeline(
+            iter([Microbatches(parts)]), model, None, optimizer_given, return_outputs=True
+        )
         found += [result["loss"], None if result["outputs"] is None else result["outputs"]["logits"]]
     owned = {name: own_gradient(param) for name, param in model.unwrap().named_parameters()}
     grads = {name: grad.clone() for name, grad in owned.items() if grad is not None}
@@ -184,7 +188,9 @@ def test_slices_take_equal_time() -> None:
 
 
 def test_unknown_attention_is_refused_where_it_cannot_be_tried() -> None:
-    config = transformers.AutoConfig.for_model("big_bird", **{**SMALL, "attn_implementation": None, "attention_type": "original_full"})
+    config = transformers.AutoConfig.for_model(
+        "big_bird", **{**SMALL, "attn_implementation": None, "attention_type": "original_full"}
+    )
     built = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="looks at earlier tokens only is not known"):
         slice_rule(built, survey_model(built), 2)
@@ -200,7 +206,9 @@ REFUSED = {
 @pytest.mark.parametrize("model", REFUSED)
 def test_models_that_look_elsewhere_are_refused(model: str) -> None:
     built = zoo.build(model)
-    with pytest.raises(ValueError, match=r"num_sequence_slices=2: sequences of .*; use num_sequence_slices=1") as caught:
+    with pytest.raises(
+        ValueError, match=r"num_sequence_slices=2: sequences of .*; use num_sequence_slices=1"
+    ) as caught:
         slice_rule(built, survey_model(built), 2)
     assert REFUSED[model] in str(caught.value)
 
@@ -211,7 +219,11 @@ def test_models_that_look_elsewhere_are_refused(model: str) -> None:
         ("recurrent_gemma", {}, "keeps keys and values 0 times"),
         ("jamba", {}, "did not run on a part of a sequence"),
         ("roberta", {"is_decoder": True}, "counts positions from the tokens"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "(rope_type='dynamic')"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "(rope_type='dynamic')",
+        ),
         ("big_bird", {"attention_type": "original_full"}, "do not give what the whole gives"),
     ],
 )
@@ -279,11 +291,21 @@ def _measured(rank: int, world: int) -> list[tuple[int, list[int]]]:
     found = []
     for slices in (1, 4):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-        model = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=world, hidden_size=64, intermediate_size=160, **heads)
+        model = zoo.build(
+            "llama-causal-lm",
+            dtype=torch.float32,
+            num_hidden_layers=world,
+            hidden_size=64,
+            intermediate_size=160,
+            **heads,
+        )
         plugin = HybridParallelPlugin(pp_size=world, num_microbatches=6, num_sequence_slices=slices, precision="fp32")
         booster = Booster(plugin=plugin)
         boosted, optimizer, *_ = booster.boost(model, adamw(model))
-        fixed = {tensor.untyped_storage().data_ptr() for tensor in (*boosted.unwrap().parameters(), *boosted.unwrap().buffers())}
+        fixed = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*boosted.unwrap().parameters(), *boosted.unwrap().buffers())
+        }
         calls, call = [0], StagedModel._call
 
         def counted(self: StagedModel, batch: Any, calls: list[int] = calls, call: Any = call) -> Any:
@@ -306,7 +328,8 @@ def _measured(rank: int, world: int) -> list[tuple[int, list[int]]]:
 def test_slices_hold_less_and_masks_are_made_once() -> None:
     ranks = run_ranks(_measured, 3, timeout=60)
     (whole, _), (sliced, _) = ranks[0]
-    # 3 microbatches, or 3 + 3 slices of a fourth each, and all keys and values (2 of some 20 hidden states) of two or three microbatches.
+    # 3 microbatches, or 3 + 3 slices of a fourth each, and all keys and values (2 of some 20 hidden states) of two or
+    # three microbatches.
     assert sliced < 0.62 * whole
     middle = ranks[1]
     assert middle[0][1][1:] == [1, 1], "one trace for all microbatches"

@@ -65,7 +65,9 @@ def _plain(rank: int, world: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             for name, buffer in boosted.unwrap().named_buffers():
-                torch.testing.assert_close(buffer, expected[name], rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    buffer, expected[name], rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+                )
         for quiet in (torch.no_grad(), booster.no_sync(boosted, optimizer)):
             with recorded() as events, quiet:
                 boosted(_x(rank, 0))
@@ -78,7 +80,9 @@ def _plain(rank: int, world: int) -> None:
 
 def _low_level(rank: int, world: int) -> tuple[float, int]:
     model = _model(rank)
-    boosted, *_ = Booster(plugin=LowLevelZeroPlugin(precision="fp32")).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    boosted, *_ = Booster(plugin=LowLevelZeroPlugin(precision="fp32")).boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     return float(boosted.unwrap().body[1].running_mean[0]), int(boosted.unwrap().seen)  # type: ignore[index, arg-type, union-attr]
 
 

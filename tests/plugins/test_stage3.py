@@ -1,4 +1,6 @@
-"""ZeRO stage 3 against one process: ways to use weights and losses that gather and free in other orders than the usual one."""
+"""ZeRO stage 3 against one process: ways to use weights and losses that gather and free in other orders than the
+usual one.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def train(rank: int, world: int, optimizer: Callable[[Any], torch.optim.Optimize
             for key, param in plain.named_parameters():
                 wanted = torch.zeros_like(param) if param.grad is None else param.grad
                 got = grads.get(key, torch.zeros_like(param))
-                torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, k=key, n=name: f"{n}: {k}.grad: {text}")
+                torch.testing.assert_close(
+                    got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, k=key, n=name: f"{n}: {k}.grad: {text}"
+                )
             for each in (plain_optim, optim):
                 each.step()
                 each.zero_grad()
@@ -144,7 +148,9 @@ def train(rank: int, world: int, optimizer: Callable[[Any], torch.optim.Optimize
                 edit(plain)
                 edit(model.unwrap())
         for (key, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, k=key, n=name: f"{n}: {k}: {text}")
+            torch.testing.assert_close(
+                got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text, k=key, n=name: f"{n}: {k}: {text}"
+            )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -165,7 +171,9 @@ def test_every_way_to_use_weights_is_that_of_one_process() -> None:
 
 
 def alone(rank: int, world: int) -> None:
-    """One rank has nothing to gather: where masters work themselves, they stay the parameters; with copies they are made and freed."""
+    """One rank has nothing to gather: where masters work themselves, they stay the parameters; with copies they are
+    made and freed.
+    """
     train(rank, world, adamw)
     for precision in ("fp32", "bf16"):
         traces = []
@@ -233,7 +241,9 @@ class Watch:
 
 
 def hold_no_more(rank: int, world: int) -> None:
-    """At most the unit that runs, those started ahead, the one where backward begins, and the small rest of the model."""
+    """At most the unit that runs, those started ahead, the one where backward begins, and the small rest of the
+    model.
+    """
     ids = torch.arange(14).view(2, 7)
     for ahead in (0, 1):
         model = build(recompute=False)
@@ -267,7 +277,9 @@ def test_nothing_is_held_longer_than_its_layer_needs() -> None:
 
 
 def chunks(rank: int, world: int, style: str, number: int) -> None:
-    """A rank has the weights of three chunks, or of one, and trains as at stage 1; nothing but the schedule gathers them."""
+    """A rank has the weights of three chunks, or of one, and trains as at stage 1; nothing but the schedule gathers
+    them.
+    """
     results = []
     for stage, ahead in ((3, None), (3, 0), (1, None)):
         plugin = HybridParallelPlugin(
@@ -285,7 +297,9 @@ def chunks(rank: int, world: int, style: str, number: int) -> None:
         watch = Watch()
         with watch.installed():
             for step in range(3):
-                batch = zoo.inputs("llama-causal-lm", batch_size=4, seq_len=9, seed=10 * step + plugin.mesh.coordinate("dp"))
+                batch = zoo.inputs(
+                    "llama-causal-lm", batch_size=4, seq_len=9, seed=10 * step + plugin.mesh.coordinate("dp")
+                )
                 booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss, optim)
                 assert not any(bucket.shown is not None for bucket in (optim.units.buckets if stage == 3 else ()))
                 optim.step()
@@ -391,7 +405,9 @@ def live_bytes() -> int:
 
 
 def make_lazily(rank: int, world: int) -> None:
-    """Weights are made unit by unit: no more is there at once than this rank's shards and a unit, twice while its values are shared."""
+    """Weights are made unit by unit: no more is there at once than this rank's shards and a unit, twice while its
+    values are shared.
+    """
     gc.collect()
     gc.freeze()
     before = live_bytes()

@@ -1,6 +1,8 @@
-"""Loops that scripts have besides forward, backward, step: two models and two losses, penalties on gradients, clipped weights.
+"""Loops that scripts have besides forward, backward, step: two models and two losses, penalties on gradients, clipped
+weights.
 
-A loop is written once and run by both sides: on boosted models with the samples of one rank, and by plain torch on those of all ranks.
+A loop is written once and run by both sides: on boosted models with the samples of one rank, and by plain torch on
+those of all ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def two_forwards_before_two_backwards(side: Side) -> list[Any]:
     model, optim = side.boost(net(0))
     for step in range(3):
         optim.zero_grad()
-        losses = [side.mean(lambda rank, number=number: model(x(number, rank)).pow(2).mean()) for number in (step, step + 9)]
+        losses = [
+            side.mean(lambda rank, number=number: model(x(number, rank)).pow(2).mean()) for number in (step, step + 9)
+        ]
         for loss in losses:
             side.backward(loss, optim)
         optim.step()
@@ -95,7 +99,9 @@ def one_graph_twice(side: Side) -> list[Any]:
 
 
 def gan(side: Side, *, clear_after: bool = False, freeze: bool = False, clip: bool = False) -> list[Any]:
-    """As the tutorials write it: the generator's loss reaches the discriminator, whose next zero_grad drops what it brought."""
+    """As the tutorials write it: the generator's loss reaches the discriminator, whose next zero_grad drops what it
+    brought.
+    """
     generator, optim_g = side.boost(net(0, 3))
     critic, optim_c = side.boost(net(1))
     for step in range(3):
@@ -210,7 +216,9 @@ def compare(models: list[Any], wanted: list[Any], what: str) -> None:
     for model, plain in zip(models, wanted, strict=True):
         for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             got = whole(param.detach())
-            torch.testing.assert_close(got, other.detach(), rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{what}: {name}: {text}")
+            torch.testing.assert_close(
+                got, other.detach(), rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{what}: {name}: {text}"
+            )
 
 
 def loops(rank: int, world: int) -> None:

@@ -1,5 +1,5 @@
-"""What documents of Colossal-AI walk through, written with the imports of this package: each does here what it says there, and the numbers
-are those of one process."""
+"""What documents of Colossal-AI walk through, written with the imports of this package: each does here what it says
+there, and the numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from shardwright.optim import HybridAdam
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import ShardConfig, ShardFormer
 from shardwright.shardformer.layer import Linear1D_Col, Linear1D_Row
-from shardwright.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwright.shardformer.policies.base_policy import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
 from shardwright.testing import run_ranks
 
 SAMPLES = 16
@@ -107,7 +111,11 @@ def one_dimension(rank: int, world_size: int) -> list[str]:
     x = torch.randn(16, 256)
     dist.broadcast(x, src=0)
     y = model(x)
-    return [*printed, f"Output of the first linear layer: {inside[0].shape}", f"Output of the second linear layer: {y.shape}"]
+    return [
+        *printed,
+        f"Output of the first linear layer: {inside[0].shape}",
+        f"Output of the second linear layer: {y.shape}",
+    ]
 
 
 def test_the_tutorial_prints_its_shapes() -> None:
@@ -214,8 +222,14 @@ def fine_tune(rank: int, world_size: int) -> list[float]:
     model: Any = bert()
     no_decay = ["bias", "LayerNorm.weight"]
     groups = [
-        {"params": [p for n, p in model.named_parameters() if not any(part in n for part in no_decay)], "weight_decay": 0.01},
-        {"params": [p for n, p in model.named_parameters() if any(part in n for part in no_decay)], "weight_decay": 0.01},
+        {
+            "params": [p for n, p in model.named_parameters() if not any(part in n for part in no_decay)],
+            "weight_decay": 0.01,
+        },
+        {
+            "params": [p for n, p in model.named_parameters() if any(part in n for part in no_decay)],
+            "weight_decay": 0.01,
+        },
     ]
     optimizer: Any = HybridAdam(groups, lr=1e-3, eps=1e-8)
     total = len(loader) * 6
@@ -224,7 +238,9 @@ def fine_tune(rank: int, world_size: int) -> list[float]:
     def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
         return outputs.loss
 
-    model, optimizer, criterion_, _, lr_scheduler = booster.boost(model, optimizer, criterion=criterion, lr_scheduler=lr_scheduler)
+    model, optimizer, criterion_, _, lr_scheduler = booster.boost(
+        model, optimizer, criterion=criterion, lr_scheduler=lr_scheduler
+    )
     is_last = booster.plugin.stage_manager.is_last_stage(ignore_chunk=True)
     losses: list[float] = []
     for _ in range(total // len(loader)):
@@ -246,7 +262,9 @@ def fine_tune(rank: int, world_size: int) -> list[float]:
         found: list[Any] = [None]
         if is_last:
             found = [outputs["outputs"]["logits"].argmax(-1)]
-        dist.broadcast_object_list(found, src=plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)[-1], group=plugin.pp_group)
+        dist.broadcast_object_list(
+            found, src=plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)[-1], group=plugin.pp_group
+        )
         right += int((found[0] == batch["labels"]).sum())
     assert right == SAMPLES, f"{right} of {SAMPLES}"
     coordinator.block_all()

@@ -72,7 +72,9 @@ def train(how: str) -> None:
 
 
 def live() -> None:
-    """What scripts do that fails nobody: children that are ended, exits that are caught or end a thread only, joining a second time."""
+    """What scripts do that fails nobody: children that are ended, exits that are caught or end a thread only,
+    joining a second time.
+    """
     fork = multiprocessing.get_context("fork")
     with fork.Pool(2) as pool:
         assert pool.map(abs, [-1, 2]) == [1, 2]

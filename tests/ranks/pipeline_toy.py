@@ -53,7 +53,9 @@ def make_batch(num_microbatches: int, seed: int = 0) -> list[Tensor]:
 class ToyStage:
     """Stage `stage` of `num_stages` of the model (a `StageProgram`)."""
 
-    def __init__(self, model: ToyModel, stage: int, num_stages: int, microbatches: list[Tensor], checkpointing: bool = False) -> None:
+    def __init__(
+        self, model: ToyModel, stage: int, num_stages: int, microbatches: list[Tensor], checkpointing: bool = False
+    ) -> None:
         self.model, self.stage, self.num_stages, self.microbatches = model, stage, num_stages, microbatches
         self.checkpointing = checkpointing
         self.tokens = sum(tokens.numel() for tokens in microbatches)
@@ -72,7 +74,8 @@ class ToyStage:
             x = checkpoint(layer, x, mask, use_reentrant=False) if self.checkpointing else layer(x, mask)
         if self.stage == self.num_stages - 1:
             return (self.model.head(x) * skip[..., None]).square().sum() / self.tokens
-        # `skip` passes through untouched; the transposed tensor is not contiguous, and nobody uses it, so it gets no gradient.
+        # `skip` passes through untouched; the transposed tensor is not contiguous, and nobody uses it, so it gets no
+        # gradient.
         others = (skip, mask, x.transpose(0, 1))
         return {"x": x, "others": others, "none": None, "name": f"into stage {self.stage + 1}"}
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.collectives import all_gather, all_gather_async, all_reduce_async, even_sizes, gather_sizes, reduce_scatter
+from shardwright.comm.collectives import (
+    all_gather,
+    all_gather_async,
+    all_reduce_async,
+    even_sizes,
+    gather_sizes,
+    reduce_scatter,
+)
 from shardwright.comm.compat import reduce_scatter_single
 from shardwright.testing import run_ranks
 from shardwright.utils.pytree import TorchDispatchMode
@@ -32,7 +39,9 @@ def exchange(rank: int, world_size: int, sizes: list[int]) -> None:
             torch.testing.assert_close(all_gather(mine, group, dim, sizes), full)
             assert all_gather(mine, group, dim, sizes).is_contiguous()
             addends = [whole(sizes, dim, dtype, seed=10 + r) for r in range(world_size)]
-            torch.testing.assert_close(reduce_scatter(addends[rank], group, dim, sizes), sum(addends).split(sizes, dim)[rank])
+            torch.testing.assert_close(
+                reduce_scatter(addends[rank], group, dim, sizes), sum(addends).split(sizes, dim)[rank]
+            )
     assert gather_sizes(sizes[rank], group, torch.device("cpu")) == sizes
     first, second = (all_gather_async(torch.full((2,), float(rank + k)), group) for k in (0, 10))
     handle = all_reduce_async(torch.full((2,), float(rank)), group)
@@ -66,7 +75,9 @@ class Copies(TorchDispatchMode):
 
 
 def copies(rank: int, world_size: int) -> None:
-    """Along dim 1 the parts of several samples have to change places once; those of one sample, and along dim 0, lie right."""
+    """Along dim 1 the parts of several samples have to change places once; those of one sample, and along dim 0, lie
+    right.
+    """
     group = dist.group.WORLD
     assert group is not None
     with Copies() as own:  # what the backend copies by itself

@@ -1,4 +1,6 @@
-"""The comparison on real ranks: DDP, FSDP2, and shards cut by hand, each against one process; and errors that it must find."""
+"""The comparison on real ranks: DDP, FSDP2, and shards cut by hand, each against one process; and errors that it
+must find.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.spec import ParamSpec, even_pieces, set_spec
-from shardwright.testing import RankError, adamw, check_complete, compare_models, keep_float64, loss_of, run_ranks, train_steps, zoo
+from shardwright.testing import (
+    RankError,
+    adamw,
+    check_complete,
+    compare_models,
+    keep_float64,
+    loss_of,
+    run_ranks,
+    train_steps,
+    zoo,
+)
 
 STEPS = 3
 
@@ -34,7 +46,9 @@ def data_parallel_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torc
     return loss_of(model(**share)) * mine / counted * world_size
 
 
-def train_data_parallel(rank: int, world_size: int, kind: str, dtype: torch.dtype, forget_weights: bool = False) -> set[str]:
+def train_data_parallel(
+    rank: int, world_size: int, kind: str, dtype: torch.dtype, forget_weights: bool = False
+) -> set[str]:
     name = "llama-tied-causal-lm"
     reference, model = zoo.build(name, dtype=dtype), zoo.build(name, dtype=dtype)
     if kind == "ddp":
@@ -102,7 +116,9 @@ class ShardedMlp(nn.Module):
         self.act_fn, self.forget_sum = mlp.act_fn, forget_sum
         for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
             full = getattr(mlp, name).weight.detach()
-            spec = ParamSpec(f"{prefix}.{name}.weight", tuple(full.shape), dim, even_pieces(full.shape[dim], world_size))
+            spec = ParamSpec(
+                f"{prefix}.{name}.weight", tuple(full.shape), dim, even_pieces(full.shape[dim], world_size)
+            )
             weight = nn.Parameter(spec.shard(full, rank))
             set_spec(weight, spec)
             self.register_parameter(name, weight)

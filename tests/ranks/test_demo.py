@@ -18,7 +18,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 def run(*command: str, cwd: Path, timeout: int = 110, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**ENVIRONMENT, **variables}
-    return subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def demo(cwd: Path, *options: str) -> str:
@@ -29,7 +31,9 @@ def demo(cwd: Path, *options: str) -> str:
 
 def losses(results: Path) -> list[float]:
     lines = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line] + [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    return [line["loss"] for line in lines if "loss" in line] + [
+        line["held_out_loss"] for line in lines if "held_out_loss" in line
+    ]
 
 
 @pytest.fixture(scope="module")

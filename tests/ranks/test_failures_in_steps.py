@@ -108,7 +108,13 @@ def test_a_failed_step_is_told_refused_and_recovered_from(world: int, layout: di
         assert "a user's guard" in result["story"], result["story"]
         if rank != failing:
             assert result["story"].startswith("JobError: "), result["story"]
-            for part in (f"rank {failing} (", "pp=", "tp=", "step 2 of execute_pipeline", "criterion: raise ValueError"):
+            for part in (
+                f"rank {failing} (",
+                "pp=",
+                "tp=",
+                "step 2 of execute_pipeline",
+                "criterion: raise ValueError",
+            ):
                 assert part in result["story"], result["story"]
             if layout.get("pp_size") == 2:
                 assert "microbatch 1" in result["story"]

@@ -1,4 +1,6 @@
-"""What a whole job prints when a rank fails, and how its processes end: under torchrun, and under launchers that only start processes."""
+"""What a whole job prints when a rank fails, and how its processes end: under torchrun, and under launchers that
+only start processes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ import pytest
 
 SCRIPT = str(Path(__file__).with_name("failing_script.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", SCRIPT]
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "OMPI_", "TORCHELASTIC_")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_",
+    "OMPI_",
+    "TORCHELASTIC_",
+)
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -53,7 +65,10 @@ def test_torchrun_ends_with_the_root_cause() -> None:
     lines = torchrun("raise")
     root = "\n".join(lines[lines.index("Root Cause (first observed failure):") :])
     assert "rank      : 3 (local_rank: 3)" in root
-    assert "rank 3 (dp=1, pp=1, tp=0) failed first in step 2 of execute_pipeline, action 1F0 (stage 1, chunk 0, microbatch 0)" in root
+    assert (
+        "rank 3 (dp=1, pp=1, tp=0) failed first in step 2 of execute_pipeline, action 1F0 (stage 1, chunk "
+        "0, microbatch 0)"
+    ) in root
     assert "ValueError: bad batch" in root
     assert re.search(r'failing_script.py:\d+ criterion: raise ValueError\("bad batch"\)', root), root
     assert lines[-1].startswith("====")
@@ -85,13 +100,17 @@ def test_torchrun_names_the_rank_that_went(how: str, words: str) -> None:
 
 
 def processes(how: str, tmp_path: Path, **extra: str) -> tuple[list[int], list[str], float]:
-    """Exit codes, and what each rank printed, of ranks that srun might have started; and the seconds from the first end to the last."""
+    """Exit codes, and what each rank printed, of ranks that srun might have started; and the seconds from the first
+    end to the last.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     started = []
     for rank in range(3):
-        variables = environment(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS="3", MASTER_PORT=port, **extra)
+        variables = environment(
+            SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS="3", MASTER_PORT=port, **extra
+        )
         variables["SLURM_NODELIST"] = "localhost"
         with open(tmp_path / str(rank), "w") as output:
             started.append(subprocess.Popen([sys.executable, SCRIPT, how], env=variables, stdout=output, stderr=output))
@@ -136,7 +155,9 @@ def test_a_timeout_binds_and_names_the_sleeping_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("how", "words", "code"), [("exit", "called sys.exit(3)", 3), ("return", "its script had ended", 0)])
+@pytest.mark.parametrize(
+    ("how", "words", "code"), [("exit", "called sys.exit(3)", 3), ("return", "its script had ended", 0)]
+)
 def test_the_others_say_which_rank_went(how: str, words: str, code: int, tmp_path: Path) -> None:
     codes, printed, _ = processes(how, tmp_path)
     assert codes == [1, 1, code]

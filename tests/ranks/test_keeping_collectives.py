@@ -1,4 +1,6 @@
-"""Selective recomputation of sharded blocks: no collective runs twice, and the gradients are those of the whole block."""
+"""Selective recomputation of sharded blocks: no collective runs twice, and the gradients are those of the whole
+block.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import torch.nn.functional as F
 from counting import CountCollectives
 from torch import nn
 
-from shardwright.ops.collective import all_to_all_in_group, copy_to_group, gather_for_shards, gather_from_group, reduce_from_group
+from shardwright.ops.collective import (
+    all_to_all_in_group,
+    copy_to_group,
+    gather_for_shards,
+    gather_from_group,
+    reduce_from_group,
+)
 from shardwright.ops.keeping import Selection
 from shardwright.ops.linear import column_linear, row_linear
 from shardwright.pipeline.checkpointing import run_checkpointed, run_selectively
@@ -35,13 +43,17 @@ class Whole(nn.Module):
 
 
 class Sharded(Whole):
-    """`how` the halves meet: in place, in parts along the tokens, by a copy, or by an all-reduce that a script calls itself."""
+    """`how` the halves meet: in place, in parts along the tokens, by a copy, or by an all-reduce that a script calls
+    itself.
+    """
 
     def __init__(self, whole: Whole, group: Any, how: str) -> None:
         nn.Module.__init__(self)
         self.norm, self.group, self.how = whole.norm, group, how
         n, k = group.size(), group.rank()
-        self.up, self.down = (nn.Parameter(param.detach().chunk(n, dim)[k].clone()) for dim, param in enumerate((whole.up, whole.down)))
+        self.up, self.down = (
+            nn.Parameter(param.detach().chunk(n, dim)[k].clone()) for dim, param in enumerate((whole.up, whole.down))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         group, n = self.group, self.group.size()
@@ -108,7 +120,12 @@ def _compare(rank: int, world: int) -> None:
     def without_products(module: nn.Module, x: torch.Tensor) -> Any:
         return run_selectively(Selection(["aten.tanh"]), module, x)
 
-    runs = {"plain": lambda module, x: module(x), "again": run_checkpointed, "kept": selectively, "tanh": without_products}
+    runs = {
+        "plain": lambda module, x: module(x),
+        "again": run_checkpointed,
+        "kept": selectively,
+        "tanh": without_products,
+    }
     for how in ("", "sequence", "all_to_all", "copy", "own"):
         module = Sharded(whole, group, how)
         amounts, calls = {}, {}

@@ -1,4 +1,6 @@
-"""Lazily built models: weights by slices that do not depend on the layout, and no more host memory than shards plus one parameter."""
+"""Lazily built models: weights by slices that do not depend on the layout, and no more host memory than shards plus
+one parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.lazy import LazyInitContext
-from shardwright.shardformer.init import LazyWeights
+from shardwright.lazy.weights import LazyWeights
 from shardwright.spec import ParamSpec, even_pieces, set_spec
 from shardwright.testing import run_ranks
 
@@ -105,7 +107,10 @@ def test_what_cannot_be_made_is_refused() -> None:
             super().__init__()
             self.a = nn.Parameter(torch.empty(3))
 
-    for cls, text in ((Derived, "b is initialised from other lazy tensors by copy_"), (Forgotten, "a was never initialised")):
+    for cls, text in (
+        (Derived, "b is initialised from other lazy tensors by copy_"),
+        (Forgotten, "a was never initialised"),
+    ):
         with LazyInitContext():
             model = cls()
         with pytest.raises(ValueError, match=text):
@@ -141,7 +146,9 @@ WIDTH, DEPTH = 1024, 8
 
 
 def _big(width: int = WIDTH) -> nn.Module:
-    return nn.Sequential(*(nn.ModuleDict({"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)}) for _ in range(DEPTH)))
+    return nn.Sequential(
+        *(nn.ModuleDict({"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)}) for _ in range(DEPTH))
+    )
 
 
 def _memory(rank: int, world: int) -> tuple[int, dict[str, torch.Tensor]]:
@@ -161,11 +168,14 @@ def _memory(rank: int, world: int) -> tuple[int, dict[str, torch.Tensor]]:
     own = sum(param.numel() * 4 for param in model.parameters())
     one = 2 * WIDTH * WIDTH * 4
     assert built - start < one, f"building took {(built - start) >> 20} MiB"
-    assert peak - start < own + one + 12 * 2**20, f"{(peak - start) >> 20} MiB for {own >> 20} MiB of shards, {one >> 20} MiB a parameter"
+    assert peak - start < own + one + 12 * 2**20, (
+        f"{(peak - start) >> 20} MiB for {own >> 20} MiB of shards, {one >> 20} MiB a parameter"
+    )
     total = 2 * one * DEPTH
     assert own + one + 12 * 2**20 < total / 2
     return own, {
-        name: param.detach()[:3, :3].clone() if param.ndim == 2 else param.detach()[:3].clone() for name, param in model.named_parameters()
+        name: param.detach()[:3, :3].clone() if param.ndim == 2 else param.detach()[:3].clone()
+        for name, param in model.named_parameters()
     }
 
 

@@ -1,4 +1,6 @@
-"""Groups of one layout are made once, and those that only some ranks take part in do not disturb the ones made later."""
+"""Groups of one layout are made once, and those that only some ranks take part in do not disturb the ones made
+later.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from shardwright.cluster import ParallelMesh
 from shardwright.cluster.groups import all_groups
-from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.planning.placement import Placement
 from shardwright.testing import run_ranks
 
 
@@ -51,7 +53,9 @@ def groups_of(mesh: ParallelMesh) -> Iterator[tuple[list[int], dist.ProcessGroup
         yield mesh.ranks(axis), mesh.group(axis)
     for style in ("linear", "round_robin"):
         groups = mesh.message_groups(Placement(mesh.size("pp"), 1, style).channels)
-        assert set(groups) == {channel for channel in Placement(mesh.size("pp"), 1, style).channels if mesh.coordinate("pp") in channel}
+        assert set(groups) == {
+            channel for channel in Placement(mesh.size("pp"), 1, style).channels if mesh.coordinate("pp") in channel
+        }
         for channel, group in groups.items():
             yield sorted(mesh.stage_ranks(channel)), group
     for holders in ([0, mesh.size("pp") - 1], [0, 1]):

@@ -79,9 +79,25 @@ def _collectives(rank: int, world: int) -> None:
             pieces = _parts(xs[0], dim, sizes)
             tag = f"dim {dim} sizes {sizes}"
             _check(f"split {tag}", lambda x: C.split_to_group(x, group, dim, given), replicated, cut, join, rank, world)  # noqa: B023
-            _check(f"reduce_scatter {tag}", lambda x: C.reduce_scatter_to_group(x, group, dim, given), xs, cut_total, join, rank, world)  # noqa: B023
+            _check(
+                f"reduce_scatter {tag}",
+                lambda x, dim=dim, given=given: C.reduce_scatter_to_group(x, group, dim, given),
+                xs,
+                cut_total,
+                join,
+                rank,
+                world,
+            )
             _check(f"gather {tag}", lambda x: C.gather_from_group(x, group, dim, sizes), pieces, join, cut, rank, world)  # noqa: B023
-            _check(f"gather_for_shards {tag}", lambda x: C.gather_for_shards(x, group, dim, sizes), pieces, join, cut_total, rank, world)  # noqa: B023
+            _check(
+                f"gather_for_shards {tag}",
+                lambda x, dim=dim, sizes=sizes: C.gather_for_shards(x, group, dim, sizes),
+                pieces,
+                join,
+                cut_total,
+                rank,
+                world,
+            )
 
     for scatter, gather in ((2, 1), (1, 2), (0, 1), (-1, 0)):
         shapes = []
@@ -93,10 +109,14 @@ def _collectives(rank: int, world: int) -> None:
         inputs = [_tensors(1, shape, 10 + r)[0] for r, shape in enumerate(shapes)]
         scatters = [full[scatter] // world + (r < full[scatter] % world) for r in range(world)]
 
-        def trade(xs: list[torch.Tensor], a: int = scatter, b: int = gather, sizes: list[int] = scatters) -> list[torch.Tensor]:
+        def trade(
+            xs: list[torch.Tensor], a: int = scatter, b: int = gather, sizes: list[int] = scatters
+        ) -> list[torch.Tensor]:
             return [torch.cat([x.split(sizes, a)[r] for x in xs], b) for r in range(world)]
 
-        def trade_back(xs: list[torch.Tensor], a: int = scatter, b: int = gather, sizes: list[int] = gathers) -> list[torch.Tensor]:
+        def trade_back(
+            xs: list[torch.Tensor], a: int = scatter, b: int = gather, sizes: list[int] = gathers
+        ) -> list[torch.Tensor]:
             return [torch.cat([x.split(sizes, b)[r] for x in xs], a) for r in range(world)]
 
         _check(

@@ -1,4 +1,6 @@
-"""Column, row and plain linears against torch's on one process: values, every gradient, collectives, postponed weight gradients."""
+"""Column, row and plain linears against torch's on one process: values, every gradient, collectives, postponed
+weight gradients.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ class Reference(nn.Module):
     def __init__(self, hidden: int, inner: int, transposed: bool) -> None:
         super().__init__()
         self.transposed = transposed
-        for name, (i, o) in {"q": (hidden, inner), "k": (hidden, inner), "v": (hidden, inner), "o": (inner, hidden)}.items():
+        for name, (i, o) in {
+            "q": (hidden, inner),
+            "k": (hidden, inner),
+            "v": (hidden, inner),
+            "o": (inner, hidden),
+        }.items():
             self.register_parameter(name, nn.Parameter(torch.randn((i, o) if transposed else (o, i)) / 3))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(o)))
 
@@ -96,13 +103,17 @@ def _blocks(rank: int, world: int, transposed: bool) -> None:
     def check(times: int = 1) -> None:
         for name, param in sharded.named_parameters():
             torch.testing.assert_close(
-                param.grad, times * _local_grad(name, full, group), **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+                param.grad,
+                times * _local_grad(name, full, group),
+                **CLOSE,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
         sharded.zero_grad()
 
     with CountCollectives() as counted:
         run()
-    assert counted.calls == {"allreduce_": 4}, counted.calls  # per block one forward (o), one backward (q, k, v together)
+    # per block one forward (o), one backward (q, k, v together)
+    assert counted.calls == {"allreduce_": 4}, counted.calls
     check()
     run()
     run()
@@ -126,7 +137,10 @@ def _blocks(rank: int, world: int, transposed: bool) -> None:
 
     # Accumulation hooks see every gradient, the one computed during the all-reduce included.
     seen: Counter[str] = Counter()
-    hooks = [param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update([n])) for name, param in sharded.named_parameters()]
+    hooks = [
+        param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update([n]))
+        for name, param in sharded.named_parameters()
+    ]
     run()
     assert seen == {name: 1 for name, _ in sharded.named_parameters()}
     for hook in hooks:
@@ -191,7 +205,9 @@ def _scattered(rank: int, world: int) -> None:
     """Row linear with a reduce-scattered output, bias on this rank's tokens only."""
     group = dist.group.WORLD
     torch.manual_seed(0)
-    weight, bias, x = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 8), (6,), (2, 5, 8)))
+    weight, bias, x = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 8), (6,), (2, 5, 8))
+    )
     y = F.linear(x, weight, bias)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -225,7 +241,9 @@ def _scattered(rank: int, world: int) -> None:
 
 
 def _hidden(rank: int, world: int) -> None:
-    """While the all-reduce of an input gradient travels, the oldest weight gradient of another microbatch is computed."""
+    """While the all-reduce of an input gradient travels, the oldest weight gradient of another microbatch is
+    computed.
+    """
     group = dist.group.WORLD
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(4, 8, dtype=torch.float64)) for _ in range(2)]
@@ -327,7 +345,9 @@ def test_deferring_nests_and_can_be_suspended() -> None:
 
 
 def _penalty(rank: int, world: int) -> None:
-    """Gradients of a gradient penalty: two columns on one input, a scale that is applied to shards, a row, gathered and split outputs."""
+    """Gradients of a gradient penalty: two columns on one input, a scale that is applied to shards, a row, gathered
+    and split outputs.
+    """
     group = dist.group.WORLD
     torch.manual_seed(0)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((8, 6), (8, 6), (1,), (6, 8), (8, 6))]
@@ -364,7 +384,10 @@ def _penalty(rank: int, world: int) -> None:
     torch.manual_seed(1)
     full, target = torch.randn(3, 7, dtype=torch.float64), torch.tensor([6, -100, 3])
     shard = VocabShard.even(7, group)
-    leaves = [full.clone().requires_grad_(), F.pad(full, (0, 1))[:, shard.start : shard.start + shard.local].clone().requires_grad_()]
+    leaves = [
+        full.clone().requires_grad_(),
+        F.pad(full, (0, 1))[:, shard.start : shard.start + shard.local].clone().requires_grad_(),
+    ]
     penalties = []
     for leaf, entropy in zip(leaves, (F.cross_entropy, partial(vocab_cross_entropy, shard=shard)), strict=True):
         (slope,) = torch.autograd.grad(entropy(leaf, target, label_smoothing=0.1), leaf, create_graph=True)

@@ -14,7 +14,13 @@ from torch.nn import CrossEntropyLoss
 
 from shardwright.ops.cross_entropy import vocab_cross_entropy
 from shardwright.ops.embedding import vocab_embedding
-from shardwright.ops.vocab_mode import as_scripts_see, mark_vocab_sharded, vocab_parallel_loss, vocab_shard_of, whole_logits
+from shardwright.ops.vocab_mode import (
+    as_scripts_see,
+    mark_vocab_sharded,
+    vocab_parallel_loss,
+    vocab_shard_of,
+    whole_logits,
+)
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.spec import ParamSpec, even_pieces
 from shardwright.testing import run_ranks
@@ -64,7 +70,9 @@ def test_embedding(world: int) -> None:
 def _loss(rank: int, world: int) -> None:
     torch.manual_seed(0)
     group = dist.group.WORLD
-    for size, ignore_index, smoothing, reduction in itertools.product((1, 2, 5, 8, 13), (-100, 1), (0.0, 0.1), ("mean", "sum", "none")):
+    for size, ignore_index, smoothing, reduction in itertools.product(
+        (1, 2, 5, 8, 13), (-100, 1), (0.0, 0.1), ("mean", "sum", "none")
+    ):
         shard = VocabShard.even(size, group)
         full = (torch.randn(11, size, dtype=torch.float64) * 20).requires_grad_()
         with torch.no_grad():
@@ -82,7 +90,9 @@ def _loss(rank: int, world: int) -> None:
         dy = torch.randn_like(want)
         want.backward(dy)
         got.backward(dy)
-        torch.testing.assert_close(local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE)
+        torch.testing.assert_close(
+            local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE
+        )
         assert not local.grad[:, shard.length :].any()
 
         # z-loss is a term on top, a mean over the tokens that count.
@@ -97,7 +107,9 @@ def _loss(rank: int, world: int) -> None:
         torch.testing.assert_close(got, want, **CLOSE)
         want.backward(dy)
         got.backward(dy)
-        torch.testing.assert_close(local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE)
+        torch.testing.assert_close(
+            local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE
+        )
 
     # A batch without a single label, and one without tokens.
     shard = VocabShard.even(7, group)
@@ -111,7 +123,9 @@ def _loss(rank: int, world: int) -> None:
             torch.testing.assert_close(got, want, **CLOSE)
             (want_dx,) = torch.autograd.grad(want, full)
             (got_dx,) = torch.autograd.grad(got, local)
-            torch.testing.assert_close(got_dx[:, : shard.length], want_dx[:, shard.start : shard.start + shard.length], **CLOSE)
+            torch.testing.assert_close(
+                got_dx[:, : shard.length], want_dx[:, shard.start : shard.start + shard.length], **CLOSE
+            )
     # -inf logits (masked words), in whole shards too.
     full = torch.randn(4, 7, dtype=torch.float64)
     full[:, : shard.local] = -torch.inf
@@ -121,7 +135,9 @@ def _loss(rank: int, world: int) -> None:
     torch.testing.assert_close(got, want, **CLOSE)
     want.backward()
     got.backward()
-    torch.testing.assert_close(local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE)
+    torch.testing.assert_close(
+        local.grad[:, : shard.length], full.grad[:, shard.start : shard.start + shard.length], **CLOSE
+    )
     # Half precision: the loss is fp32, the gradient comes back in bf16.
     full = torch.randn(9, 7).bfloat16()
     local, target = _columns(full, shard), torch.randint(0, 7, (9,))
@@ -135,7 +151,10 @@ def _loss(rank: int, world: int) -> None:
     assert torch.equal(
         local.grad[:, : shard.length], reference.grad[:, shard.start : shard.start + shard.length].bfloat16()
     ) or torch.allclose(
-        local.grad[:, : shard.length].float(), reference.grad[:, shard.start : shard.start + shard.length], rtol=1e-2, atol=1e-4
+        local.grad[:, : shard.length].float(),
+        reference.grad[:, shard.start : shard.start + shard.length],
+        rtol=1e-2,
+        atol=1e-4,
     )
     for wrong in (7, -1):
         with pytest.raises((IndexError, RuntimeError)):
@@ -174,21 +193,36 @@ class Head(nn.Module):
             shifted = logits[..., :-1, :].contiguous()
             return CrossEntropyLoss()(shifted.view(-1, self.vocab), labels[..., 1:].contiguous().view(-1)) + gate
         if self.style == "float":
-            return F.cross_entropy(logits.float().view(-1, self.vocab), labels.view(-1), ignore_index=-100, reduction="sum") / 7
+            return (
+                F.cross_entropy(
+                    logits.float().view(-1, self.vocab), labels.view(-1), ignore_index=-100, reduction="sum"
+                )
+                / 7
+            )
         if self.style == "channels":
             return F.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=0.1)
         if self.style == "keyword":
-            return F.cross_entropy(input=logits.reshape((-1, logits.size(-1))), target=labels.reshape(-1), reduction="none").square().mean()
+            return (
+                F.cross_entropy(
+                    input=logits.reshape((-1, logits.size(-1))), target=labels.reshape(-1), reduction="none"
+                )
+                .square()
+                .mean()
+            )
         if self.style == "masked":
             return F.cross_entropy(logits[labels != -100], labels[labels != -100])
         if self.style == "permuted":
-            return nn.functional.cross_entropy(logits[:, :, : self.vocab].permute(0, 2, 1), labels, reduction="none").sum()
+            return nn.functional.cross_entropy(
+                logits[:, :, : self.vocab].permute(0, 2, 1), labels, reduction="none"
+            ).sum()
         return F.cross_entropy(logits[0, 1], labels[0, 1])
 
 
 def _mode(rank: int, world: int) -> None:
     torch.manual_seed(0)
-    for vocab, style in itertools.product((8, 13), ("shift", "float", "channels", "keyword", "masked", "permuted", "single")):
+    for vocab, style in itertools.product(
+        (8, 13), ("shift", "float", "channels", "keyword", "masked", "permuted", "single")
+    ):
         shard = VocabShard.even(vocab, dist.group.WORLD)
         dtype = torch.float32 if style == "float" else torch.float64
         hidden = torch.randn(3, 6, shard.local, dtype=dtype)
@@ -258,7 +292,12 @@ def _mode(rank: int, world: int) -> None:
         logits = mark_vocab_sharded(torch.randn(2, 3, shard.local), shard)
         assert logits.max(1).values.shape == (2, shard.local)
         assert vocab_shard_of(logits * 2) == shard
-        assert vocab_shard_of(logits.sum(0)) == vocab_shard_of(logits.max(1).values) == vocab_shard_of(logits.data) == shard
+        assert (
+            vocab_shard_of(logits.sum(0))
+            == vocab_shard_of(logits.max(1).values)
+            == vocab_shard_of(logits.data)
+            == shard
+        )
         logits[0, 1:] = 0
         assert vocab_shard_of(torch.isnan(logits)) == shard
         assert logits.new_zeros(3).sum() == 0
@@ -274,7 +313,9 @@ def test_inline_losses() -> None:
 
 
 def _reads(rank: int, world: int) -> None:
-    """What scripts read off logits: values and gradients of the whole vocabulary. Of 9 ids in shares of 8, the second rank holds one."""
+    """What scripts read off logits: values and gradients of the whole vocabulary. Of 9 ids in shares of 8, the
+    second rank holds one.
+    """
     torch.manual_seed(0)
     index = torch.randint(0, 9, (3, 4, 2))
     uses: dict[str, Any] = {
@@ -317,7 +358,9 @@ def _reads(rank: int, world: int) -> None:
                 values.backward(slope)
                 pytree.tree_leaves(actual)[0].backward(slope)
                 want = whole.grad[..., shard.start : shard.start + shard.length]
-                torch.testing.assert_close(leaf.grad[..., : shard.length], want, **close, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    leaf.grad[..., : shard.length], want, **close, msg=lambda text, name=name: f"{name}: {text}"
+                )
                 assert not leaf.grad[..., shard.length :].any(), name
     _facts_of_the_whole()
     logits = as_scripts_see(mark_vocab_sharded(torch.randn(2, 3, shard.local), shard))
@@ -347,7 +390,9 @@ def _reads(rank: int, world: int) -> None:
 
 
 def _facts_of_the_whole() -> None:
-    """Types, places and values where they could be guessed wrong: as many tokens as columns of a rank, operands of more dims, bf16."""
+    """Types, places and values where they could be guessed wrong: as many tokens as columns of a rank, operands of
+    more dims, bf16.
+    """
     shard = VocabShard.even(9, dist.group.WORLD)
     tokens = shard.local
     full = torch.randn(1, tokens, 9).bfloat16()
@@ -385,7 +430,9 @@ def _facts_of_the_whole() -> None:
         for want, got in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
             if isinstance(want, torch.Tensor):
                 assert want.dtype == got.dtype, name
-                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    got, want, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                )
             else:
                 assert want == got, name
     logits = as_scripts_see(mark_vocab_sharded(_columns(full, shard).detach(), shard))

@@ -21,7 +21,9 @@ DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 def payload_of(seed: int, rows: int = 3) -> dict[str, Any]:
-    """Every dtype, nested, with constants, zero sizes, no dims, non-contiguous tensors and tensors that require grad."""
+    """Every dtype, nested, with constants, zero sizes, no dims, non-contiguous tensors and tensors that require
+    grad.
+    """
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(rows, 4, generator=generator, dtype=torch.float64) * 3
     return {

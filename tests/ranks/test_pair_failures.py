@@ -1,4 +1,6 @@
-"""A failure in either half of a pair ends the other half and the other ranks, says whose it is, and can be recovered from."""
+"""A failure in either half of a pair ends the other half and the other ranks, says whose it is, and can be recovered
+from.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from shardwright.testing import run_ranks, zoo
 
 
 class _Run:
-    """A tiny Llama in pairs; a layer of this rank fails in the half that `fails` names, the first time that it runs beside another."""
+    """A tiny Llama in pairs; a layer of this rank fails in the half that `fails` names, the first time that it runs
+    beside another.
+    """
 
     def __init__(self) -> None:
         self.fails = ""
-        plugin = HybridParallelPlugin(precision="fp32", tp_size=2, pp_size=2, num_microbatches=5, pp_style="dualpipev", num_model_chunks=2)
+        plugin = HybridParallelPlugin(
+            precision="fp32", tp_size=2, pp_size=2, num_microbatches=5, pp_style="dualpipev", num_model_chunks=2
+        )
         self.booster = Booster(plugin=plugin)
         model = zoo.build("llama-causal-lm", num_hidden_layers=4)
         self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwright.comm.p2p import PipeComm
 from shardwright.pipeline import offload, schedules
-from shardwright.pipeline.actions import COMPUTE, MOVES, Kind
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.planning.actions import COMPUTE, MOVES, Kind
+from shardwright.pipeline.planning.lowering import lower
 from shardwright.pipeline.runtime import PipelineError, PipelineRuntime
 from shardwright.pipeline.timeline import Recorder
 from shardwright.testing import run_ranks

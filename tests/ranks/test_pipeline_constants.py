@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import run_ranks
 
 
@@ -20,7 +22,9 @@ class Layer(nn.Module):
         self.index = index
 
     def forward(self, x: torch.Tensor, scale: float, seen: dict[str, Any]) -> Any:
-        """A number from the shape, an int and a truth value from the data, which changes between messages of equal shape."""
+        """A number from the shape, an int and a truth value from the data, which changes between messages of equal
+        shape.
+        """
         x = x + self.linear(x) * scale * (2 if seen["even"] else 1) + seen["tokens"] / 100
         tokens = seen["tokens"] + self.index
         return x, x.shape[1] / 4.0, {"tokens": tokens, "even": tokens % 2 == 0, "name": None}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.comm.p2p import PipeComm
 from shardwright.pipeline import schedules
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.planning.lowering import lower
 from shardwright.pipeline.runtime import PipelineError, PipelineRuntime
 from shardwright.testing import RankError, run_ranks
 
@@ -53,7 +53,9 @@ def _run(rank: int, world_size: int, how: str, style: str, chunks: int, num_step
         runtime.run(schedule, [tuple(tokens.shape) for tokens in microbatches])
 
 
-@pytest.mark.parametrize(("style", "chunks", "step"), [("1f1b", 1, "1F2"), ("zbv", 2, "1F2"), ("interleaved", 2, "1F2")])
+@pytest.mark.parametrize(
+    ("style", "chunks", "step"), [("1f1b", 1, "1F2"), ("zbv", 2, "1F2"), ("interleaved", 2, "1F2")]
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_error_names_its_place_and_ends_the_others(style: str, chunks: int, step: str, world_size: int) -> None:
     with pytest.raises(RankError) as caught:
@@ -86,7 +88,9 @@ def _message(rank: int, world_size: int, how: str) -> str:
 
 
 def test_wrong_returns_of_a_stage_are_explained() -> None:
-    assert "must return the loss of the microbatch, a scalar tensor; it returned a tensor of shape [2]" in run_ranks(_message, 1, "loss")[0]
+    assert ("must return the loss of the microbatch, a scalar tensor; it returned a tensor of shape [2]") in run_ranks(
+        _message, 1, "loss"
+    )[0]
 
 
 def test_unlike_messages_are_refused_by_their_sender() -> None:

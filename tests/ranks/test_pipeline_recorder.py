@@ -11,7 +11,7 @@ from pipeline_toy import ToyModel, ToyStage, make_batch
 from shardwright.cluster import ParallelMesh
 from shardwright.comm.p2p import PipeComm
 from shardwright.pipeline import schedules
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.planning.lowering import lower
 from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.pipeline.timeline import Recorder
 from shardwright.testing import run_ranks

@@ -15,9 +15,9 @@ from torch import Tensor
 from shardwright.comm.p2p import PipeComm
 from shardwright.ops.weight_grad import WeightGradStore
 from shardwright.pipeline import schedules
-from shardwright.pipeline.lowering import lower
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.simulate import simulate
 from shardwright.pipeline.runtime import PipelineRuntime
-from shardwright.pipeline.simulate import simulate
 from shardwright.testing import run_ranks
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
@@ -61,12 +61,16 @@ class ToldGradients:
         assert self.calls.pop() == ("finish", -1, True), where
         for chunk in range(chunks):
             mine = [(kind, last) for kind, number, last in self.calls if number == chunk]
-            assert mine == [("begin", False), ("end", False)] * (microbatches - 1) + [("begin", True), ("end", True)], where
+            assert mine == [("begin", False), ("end", False)] * (microbatches - 1) + [("begin", True), ("end", True)], (
+                where
+            )
         assert self.calls[0::2] == [("begin", *rest) for _, *rest in self.calls[1::2]], f"{where}: {self.calls}"
 
 
 def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int) -> int:
-    """`switches`: how many of the four settings each number of microbatches runs with; they take turns. Returns the number compared."""
+    """`switches`: how many of the four settings each number of microbatches runs with; they take turns. Returns the
+    number compared.
+    """
     assert dist.group.WORLD is not None
     keep_linears_alike = WeightGradStore()  # so that linears take one path, and results can be compared bit by bit
     compared = 0
@@ -83,7 +87,9 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int
             model.zero_grad()
             for layer in model.layers:
                 layer.calls = 0
-            stages = [ToyStage(model, s, placement.num_stages, microbatches, checkpointing) for s in placement.stages_of(rank)]
+            stages = [
+                ToyStage(model, s, placement.num_stages, microbatches, checkpointing) for s in placement.stages_of(rank)
+            ]
             told = ToldGradients()
             runtime = PipelineRuntime(comm, placement, stages, reduction=told)
             schedule = schedules.get(style, world_size, m, chunks)
@@ -124,7 +130,10 @@ SWITCHES = list(itertools.product((False, True), (False, True)))
 
 
 def run_every_schedule(ranks: int, counts: list[int], switches: int) -> None:
-    assert run_ranks(_every_schedule, ranks, counts, switches, timeout=110) == [len(CASES) * len(counts) * switches] * ranks
+    assert (
+        run_ranks(_every_schedule, ranks, counts, switches, timeout=110)
+        == [len(CASES) * len(counts) * switches] * ranks
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -238,7 +247,9 @@ def _steady(rank: int, world_size: int) -> list[int]:
         microbatches = make_batch(6, seed)
         received.append(0)
         stages = [ToyStage(model, s, placement.num_stages, microbatches) for s in placement.stages_of(rank)]
-        PipelineRuntime(comm, placement, stages).run(lower(schedules.get("interleaved", world_size, 6, 2)), shape_keys(microbatches))
+        PipelineRuntime(comm, placement, stages).run(
+            lower(schedules.get("interleaved", world_size, 6, 2)), shape_keys(microbatches)
+        )
     return received
 
 

@@ -273,7 +273,12 @@ def test_ranks_end_with_a_killed_caller(tmp_path: Path) -> None:
     )
     caller = subprocess.Popen([sys.executable, str(script)], env=environment())
     try:
-        wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)), 60)
+        wait_until(
+            lambda: all(
+                (tmp_path / f"pid-{rank}").exists() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)
+            ),
+            60,
+        )
     finally:
         caller.kill()
         caller.wait()

@@ -1,4 +1,6 @@
-"""Training goes on after `shardwright.recover()` as if nothing had failed, or is refused on every rank where it could not."""
+"""Training goes on after `shardwright.recover()` as if nothing had failed, or is refused on every rank where it
+could not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEPS = 3
 
 
 class _Run:
-    """A tiny Llama under AdamW, whose last decoder layer on this rank, or whose optimizer, fails when `fails` says so."""
+    """A tiny Llama under AdamW, whose last decoder layer on this rank, or whose optimizer, fails when `fails` says
+    so.
+    """
 
     def __init__(self, plugin: Any) -> None:
         self.fails = ""
@@ -32,7 +36,9 @@ class _Run:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._step, optimizer.step = optimizer.step, self._fail_or_step
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
-        layers = [module for module in self.model.unwrap().modules() if type(module).__name__.endswith("LlamaDecoderLayer")]
+        layers = [
+            module for module in self.model.unwrap().modules() if type(module).__name__.endswith("LlamaDecoderLayer")
+        ]
         held = [layer for layer in layers if any(True for _ in layer.parameters())]
         held[-1].register_forward_hook(self._after_forward)
 
@@ -53,7 +59,8 @@ class _Run:
 
     def step(self, number: int) -> None:
         count, place = self.plugin.data_parallel
-        batch = {name: value.chunk(count)[place] for name, value in batch_of(number, seq_len=9 + number).items()}  # new shapes every time
+        # new shapes every time
+        batch = {name: value.chunk(count)[place] for name, value in batch_of(number, seq_len=9 + number).items()}
         if self.fails == "data":
             raise ValueError("in data")
         if self.pipeline:

@@ -1,4 +1,6 @@
-"""Dropout over a tensor-parallel group: per-rank masks on shards, common masks elsewhere, the same ones when recomputed."""
+"""Dropout over a tensor-parallel group: per-rank masks on shards, common masks elsewhere, the same ones when
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def _masks(rank: int, world: int) -> None:
     agree = ((gathered[0] == 0) == (gathered[1] == 0)).double().mean()
     assert abs(agree - (0.3**2 + 0.7**2)) < 0.05
 
-    parallel, replicated = DropoutForParallelInput.from_native_module(nn.Dropout(0.4), group), DropoutForReplicatedInput(0.4, False, group)
+    parallel, replicated = (
+        DropoutForParallelInput.from_native_module(nn.Dropout(0.4), group),
+        DropoutForReplicatedInput(0.4, False, group),
+    )
     x = torch.ones(50, 20)
     assert not _equal_everywhere(parallel(x))
     assert _equal_everywhere(replicated(x))

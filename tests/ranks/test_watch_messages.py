@@ -50,7 +50,9 @@ def count_messages(rank: int, world: int, hybrid: bool) -> None:
         step()
     looks = (time.monotonic() - started) / (0.8 * POLL) + 2
     assert set(sent) <= {"shardwright-watch"}, "a step itself sends nothing"
-    assert len(sent) <= 2 * looks, f"{len(sent)} messages in {looks:.1f} looks: one to say that this rank lives, one to hear of failures"
+    assert len(sent) <= 2 * looks, (
+        f"{len(sent)} messages in {looks:.1f} looks: one to say that this rank lives, one to hear of failures"
+    )
 
 
 def test_messages_go_by_the_clock() -> None:

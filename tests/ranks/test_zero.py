@@ -13,13 +13,15 @@ from shardwright.cluster.mesh import ParallelMesh
 from shardwright.comm.compat import post_accumulate_hooks
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
-from shardwright.zero import buffers, layout
+from shardwright.zero import bucket, layout
 from shardwright.zero.optimizer import ZeroOptimizer
 
 TINY_BUCKET = 700e-6  # 700 elements: several buckets, some of one parameter
 
 
-def train(plan: Plan, mesh: ParallelMesh, rank: int, world_size: int, *, explicit: bool = False, **options: object) -> Trace:
+def train(
+    plan: Plan, mesh: ParallelMesh, rank: int, world_size: int, *, explicit: bool = False, **options: object
+) -> Trace:
     """Train this rank's samples. `explicit`: the script uses no_sync; else every microbatch is reduced."""
     model = Model(plan.dtype)
     if rank:
@@ -60,12 +62,20 @@ def assert_same(trace: Trace, expected: Trace, tolerance: float, label: str) -> 
     for step, (got, wanted) in enumerate(zip(trace.grads, expected.grads, strict=True)):
         for name, value in wanted.items():
             torch.testing.assert_close(
-                got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, s=step: f"{label}: grad {n} step {s}: {m}"
+                got[name],
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name, s=step: f"{label}: grad {n} step {s}: {m}",
             )
     for step, (got, wanted) in enumerate(zip(trace.weights, expected.weights, strict=True)):
         for name, value in wanted.items():
             torch.testing.assert_close(
-                got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name, s=step: f"{label}: {n} step {s}: {m}"
+                got[name],
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name, s=step: f"{label}: {n} step {s}: {m}",
             )
 
 
@@ -116,9 +126,13 @@ def runtime_driven(rank: int, world_size: int) -> None:
     expected = reference(plan)
     for stage in (0, 1, 2):
         model = Model(plan.dtype)
-        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())  # tied by hand below: parts share no parameter
+        # tied by hand below: parts share no parameter
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
         parts = torch.nn.ModuleList(
-            [torch.nn.ModuleList([model.embed, model.first, model.norm]), torch.nn.ModuleList([model.sometimes, model.second])]
+            [
+                torch.nn.ModuleList([model.embed, model.first, model.norm]),
+                torch.nn.ModuleList([model.sometimes, model.second]),
+            ]
         )
         sections = {param: number for number, part in enumerate(parts) for param in part.parameters()}
         zero = ZeroOptimizer(
@@ -153,7 +167,9 @@ def runtime_driven(rank: int, world_size: int) -> None:
             part, _, rest = name.partition(".")
             if part in names and part != "embed":  # the reference's embedding is tied to the head
                 got = grads[f"{names[part]}.{rest}"]
-                torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, s=stage: f"stage {s}: {n}: {m}")
+                torch.testing.assert_close(
+                    got, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, s=stage: f"stage {s}: {n}: {m}"
+                )
         zero.step()
         with pytest.raises(ValueError, match="zero_grad"):
             zero.backward(loss_of(model, batch(0, 0)))
@@ -165,12 +181,12 @@ def test_runtimes_reduce_without_hooks() -> None:
 
 
 def without_grad_dtype(rank: int, world_size: int) -> None:
-    """torch 2.11 cannot give a bf16 parameter an fp32 gradient: hooks add each microbatch's to the fp32 buffer, with the same result
-    except where autograd itself adds up the uses of a tied weight, in bf16 then."""
+    """torch 2.11 cannot give a bf16 parameter an fp32 gradient: hooks add each microbatch's to the fp32 buffer, with
+    the same result except where autograd itself adds up the uses of a tied weight, in bf16 then."""
     mesh = ParallelMesh()
     plan = Plan(accumulation=2, steps=1)
     now = train(plan, mesh, rank, world_size, stage=1, explicit=True, precision=PrecisionPolicy("bf16"))
-    buffers.HAS_GRAD_DTYPE = False
+    bucket.HAS_GRAD_DTYPE = False
     then = train(plan, mesh, rank, world_size, stage=1, explicit=True, precision=PrecisionPolicy("bf16"))
     for name, grad in now.grads[0].items():
         if name == "embed.weight":

@@ -1,4 +1,6 @@
-"""ZeRO beside model axes: gradients that are partial over tp, rows that tp ranks share, copies tied over stages, one norm."""
+"""ZeRO beside model axes: gradients that are partial over tp, rows that tp ranks share, copies tied over stages, one
+norm.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Local(nn.Module):
 
 
 def local_gradient(name: str, step: int, mesh: ParallelMesh, stage_rank: int) -> torch.Tensor:
-    """What this rank's backward would compute: summed over ranks as the spec says and averaged over dp it is `full_gradient`."""
+    """What this rank's backward would compute: summed over ranks as the spec says and averaged over dp it is
+    `full_gradient`.
+    """
     tp, coordinate, dp = mesh.size("tp"), mesh.coordinate("tp"), mesh.coordinate("dp")
     spec, full = spec_of(name, tp), full_gradient(name, step)
     # Data-parallel ranks differ, with the mean right; so do the ranks that a sum runs over.
@@ -78,7 +82,14 @@ def axes(rank: int, world_size: int, tp: int, pp: int, stage: int) -> None:
     stage_rank = mesh.coordinate("pp")
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     zero = ZeroOptimizer(
-        optim, model, mesh, stage=stage, max_norm=0.7, bucket_size_in_m=20e-6, tied_groups=tied, launch_in_backward=stage == 1
+        optim,
+        model,
+        mesh,
+        stage=stage,
+        max_norm=0.7,
+        bucket_size_in_m=20e-6,
+        tied_groups=tied,
+        launch_in_backward=stage == 1,
     )
     for step in range(STEPS):
         loss = sum((getattr(model, name) * local_gradient(name, step, mesh, stage_rank)).sum() for name in FULL)
@@ -100,7 +111,11 @@ def axes(rank: int, world_size: int, tp: int, pp: int, stage: int) -> None:
             spec = spec_of(name, tp)
             expected = spec.shard(param.detach(), mesh.coordinate("tp"))
             torch.testing.assert_close(
-                getattr(model, name).detach(), expected, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, s=step: f"{n} step {s}: {m}"
+                getattr(model, name).detach(),
+                expected,
+                rtol=1e-10,
+                atol=1e-10,
+                msg=lambda m, n=name, s=step: f"{n} step {s}: {m}",
             )
 
 
@@ -128,7 +143,9 @@ def fsdp_axes(rank: int, world_size: int) -> None:
         torch.testing.assert_close(layer.weight.detach(), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("tp", "pp", "stage"), [(2, 1, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "stage"), [(2, 1, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 0), (2, 1, 0)]
+)
 def test_gradients_follow_their_spec(tp: int, pp: int, stage: int) -> None:
     run_ranks(axes, 4, tp, pp, stage, timeout=60)
 

@@ -52,7 +52,9 @@ def stage_3(rank: int, world_size: int) -> None:
         expected = reference(plan)
         for size in (None, 2):
             for explicit in (True, False):
-                trace = boosted_run(plan, rank, world_size, stage=3, precision="fp32", zero_group_size=size, explicit=explicit)
+                trace = boosted_run(
+                    plan, rank, world_size, stage=3, precision="fp32", zero_group_size=size, explicit=explicit
+                )
                 assert_same(trace, expected, 1e-10, f"{name}, k {size}, {explicit}")
 
 
@@ -62,13 +64,20 @@ def test_stage_3_matches_one_process(world_size: int) -> None:
 
 
 def half_precision(rank: int, world_size: int) -> None:
-    """bf16 and fp16 runs stay as close to the fp32 run of one process as one process under autocast does, twice over."""
+    """bf16 and fp16 runs stay as close to the fp32 run of one process as one process under autocast does, twice
+    over.
+    """
     plan = Plan(max_norm=1.0, accumulation=2)
     expected = reference(plan)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         with torch.autocast("cpu", dtype):
             noise = drift(reference(plan), expected)
-        for options in ({"stage": 1}, {"stage": 2, "communication_dtype": dtype}, {"stage": 2, "overlap_allgather": True}, {"stage": 3}):
+        for options in (
+            {"stage": 1},
+            {"stage": 2, "communication_dtype": dtype},
+            {"stage": 2, "overlap_allgather": True},
+            {"stage": 3},
+        ):
             trace = boosted_run(plan, rank, world_size, precision=precision, initial_scale=2.0**8, **options)
             assert drift(trace, expected) <= 2 * noise, f"{precision} {options}: {drift(trace, expected)} > 2 x {noise}"
     trace = boosted_run(plan, rank, world_size, precision="bf16", master_weights=False)
@@ -92,14 +101,21 @@ def overflow(rank: int, world_size: int) -> None:
     """An infinite gradient on one rank skips the step on all and, when patience is over, lowers the scale on all."""
     for stage, size in ((1, None), (2, 2), (3, None)):
         booster = Booster(
-            plugin=LowLevelZeroPlugin(stage, "fp16", initial_scale=1024, hysteresis=2, growth_interval=3, zero_group_size=size)
+            plugin=LowLevelZeroPlugin(
+                stage, "fp16", initial_scale=1024, hysteresis=2, growth_interval=3, zero_group_size=size
+            )
         )
         model = Model()
         model, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         share = SAMPLES // world_size
 
         def step(
-            number: int, bad: bool = False, model: Model = model, optim: object = optim, share: int = share, booster: Booster = booster
+            number: int,
+            bad: bool = False,
+            model: Model = model,
+            optim: object = optim,
+            share: int = share,
+            booster: Booster = booster,
         ) -> bool:
             before = [weights(param) for param in model.parameters()]
             loss = loss_of(model, batch(number, 0)[rank * share : (rank + 1) * share])
@@ -147,7 +163,12 @@ def kept_in_fp32(rank: int, world_size: int) -> None:
     model = Mixed()
     model, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     assert model.first.weight.dtype == torch.bfloat16
-    assert {model.precise.weight.dtype, model.bn.weight.dtype, model.bn.running_mean.dtype, model.frequencies.dtype} == {torch.float32}
+    assert {
+        model.precise.weight.dtype,
+        model.bn.weight.dtype,
+        model.bn.running_mean.dtype,
+        model.frequencies.dtype,
+    } == {torch.float32}
     assert model.table.dtype == torch.bfloat16
     booster.backward(model(torch.randn(4, 8)).float().sum(), optim)
     assert {bucket.shard_grad.dtype for bucket in optim.buckets} == {torch.float32}

@@ -68,11 +68,21 @@ def memory(rank: int, world_size: int) -> None:
         if size > world_size:
             continue
         mesh = ParallelMesh(zero_group_size=size)
-        for stage, expected in ((0, 2 + 4 + 12), (1, 2 + 4 + 12 / size), (2, 2 + (4 + 12) / size), (3, (4 + 12) / size)):
+        for stage, expected in (
+            (0, 2 + 4 + 12),
+            (1, 2 + 4 + 12 / size),
+            (2, 2 + (4 + 12) / size),
+            (3, (4 + 12) / size),
+        ):
             model = Wide()
             numel = sum(param.numel() for param in model.parameters())
             optim = ZeroOptimizer(
-                torch.optim.AdamW(model.parameters()), model, mesh, stage=stage, precision=PrecisionPolicy("bf16"), bucket_size_in_m=bucket
+                torch.optim.AdamW(model.parameters()),
+                model,
+                mesh,
+                stage=stage,
+                precision=PrecisionPolicy("bf16"),
+                bucket_size_in_m=bucket,
             )
             x = torch.randn(4, 256, dtype=torch.bfloat16)
 
@@ -99,7 +109,9 @@ def memory(rank: int, world_size: int) -> None:
 
 
 def memory_at_boost(rank: int, world_size: int) -> None:
-    """Every bucket takes the place of what its parameters were loaded into before the next one is made, and gradients come last."""
+    """Every bucket takes the place of what its parameters were loaded into before the next one is made, and
+    gradients come last.
+    """
     gc.collect()
     gc.freeze()
     broadcast, seen = dist.broadcast, []
@@ -122,7 +134,8 @@ def memory_at_boost(rank: int, world_size: int) -> None:
             bucket_size_in_m=0.06,  # one layer
         )
         assert len(seen) >= len(optim.buckets) == 8
-        # Parameters, masters and values on their way, and those of the bucket before, which gloo's thread lets go of when it gets to it
+        # Parameters, masters and values on their way, and those of the bucket before, which gloo's thread lets go of
+        # when it gets to it
         one = max(bucket.plan.numel for bucket in optim.buckets) * (2 + 4 / world_size + 4 + 4)
         assert max(seen) <= loaded + one, f"stage {stage}: {max(seen)} bytes at boost, {loaded} loaded"
         assert seen[-1] < seen[0], "the storage of parameters that have moved is given back"
@@ -147,7 +160,10 @@ def in_pieces(rank: int, world_size: int) -> None:
     mesh = ParallelMesh(zero_group_size=2)
     for stage in (0, 1, 2, 3):
         for wire in (None, torch.bfloat16):
-            for precision, kind in (("bf16", torch.optim.AdamW), ("fp32", torch.optim.AdamW if wire else torch.optim.Adafactor)):
+            for precision, kind in (
+                ("bf16", torch.optim.AdamW),
+                ("fp32", torch.optim.AdamW if wire else torch.optim.Adafactor),
+            ):
                 weights = []
                 for each in (12, size):
                     model = Giant()
@@ -162,7 +178,9 @@ def in_pieces(rank: int, world_size: int) -> None:
                         overlap_communication=stage != 1,
                     )
                     for step in range(2):
-                        ids = torch.randint(0, 1500 + 100 * step, (5, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+                        ids = torch.randint(
+                            0, 1500 + 100 * step, (5, 9), generator=torch.Generator().manual_seed(10 * step + rank)
+                        )
                         for scale in (1.0, 0.3):
                             with optim.no_sync() if scale == 1.0 and precision == "fp32" else nullcontext():
                                 optim.backward(scale * model(ids.flip(0) if scale < 1 else ids).float().square().mean())
@@ -245,7 +263,9 @@ def traffic(rank: int, world_size: int) -> None:
                     optim.reducer.require_sync = micro == micros - 1
                     optim.backward(model(torch.randn(4, 256, dtype=torch.bfloat16)).float().pow(2).mean())
                 optim.step()
-            formula = closed_form_bytes([bucket.plan for bucket in optim.buckets], world_size // size, gradient_itemsize=4)
+            formula = closed_form_bytes(
+                [bucket.plan for bucket in optim.buckets], world_size // size, gradient_itemsize=4
+            )
             scatters = micros if stage == 2 else 1
             assert counter.sent["pairwise"] == scatters * formula["reduce_scatter"] + formula["all_gather"]
             assert counter.sent["all_reduce"] == formula["all_reduce"]
@@ -277,7 +297,9 @@ def state_round_trip(rank: int, world_size: int) -> None:
             step(model, optim, number, number != 1)
         saved = {
             shard.name: LoadedShard(
-                shard.master.clone(), {k: v.clone() for k, v in shard.state.items()}, {k: v.clone() for k, v in shard.extra.items()}
+                shard.master.clone(),
+                {k: v.clone() for k, v in shard.state.items()},
+                {k: v.clone() for k, v in shard.extra.items()},
             )
             for shard in optim.shards()
         }
@@ -290,7 +312,9 @@ def state_round_trip(rank: int, world_size: int) -> None:
         dist.all_gather_object(totals, held)
         for name, param in model.named_parameters():
             if param.requires_grad:
-                assert sum(total.get(name, 0) for total in totals) == param.numel(), f"{name} is not covered exactly once"
+                assert sum(total.get(name, 0) for total in totals) == param.numel(), (
+                    f"{name} is not covered exactly once"
+                )
         for number in range(3, 5):
             step(model, optim, number, True)
         other = Model()
@@ -317,8 +341,8 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def whole_parameters(rank: int, world_size: int) -> None:
-    """Muon iterates in bf16, where one flipped bit in the gradient's sum grows to 1e-2 of an update: layouts that add in the same
-    order are compared bit by bit, one process within that noise."""
+    """Muon iterates in bf16, where one flipped bit in the gradient's sum grows to 1e-2 of an update: layouts that add
+    in the same order are compared bit by bit, one process within that noise."""
     plan = Plan(optimizer=muon, accumulation=2, sometimes=True)
     expected = reference(plan)
     one = train(plan, ParallelMesh(zero_group_size=1), rank, world_size, stage=0, explicit=True)
@@ -326,7 +350,8 @@ def whole_parameters(rank: int, world_size: int) -> None:
         trace = train(plan, ParallelMesh(), rank, world_size, stage=stage, explicit=True)
         if stage == 1:
             assert_bitwise(trace, one, f"Muon, stage {stage}")
-        trace.norms, trace.grads = expected.norms, expected.grads  # the reference's are of all parameters, Muon has the matrices
+        # the reference's are of all parameters, Muon has the matrices
+        trace.norms, trace.grads = expected.norms, expected.grads
         assert_same(trace, expected, 2e-3, f"Muon, stage {stage}")
 
 

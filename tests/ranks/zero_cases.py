@@ -76,7 +76,9 @@ def batch(step: int, micro: int) -> torch.Tensor:
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, with_sometimes: bool = True) -> torch.Tensor:
     logits = model(tokens[:, :-1], with_sometimes)
-    return nn.functional.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten()
+    )
 
 
 def uses(plan: Plan, step: int) -> bool:
@@ -105,7 +107,9 @@ def reference(plan: Plan) -> Trace:
             loss.backward()
             total += loss.item()
         params = [param for param in model.parameters() if param.grad is not None]
-        trace.grads.append({name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None})
+        trace.grads.append(
+            {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        )
         norm = nn.utils.get_total_norm([param.grad for param in params])
         trace.norms.append(norm.item())
         if plan.max_norm:

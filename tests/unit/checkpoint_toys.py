@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright import Booster
-from shardwright.checkpoint import disk
+from shardwright.files import disk
 
 
 class Toy:
@@ -38,7 +38,9 @@ class Toy:
             self.lrs.step()
 
     def save(self, path: Path, **settings: Any) -> None:
-        self.booster.save(path, model=self.model, optimizer=self.optimizer, lr_scheduler=self.lrs, step=self.steps, **settings)
+        self.booster.save(
+            path, model=self.model, optimizer=self.optimizer, lr_scheduler=self.lrs, step=self.steps, **settings
+        )
 
     def load(self, path: Path) -> dict[str, Any]:
         state = self.booster.load(path, model=self.model, optimizer=self.optimizer, lr_scheduler=self.lrs)

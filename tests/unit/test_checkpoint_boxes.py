@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from shardwright.checkpoint.boxes import Box, flat_boxes, parts_of, whole
+from shardwright.files.boxes import Box, flat_boxes, parts_of, whole
 from shardwright.spec import ParamSpec, Piece, even_pieces, joined_pieces
 
 
@@ -25,7 +25,8 @@ def test_flat_ranges(shape: tuple[int, ...]) -> None:
 
 def specs() -> list[ParamSpec]:
     fused = joined_pieces(even_pieces(12, 4, 0), even_pieces(8, 4, 12), even_pieces(8, 4, 20))
-    shared = tuple((Piece(0, 4), Piece(8 + 2 * (rank // 2), 2)) for rank in range(4))  # first rows everywhere, others in pairs
+    # first rows everywhere, others in pairs
+    shared = tuple((Piece(0, 4), Piece(8 + 2 * (rank // 2), 2)) for rank in range(4))
     return [
         ParamSpec("plain", (9, 5)),
         ParamSpec("scalar", ()),

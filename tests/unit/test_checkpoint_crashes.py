@@ -1,4 +1,6 @@
-"""A save that is cut off anywhere, and files that rot afterwards: the next load takes the newest checkpoint that is whole."""
+"""A save that is cut off anywhere, and files that rot afterwards: the next load takes the newest checkpoint that is
+whole.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 from checkpoint_toys import Toy, check_resumed, killed_at, operations, trained
 
-from shardwright.checkpoint import disk
-from shardwright.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from shardwright.files import disk
+from shardwright.files.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 SETTINGS = {
     "beside the last one": ("step-2", {}),

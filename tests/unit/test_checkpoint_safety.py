@@ -1,4 +1,6 @@
-"""Files that lie about themselves: typed errors, nothing opened outside the directory, nothing allocated on their word."""
+"""Files that lie about themselves: typed errors, nothing opened outside the directory, nothing allocated on their
+word.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwright import Booster
-from shardwright.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UnsafeCheckpoint
 from shardwright.checkpoint.manifest import MANIFEST, MARKER, Manifest, commit
-from shardwright.checkpoint.tensor_file import TensorFile, pending, write_tensors
+from shardwright.files.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    UnsafeCheckpoint,
+)
+from shardwright.files.tensor_file import TensorFile, pending, write_tensors
 
 
 def hf_directory(path: Path) -> Path:
@@ -58,14 +66,28 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return paths
 
 
-BAD_NAMES = ["../secret.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "", "a\\b", "a\0b", 5, None, ["a.safetensors"]]
+BAD_NAMES = [
+    "../secret.safetensors",
+    "/etc/passwd",
+    "sub/a.safetensors",
+    "..",
+    ".",
+    "",
+    "a\\b",
+    "a\0b",
+    5,
+    None,
+    ["a.safetensors"],
+]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=repr)
 def test_an_index_that_points_elsewhere(tmp_path: Path, name: Any, opened: list[str]) -> None:
     directory = hf_directory(tmp_path / "model")
     save_file({"weight": torch.ones(2, 3)}, tmp_path / "secret.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "bias": name}}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"weight": "a.safetensors", "bias": name}})
+    )
     opened.clear()
     with pytest.raises(UnsafeCheckpoint):
         load_model(directory)
@@ -166,7 +188,9 @@ TABLES = {
     "negative box": lambda table: first_chunk(table).update(start=[-1, 0]),
     "box of other dims": lambda table: first_chunk(table).update(size=[15]),
     "chunk that the file does not hold": lambda table: first_chunk(table).update(key="999"),
-    "chunk of another shape": lambda table: first_chunk(table).update(key=table["tensors"]["weights/0.bias"]["chunks"][0]["key"]),
+    "chunk of another shape": lambda table: first_chunk(table).update(
+        key=table["tensors"]["weights/0.bias"]["chunks"][0]["key"]
+    ),
     "half of a tensor": lambda table: first_chunk(table).update(size=[2, 3]),
     "huge shape": lambda table: table["tensors"]["weights/0.weight"].update(shape=[2**60, 3]),
     "unknown dtype": lambda table: table["tensors"]["weights/0.weight"].update(dtype="F33"),
@@ -227,18 +251,36 @@ def test_what_is_not_plain_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="which a checkpoint cannot hold"):
             toy.save(tmp_path / "run", extra=extra)
     assert not (tmp_path / "run").exists()
-    extra = {"none": None, "tuple": (1, (2.5, float("inf"))), 3: {"x": [True]}, "tensor": torch.arange(4), "half": torch.ones(2).bfloat16()}
+    extra = {
+        "none": None,
+        "tuple": (1, (2.5, float("inf"))),
+        3: {"x": [True]},
+        "tensor": torch.arange(4),
+        "half": torch.ones(2).bfloat16(),
+    }
     toy.save(tmp_path / "run", extra=extra)
     loaded = Toy().load(tmp_path / "run")["extra"]
     assert {key: loaded[key] for key in ("none", "tuple", 3)} == {key: extra[key] for key in ("none", "tuple", 3)}
-    assert all(torch.equal(loaded[key], extra[key]) and loaded[key].dtype == extra[key].dtype for key in ("tensor", "half"))
+    assert all(
+        torch.equal(loaded[key], extra[key]) and loaded[key].dtype == extra[key].dtype for key in ("tensor", "half")
+    )
     with pytest.raises(ValueError, match="step='one'"):
         toy.booster.save(tmp_path / "run", model=toy.model, step="one")
     with pytest.raises(ValueError, match="pickle"):
         toy.booster.save_model(toy.model, tmp_path / "hf", use_safetensors=False)
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
 DTYPES += [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
 
 
@@ -253,7 +295,10 @@ def test_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
         for read in (theirs[name], ours.tensor(name)):
             assert read.dtype == tensor.dtype
             assert read.shape == tensor.shape
-            assert torch.equal(read.float() if read.dtype.itemsize == 1 else read, tensor.float() if read.dtype.itemsize == 1 else tensor)
+            assert torch.equal(
+                read.float() if read.dtype.itemsize == 1 else read,
+                tensor.float() if read.dtype.itemsize == 1 else tensor,
+            )
 
 
 def test_errors_have_types() -> None:

@@ -28,7 +28,10 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_help_does_not_import_torch() -> None:
-    code = "import sys, shardwright.cli.main as m; m.build_parser(); assert 'torch' not in sys.modules, 'torch was imported'"
+    code = (
+        "import sys, shardwright.cli.main as m; m.build_parser(); assert 'torch' not in sys.modules, 'torch "
+        "was imported'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -43,12 +46,16 @@ def test_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_finds_this_machine_ready() -> None:
     """In a process of its own, because it starts a process group."""
-    done = subprocess.run([sys.executable, "-m", "shardwright.cli", "doctor"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright.cli", "doctor"], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Ready to train." in done.stdout
 
 
-def test_doctor_says_how_to_fix_what_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_how_to_fix_what_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from shardwright.cli import doctor
 
     versions = {"torch": None, "transformers": "4.51.3", "safetensors": "0.8.0"}
@@ -74,7 +81,10 @@ PLAN = ["plan", "--world-size", "2", "--model"]
         ([*PLAN, "lama-8b"], "there is no model 'lama-8b'"),
         ([*PLAN, "lama-8b"], "did you mean 'llama-8b'?"),
         ([*PLAN, "nothing/here"], "there is no model 'nothing/here'"),
-        ([*PLAN, "llama-tiny", "--config", "missing.py"], "config='missing.py' must be a dict or an existing Python file"),
+        (
+            [*PLAN, "llama-tiny", "--config", "missing.py"],
+            "config='missing.py' must be a dict or an existing Python file",
+        ),
         ([*PLAN, "llama-tiny", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["plan", "--model", "llama-tiny", "--world-size", "0"], "--world-size 0 must be at least 1"),
     ],
@@ -94,7 +104,8 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
     """As `shardwright doctor | head -1` does: the pipe is closed before the last line is written."""
     code = (
         "import sys, time, shardwright.cli.doctor as doctor\n"
-        "doctor.checks = lambda: (time.sleep(0.3) or doctor.Check(f'check {n}', True, 'x' * 70000, '') for n in range(4))\n"
+        "doctor.checks = lambda: (time.sleep(0.3) or doctor.Check(f'check {n}', True, 'x' * 70000, '') for n in "
+        "range(4))\n"
         "from shardwright.cli.main import main\n"
         "sys.exit(main(['doctor']))"
     )
@@ -117,10 +128,18 @@ def test_every_extra_is_for_something_that_is_imported() -> None:
     text = (root / "setup.py").read_text()
     block = re.search(r"^EXTRAS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)
     assert block is not None
-    extras = {name: [re.split(r"[<>=]", package)[0] for package in packages] for name, packages in eval(block[1]).items()}
+    extras = {
+        name: [re.split(r"[<>=]", package)[0] for package in packages] for name, packages in eval(block[1]).items()
+    }
     extras.pop("test")
-    code = "\n".join(path.read_text() for folder in ("shardwright", "examples", "benchmarks") for path in (root / folder).rglob("*.py"))
+    code = "\n".join(
+        path.read_text()
+        for folder in ("shardwright", "examples", "benchmarks")
+        for path in (root / folder).rglob("*.py")
+    )
     for name, packages in extras.items():
         for package in packages:
             module = package.replace("-", "_")
-            assert re.search(rf"^\s*(import|from) {module}\b", code, re.MULTILINE), f"nothing imports {package} of extra {name!r}"
+            assert re.search(rf"^\s*(import|from) {module}\b", code, re.MULTILINE), (
+                f"nothing imports {package} of extra {name!r}"
+            )

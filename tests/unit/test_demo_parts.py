@@ -39,7 +39,10 @@ def test_probabilities_are_the_frequencies_after_the_same_beginning() -> None:
         for place in range(3):
             before = tuple(step.word for step in sentence[:place])
             counts[before][sentence[place].word] += 1
-            assert stated.setdefault((before, sentence[place].word), sentence[place].probability) == sentence[place].probability
+            assert (
+                stated.setdefault((before, sentence[place].word), sentence[place].probability)
+                == sentence[place].probability
+            )
     for (before, word), probability in stated.items():
         seen = counts[before].total()
         if seen > 500:
@@ -82,12 +85,16 @@ def test_questions_of_a_kind_have_one_length_and_known_words() -> None:
     assert {kind: len(found) for kind, found in lengths.items()} == {"sums": 1, "agreement": 1}
 
 
-@pytest.mark.parametrize(("batch", "wanted", "expected"), [(32, 3, (2, 4)), (32, 4, (4, 4)), (30, 7, (6, 8)), (4, 99, (16, 16))])
+@pytest.mark.parametrize(
+    ("batch", "wanted", "expected"), [(32, 3, (2, 4)), (32, 4, (4, 4)), (30, 7, (6, 8)), (4, 99, (16, 16))]
+)
 def test_nearest_worlds(batch: int, wanted: int, expected: tuple[int, int]) -> None:
     assert nearest_worlds(batch, wanted) == expected
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (2, 1, 2, 1), (3, 1, 1, 3), (4, 2, 2, 1), (6, 1, 2, 3), (8, 2, 2, 2)])
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (2, 1, 2, 1), (3, 1, 1, 3), (4, 2, 2, 1), (6, 1, 2, 3), (8, 2, 2, 2)]
+)
 def test_layouts_use_all_ranks(world: int, tp: int, pp: int, dp: int) -> None:
     layout = Layout.for_world(world, 24, "cpu")
     assert (layout.tp, layout.pp, layout.dp) == (tp, pp, dp)
@@ -96,7 +103,9 @@ def test_layouts_use_all_ranks(world: int, tp: int, pp: int, dp: int) -> None:
 
 
 def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 parts, which does not divide --batch-size 16.*world size of 2 or 4.*batch size of 18"):
+    with pytest.raises(
+        ValueError, match=r"3 parts, which does not divide --batch-size 16.*world size of 2 or 4.*batch size of 18"
+    ):
         DemoSettings(world_size=3)
 
 
@@ -114,7 +123,9 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
 )
-def test_bad_options_end_with_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_end_with_one_clear_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["demo", *options])
     assert end.value.code == 2
@@ -146,4 +157,8 @@ def test_ticks_enclose_the_values() -> None:
 
 
 def test_running_mean_looks_back() -> None:
-    assert [point.y for point in running_mean([Point(1, 1.0), Point(2, 3.0), Point(3, 5.0)], window=2)] == [1.0, 2.0, 4.0]
+    assert [point.y for point in running_mean([Point(1, 1.0), Point(2, 3.0), Point(3, 5.0)], window=2)] == [
+        1.0,
+        2.0,
+        4.0,
+    ]

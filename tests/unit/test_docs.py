@@ -1,7 +1,9 @@
 """README and docs say what is true: their code runs, their commands and links exist.
 
-A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks, ```python torchrun=1,4 as one process and on
-four ranks: with what torchrun tells its ranks, which tests/examples and tests/ranks/test_demo.py start by torchrun itself.
+A block that begins with ```python runs as one process, ```python torchrun=2 on two ranks,
+```python
+torchrun=1,4 as one process and on four ranks: with what torchrun tells its ranks, which tests/examples and
+tests/ranks/test_demo.py start by torchrun itself.
 ```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
 """
 
@@ -48,7 +50,9 @@ def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code)
     if "run_ranks" in block.code:  # a script that starts ranks by itself has a fork server of its own
-        done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
+        done = subprocess.run(
+            [sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110
+        )
         assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
         return
     for ranks in map(int, block.options.get("torchrun", "1").split(",")):
@@ -58,7 +62,10 @@ def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
 
 def test_a_block_that_fails_on_one_rank_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "block.py"
-    code = "import shardwright\nshardwright.launch_from_torch()\nprint('joined')\nassert int(__import__('os').environ.get('RANK', 1)) == 0"
+    code = (
+        "import shardwright\nshardwright.launch_from_torch()\nprint('joined')\nassert "
+        "int(__import__('os').environ.get('RANK', 1)) == 0"
+    )
     script.write_text(code)
     for ranks in (1, 2):
         codes, shown = run_forked(ranks, script, cwd=tmp_path)
@@ -83,7 +90,8 @@ def test_commands_exist() -> None:
 
 def test_links_lead_somewhere() -> None:
     for path in DOCUMENTS:
-        prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)  # code indexes and calls, which looks alike
+        # code indexes and calls, which looks alike
+        prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
             if not re.match(r"\w+:", target):
                 assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target} does not exist"

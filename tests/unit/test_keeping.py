@@ -1,4 +1,6 @@
-"""Regions that recompute what is cheap: against the same module without a checkpoint, bit by bit, and with its operators counted."""
+"""Regions that recompute what is cheap: against the same module without a checkpoint, bit by bit, and with its
+operators counted.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def trained(run: Run, module: nn.Module, length: int = 6, layers: int = 2) -> tu
 @pytest.mark.parametrize(("dropout", "eager"), [(0.0, False), (0.3, False), (0.3, True)])
 def test_gradients_are_bitwise_equal_and_no_product_runs_twice(dropout: float, eager: bool) -> None:
     module = Block(dropout, eager).double()
-    (expected, plain), (found, counted), (_, again) = (trained(run, module) for run in (plainly, selectively, run_checkpointed))
+    (expected, plain), (found, counted), (_, again) = (
+        trained(run, module) for run in (plainly, selectively, run_checkpointed)
+    )
     assert all(map(torch.equal, expected, found))
     assert counted == plain
     assert sum(again.values()) > sum(plain.values()), "whole layers repeat their products"
@@ -124,7 +128,9 @@ def test_a_product_with_a_short_contraction_is_recomputed() -> None:
     module, x = Adapted(), torch.randn(64, 64)
     with measure(module.parameters()) as saved:
         selectively(module, x.requires_grad_())
-    assert saved.bytes == 4 * 64 * (64 + 64 + 1), "the input, the linear's output and the first product of the correction"
+    assert saved.bytes == 4 * 64 * (64 + 64 + 1), (
+        "the input, the linear's output and the first product of the correction"
+    )
 
 
 def test_only_what_is_read_again_is_kept() -> None:
@@ -137,7 +143,8 @@ def test_only_what_is_read_again_is_kept() -> None:
         amounts.append(saved.bytes)
     token = 3 * 6 * 4
     assert amounts[2] == token * HIDDEN
-    # The input, q, k, v and o, attention and its sums, gate and up; down's output is not read, the sum with it is nobody's input.
+    # The input, q, k, v and o, attention and its sums, gate and up; down's output is not read, the sum with it is
+    # nobody's input.
     assert amounts[1] == token * (6 * HIDDEN + HEADS + 2 * 40)
     assert amounts[1] < 0.6 * amounts[0]
 
@@ -225,7 +232,9 @@ def test_a_checkpoint_inside_of_the_layer_recomputes_what_it_holds() -> None:
     def nested(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(module, x.sin(), use_reentrant=False).cos()
 
-    (expected, _), (found, _) = (trained(run, module) for run in (lambda _, x: nested(x), lambda _, x: selectively(nested, x)))
+    (expected, _), (found, _) = (
+        trained(run, module) for run in (lambda _, x: nested(x), lambda _, x: selectively(nested, x))
+    )
     assert all(map(torch.equal, expected, found))
 
 
@@ -267,7 +276,9 @@ def test_edits_behind_the_layer_are_refused(shape: tuple[int, ...], bias: bool) 
 
     y, z = selectively(forward, x)
     y.mul_(2.0)
-    with pytest.raises(ValueError, match=r"an output of aten.(add)?mm that a selectively recomputed layer keeps was edited in place"):
+    with pytest.raises(
+        ValueError, match=r"an output of aten.(add)?mm that a selectively recomputed layer keeps was edited in place"
+    ):
         (y.sum() + z.sum()).backward()
 
 
@@ -285,7 +296,9 @@ def test_a_layer_that_computes_something_else_the_second_time_is_refused() -> No
 
 def test_a_region_lets_go_of_what_it_kept_as_it_is_recomputed() -> None:
     region, module = Region(Selection()), Block()
-    y = checkpoint(module, torch.randn(2, 5, HIDDEN, requires_grad=True), use_reentrant=False, context_fn=region.contexts)
+    y = checkpoint(
+        module, torch.randn(2, 5, HIDDEN, requires_grad=True), use_reentrant=False, context_fn=region.contexts
+    )
     kept = list(map(weakref.ref, region.tensors()))
     assert len(kept) == 8, "q, k, v, o, attention and its sums, gate and up"
     y.sum().backward()

@@ -32,7 +32,8 @@ if sys.argv[1:] == ["fail"] and coordinator.is_last_process():
 if sys.argv[1:] == ["fail"]:
     dist.all_reduce(total)
 # One write, its newline in it: the ranks share a pipe, and an unbuffered print() writes the newline on its own.
-sys.stdout.write(f"RANK {dist.get_rank()} OF {dist.get_world_size()} {dist.get_backend()} {int(total)} {drawn.item():.6f}\\n")
+place = f"RANK {dist.get_rank()} OF {dist.get_world_size()}"
+sys.stdout.write(f"{place} {dist.get_backend()} {int(total)} {drawn.item():.6f}\\n")
 """
 
 
@@ -53,7 +54,9 @@ def lines(text: str) -> list[str]:
 
 
 def test_the_same_script_under_python_torchrun_and_slurm(script: str) -> None:
-    plain = subprocess.run([sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=100, check=True)
+    plain = subprocess.run(
+        [sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=100, check=True
+    )
     [alone] = lines(plain.stdout)
     assert alone.startswith("RANK 0 OF 1 gloo 1")
     drawn = alone.split()[-1]
@@ -66,7 +69,11 @@ def test_the_same_script_under_python_torchrun_and_slurm(script: str) -> None:
         subprocess.Popen(
             [sys.executable, script],
             env=clean_environment(
-                SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS="2", SLURM_JOB_ID=str(os.getpid()), SLURM_NODELIST="localhost"
+                SLURM_PROCID=str(rank),
+                SLURM_LOCALID=str(rank),
+                SLURM_NTASKS="2",
+                SLURM_JOB_ID=str(os.getpid()),
+                SLURM_NODELIST="localhost",
             ),
             stdout=subprocess.PIPE,
             text=True,
@@ -82,7 +89,9 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_last(script: str) -> Non
     processes = [
         subprocess.Popen(
             [sys.executable, script, "fail"],
-            env=clean_environment(SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_JOB_ID=str(os.getpid() + 7), SLURM_NODELIST="localhost"),
+            env=clean_environment(
+                SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_JOB_ID=str(os.getpid() + 7), SLURM_NODELIST="localhost"
+            ),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -98,11 +107,17 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_last(script: str) -> Non
 
 
 def test_identity_from_each_launcher() -> None:
-    torchrun = environment.detect({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    torchrun = environment.detect(
+        {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    )
     assert (torchrun.rank, torchrun.world_size, torchrun.local_rank, torchrun.host, torchrun.port) == (3, 8, 1, "a", 1)
-    srun = environment.detect({"SLURM_PROCID": "5", "SLURM_NPROCS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-09],x"})
+    srun = environment.detect(
+        {"SLURM_PROCID": "5", "SLURM_NPROCS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-09],x"}
+    )
     assert (srun.rank, srun.world_size, srun.local_rank, srun.host, srun.port) == (5, 8, 1, "gpu07", 15000)
-    mpirun = environment.detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    mpirun = environment.detect(
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    )
     assert (mpirun.rank, mpirun.world_size, mpirun.local_rank, mpirun.host) == (1, 2, 1, "127.0.0.1")
     assert environment.detect({}).world_size == 1
     with pytest.raises(ValueError, match="SLURM_PROCID"):
@@ -112,7 +127,8 @@ def test_identity_from_each_launcher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[003-006,9],cpu1", "gpu003"), ("a,b", "a"), ("n[1-2].example", "n1.example"), ("localhost", "localhost")]
+    ("nodes", "host"),
+    [("gpu[003-006,9],cpu1", "gpu003"), ("a,b", "a"), ("n[1-2].example", "n1.example"), ("localhost", "localhost")],
 )
 def test_first_host(nodes: str, host: str) -> None:
     assert environment.first_host(nodes) == host
@@ -136,7 +152,9 @@ def test_an_explicit_backend_is_honoured(backend: str) -> None:
     assert resolve_backend(backend) == backend
 
 
-@pytest.mark.parametrize(("backend", "words"), [("glooo", "did you mean 'gloo'"), ("mpi", "'nccl', 'gloo'"), ("cuda:hccl", "'hccl'")])
+@pytest.mark.parametrize(
+    ("backend", "words"), [("glooo", "did you mean 'gloo'"), ("mpi", "'nccl', 'gloo'"), ("cuda:hccl", "'hccl'")]
+)
 def test_an_unknown_backend_is_refused(backend: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         resolve_backend(backend)
@@ -146,17 +164,26 @@ def test_config_forms(tmp_path: Path) -> None:
     parallel = {"data": 1, "pipeline": 1, "tensor": {"size": 2, "mode": "1d"}}
     assert load_config({"parallel": parallel}) == {"parallel": parallel}
     path = tmp_path / "config.py"
-    path.write_text("import math\nparallel = dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d'))\n_private = 3\nclip = math.pi\n")
+    path.write_text(
+        "import math\nparallel = dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d'))\n_private = "
+        "3\nclip = math.pi\n"
+    )
     assert load_config(path) == {"parallel": parallel, "clip": 3.141592653589793}
     assert load_config(None) == {}
-    bad: list[tuple[Any, str]] = [("missing.py", "existing Python file"), (3, "dict or the path"), ({"parallel": 4}, "must be a dict")]
+    bad: list[tuple[Any, str]] = [
+        ("missing.py", "existing Python file"),
+        (3, "dict or the path"),
+        ({"parallel": 4}, "must be a dict"),
+    ]
     for config, words in bad:
         with pytest.raises(ValueError, match=words):
             load_config(config)
 
 
 def test_the_default_parser_knows_what_launch_needs() -> None:
-    args = get_default_parser().parse_args(["--host", "h", "--port", "1", "--world_size", "2", "--rank", "1", "--config", "c.py"])
+    args = get_default_parser().parse_args(
+        ["--host", "h", "--port", "1", "--world_size", "2", "--rank", "1", "--config", "c.py"]
+    )
     assert (args.host, args.port, args.world_size, args.rank, args.config, args.backend, args.local_rank) == (
         "h",
         1,

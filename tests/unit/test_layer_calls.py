@@ -1,4 +1,5 @@
-"""Stages that call their layers without the model around them: what comes before the layers is computed once for all that get the same.
+"""Stages that call their layers without the model around them: what comes before the layers is computed once for all
+that get the same.
 
 All stages run in this process, one copy of the model per rank, and are compared with the model in one piece.
 """
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from layer_call_models import ComputesOnPadding, Net, Shrinks, WritesToMask
 from torch import nn
 
-from shardwright.pipeline.executor import PipelineSettings, plan_cut
+from shardwright.pipeline.batch.step_inputs import StepInputs
+from shardwright.pipeline.cut.plan import plan_cut
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.pipeline.stage import StagedModel
-from shardwright.pipeline.step_inputs import StepInputs
 from shardwright.testing import keep_float64, zoo
 from shardwright.utils.pytree import TorchDispatchMode, tree_leaves
 
@@ -62,7 +65,11 @@ class Stages:
                 if training:
                     loss(output).backward()
                     for sent, received in reversed(ends):
-                        pairs = [(tensor, leaf.grad) for tensor, leaf in zip(sent, received, strict=True) if leaf.grad is not None]
+                        pairs = [
+                            (tensor, leaf.grad)
+                            for tensor, leaf in zip(sent, received, strict=True)
+                            if leaf.grad is not None
+                        ]
                         torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
         self.left = sum(len(kept.calls) for kept in inputs)  # what was computed and has outlived its use
         return outputs
@@ -99,7 +106,9 @@ def compare(
     training: bool = True,
     all_used: bool = True,
 ) -> None:
-    """Outputs and gradients against the model in one piece. all_used: what traces found finds its use before the step ends."""
+    """Outputs and gradients against the model in one piece. all_used: what traces found finds its use before the
+    step ends.
+    """
     model.train(training)
     expected = []
     for staged in (model, *(staged.model for staged in stages.ranks)):
@@ -133,7 +142,11 @@ def ragged(name: str, count: int, length: int = 9, seed: int = 0) -> list[Batch]
     batches = []
     for index in range(count):
         batch = zoo.inputs(name, batch_size=2, seq_len=length, seed=seed + index)
-        batch = {key: value for key, value in batch.items() if key in ("input_ids", "attention_mask", "token_type_ids", "position_ids")}
+        batch = {
+            key: value
+            for key, value in batch.items()
+            if key in ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+        }
         batches.append(batch)
     return batches
 
@@ -146,9 +159,13 @@ def full(batches: Sequence[Batch]) -> list[Batch]:
     return [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in batches]
 
 
-@pytest.mark.parametrize("name", [f"{name}-causal-lm" for name in ("llama", "mistral", "qwen3-moe", "gpt2", "bert", "opt", "bloom")])
+@pytest.mark.parametrize(
+    "name", [f"{name}-causal-lm" for name in ("llama", "mistral", "qwen3-moe", "gpt2", "bert", "opt", "bloom")]
+)
 def test_families(name: str) -> None:
-    """Stages 1 and 2 lie between others; masks that are absent, alike and different, lengths that change, evaluation in between."""
+    """Stages 1 and 2 lie between others; masks that are absent, alike and different, lengths that change, evaluation
+    in between.
+    """
     model = zoo.build(name)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -161,15 +178,17 @@ def test_families(name: str) -> None:
             batches = ragged(name, 3, length, seed=10 * steps)
             for group in (without_mask(batches), full(batches), batches):
                 compare(model, stages, group, head_loss, training)
-    # For a mask of its own a microbatch has one F on this rank, and the model's forward is the shortest way. A gpt2 without a mask
-    # looks for padding in the token ids.
+    # For a mask of its own a microbatch has one F on this rank, and the model's forward is the shortest way. A gpt2
+    # without a mask looks for padding in the token ids.
     alike = 1 if name == "gpt2-causal-lm" else 2
     assert stages.hoisted[1] >= steps * alike * 3, stages.hoisted
     assert stages.hoisted[2] >= steps * alike * 3, stages.hoisted
 
 
 def test_a_stage_behind_embeddings_alone() -> None:
-    """It gets the first layer's hidden states from the stage before; everything else is computed once, as for the stages behind it."""
+    """It gets the first layer's hidden states from the stage before; everything else is computed once, as for the
+    stages behind it.
+    """
     for name, cut in (("llama-causal-lm", [0, 2, 2, 0]), ("bert-causal-lm", [0, 1, 2, 1])):
         model = zoo.build(name)
         for module in model.modules():
@@ -205,7 +224,8 @@ def test_masks_are_computed_once_for_the_chunks_of_a_rank() -> None:
             forwards.clear()
             compare(model, stages, batches, head_loss)
     assert all(stages.hoisted[stage] == 12 for stage in (1, 2, 3, 4)), stages.hoisted
-    # One whole forward per microbatch for the first or last stage, and one trace; of new answers (how many are padded) one more.
+    # One whole forward per microbatch for the first or last stage, and one trace; of new answers (how many are padded)
+    # one more.
     assert all(8 <= number <= 9 for number in forwards.values()), forwards
 
 
@@ -213,7 +233,9 @@ def test_in_place_edits_between_steps() -> None:
     """A loader that fills the same tensors again and again."""
     model = zoo.build("llama-causal-lm", num_hidden_layers=6)
     stages = Stages(model, 2, 3)
-    batches = [{**batch, "position_ids": torch.arange(9)[None].repeat(2, 1)} for batch in full(ragged("llama-causal-lm", 2))]
+    batches = [
+        {**batch, "position_ids": torch.arange(9)[None].repeat(2, 1)} for batch in full(ragged("llama-causal-lm", 2))
+    ]
     with keep_float64():
         for edit in range(4):
             compare(model, stages, batches, head_loss)
@@ -223,220 +245,11 @@ def test_in_place_edits_between_steps() -> None:
     assert stages.hoisted[1] == stages.hoisted[4] == 8, stages.hoisted
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.scale = 1.0
-
-    def forward(self, x: torch.Tensor, mask: Any = None, skip: Any = None) -> torch.Tensor:
-        x = x + torch.tanh(self.linear(x)) * self.scale
-        if isinstance(mask, list):
-            mask.append(float(len(mask)))
-            mask = mask[-1]
-        if mask is not None:
-            x = x + mask
-        return x if skip is None else x + skip
-
-
-class Net(nn.Module):
-    """Two layers in each of six stages."""
-
-    _no_split_modules = ["Layer", "Half", "Writer"]
-    main_input_name = "input_ids"
-    expected = 12  # F of the four stages between the first and the last, three microbatches each, that need no forward of the model
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(64, 8)
-        self.layers = nn.ModuleList(self.layer(index) for index in range(12))
-        self.head = nn.Linear(8, 4)
-
-    def layer(self, index: int) -> nn.Module:
-        return Layer()
-
-    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        mask = torch.ones(input_ids.shape, dtype=torch.float64) if mask is None else mask
-        return {"logits": self.head(self.through(self.embed(input_ids), mask[..., None].double()))}
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, mask)
-        return x
-
-
-class Computes(Net):
-    """Between its layers."""
-
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, mask) * 0.9
-        return x
-
-
-class ComputesOnce(Net):
-    """Between two layers of stage 2: only that stage needs the model, and those behind it as well, which a trace does not reach."""
-
-    expected = 6
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x if index != 5 else x * 0.9, mask)
-        return x
-
-
-class ComputesOnPadding(Net):
-    """On a way that only some masks take."""
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        padded = not mask.all()
-        for layer in self.layers:
-            x = layer(x, mask)
-            if padded:
-                x = x * 0.9
-        return x
-
-
-class WritesInPlace(Net):
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, mask)
-            x[:, 0] *= 0.9
-        return x
-
-
-class ReadsActivations(Net):
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, 0.5 if x.sum() > 0 else 0.25)
-        return x
-
-
-class ReadsLists(Net):
-    """`tolist` is no operator."""
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        values = mask.tolist()
-        for layer in self.layers:
-            x = layer(x, sum(row[0] for row in values[0]))
-        return x
-
-
-class ReadsListsOfActivations(Net):
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, x.detach().tolist()[0][0][0])
-        return x
-
-
-class ReadsNumpy(Net):
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        value = float(mask.numpy().sum())
-        for layer in self.layers:
-            x = layer(x, value)
-        return x
-
-
-class HasBias(Net):
-    """A parameter outside the layers that all of them get."""
-
-    expected = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Linear(1, 8)
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        bias = self.bias(mask)
-        for layer in self.layers:
-            x = layer(x, bias)
-        return x
-
-
-class SetsAttributes(Net):
-    """Layers read what the model has put beside their arguments."""
-
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            layer.scale = float(mask.mean())  # type: ignore[assignment]
-        for layer in self.layers:
-            x = layer(x, mask)
-        return x
-
-
-class HandsOnLists(Net):
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, [0.5, 0.25])
-        return x
-
-
-class Skips(Net):
-    """The second layer of every stage gets what the layer before the first returned, too."""
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
-            x = second(first(x, mask=mask), skip=x)
-        return x
-
-
-class InContext(Net):
-    expected = 0
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for layer in self.layers:
-                x = layer(x, mask)
-        return x
-
-
-class Shrinks(Net):
-    """Layers that return another shape than they get: noticed at the first one."""
-
-    expected = 0
-
-    class Half(Layer):
-        def forward(self, x: torch.Tensor, mask: Any = None, skip: Any = None) -> torch.Tensor:
-            return super().forward(x)[..., 1:, :]
-
-    def layer(self, index: int) -> nn.Module:
-        return Shrinks.Half() if index in (3, 4, 6, 8) else Layer()
-
-    def through(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, float(mask.sum()))
-        return x
-
-
-class WritesToMask(Net):
-    """Layers that write to what all get: the first microbatch's own, then no more."""
-
-    expected = 0
-
-    class Writer(Layer):
-        def forward(self, x: torch.Tensor, mask: Any = None, skip: Any = None) -> torch.Tensor:
-            return super().forward(x, mask.clamp_(max=0.5))
-
-    def layer(self, index: int) -> nn.Module:
-        return WritesToMask.Writer()
-
-
 @pytest.mark.parametrize("kind", [Net, *Net.__subclasses__()], ids=lambda kind: kind.__name__)
 def test_what_models_do_between_layers(kind: type[Net]) -> None:
-    """Right for all; and without the model's forward for those whose layers get nothing but outputs of layers and constants."""
+    """Right for all; and without the model's forward for those whose layers get nothing but outputs of layers and
+    constants.
+    """
     with keep_float64():
         model = kind().double()
         stages = Stages(model, 2, 3, num_layers_per_stage=[2] * 6)
@@ -478,7 +291,9 @@ class Draws(Net):
 
 @pytest.mark.parametrize("what", ["nowhere", "argument", "skipping", "python"])
 def test_random_numbers(what: str) -> None:
-    """Arguments that are drawn are drawn anew; what is drawn for other stages is not drawn at all, by whichever F of a step."""
+    """Arguments that are drawn are drawn anew; what is drawn for other stages is not drawn at all, by whichever F of
+    a step.
+    """
     model = Draws().double()
     model.what = what
     stages = Stages(model, 2, 3, num_layers_per_stage=[2] * 6)
@@ -546,8 +361,12 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        by_mask = func is torch.ops.aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        by_mask = func is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
         if by_mask or (func is not torch.ops.aten.index.Tensor and any(tag in func.tags for tag in HOST_READS)):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -555,7 +374,9 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_host_waits_for_nothing_in_a_forward(masked: bool) -> None:
-    """Of a middle stage: masks ask their questions in the first F of the first step, and never again for contents that have been seen."""
+    """Of a middle stage: masks ask their questions in the first F of the first step, and never again for contents
+    that have been seen.
+    """
     model = zoo.build("llama-causal-lm", num_hidden_layers=6)
     stages = Stages(model, 2, 3)
     arrived = (torch.randn(2, 9, model.config.hidden_size, dtype=torch.float64),)  # type: ignore[union-attr]
@@ -566,4 +387,9 @@ def test_the_host_waits_for_nothing_in_a_forward(masked: bool) -> None:
             for stage in (1, 3):
                 with Reads() as reads:
                     stages.of(stage).run_microbatch(stage, arrived, inputs, index)
-                assert len(reads.found) == (1 if (step, index, stage) == (0, 0, 1) else 0), (step, index, stage, reads.found)
+                assert len(reads.found) == (1 if (step, index, stage) == (0, 0, 1) else 0), (
+                    step,
+                    index,
+                    stage,
+                    reads.found,
+                )

@@ -1,4 +1,6 @@
-"""Stages that call their layers without the model around them, where more than the batch decides what layers get: the model's own state."""
+"""Stages that call their layers without the model around them, where more than the batch decides what layers get:
+the model's own state.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from typing import Any, ClassVar
 import numpy
 import pytest
 import torch
-from test_layer_calls import Batch, Layer, Net, Stages, compare, head_loss, ragged, without_mask
+from layer_call_models import Layer, Net
+from test_layer_calls import Batch, Stages, compare, head_loss, ragged, without_mask
 from torch import nn
 
-from shardwright.pipeline.step_inputs import StepInputs
+from shardwright.pipeline.batch.step_inputs import StepInputs
 from shardwright.testing import keep_float64, zoo
 
 
@@ -55,10 +58,15 @@ def test_models_that_change_themselves(how: str) -> None:
     with keep_float64():
         for step, lengths in enumerate([(5, 5, 5), (5, 6, 5), (7, 7, 6)]):
             ids = [torch.arange(2 * length).view(2, length) for length in lengths]
-            batches: list[Batch] = [{"input_ids": each, "mask": torch.full(each.shape, 1.0, dtype=torch.float64)} for each in ids]
+            batches: list[Batch] = [
+                {"input_ids": each, "mask": torch.full(each.shape, 1.0, dtype=torch.float64)} for each in ids
+            ]
             if how == "batch":  # each model writes to a copy of its own
                 expected = [model(each["input_ids"], each["mask"].clone())["logits"] for each in batches]
-                inputs = [StepInputs([{k: v.clone() for k, v in each.items()} for each in batches], lambda each: each) for _ in range(4)]
+                inputs = [
+                    StepInputs([{k: v.clone() for k, v in each.items()} for each in batches], lambda each: each)
+                    for _ in range(4)
+                ]
                 for index in range(3):
                     arrived, output = None, None
                     for stage in range(4):
@@ -79,12 +87,18 @@ def test_rotary_frequencies_that_follow_the_longest_batch() -> None:
             plain = copy.deepcopy(model)
             stages = Stages(plain, ranks, chunks)
             for lengths in ((20, 20, 30, 20), (9, 9, 30, 20, 9)):
-                batches = [batch for index, length in enumerate(lengths) for batch in ragged("llama-causal-lm", 1, length, seed=index)]
+                batches = [
+                    batch
+                    for index, length in enumerate(lengths)
+                    for batch in ragged("llama-causal-lm", 1, length, seed=index)
+                ]
                 compare(plain, stages, without_mask(batches), head_loss, all_used=False)
 
 
 class Asks(Net):
-    """What it does between or before its layers follows from something else than the batch's tensors. what: from which."""
+    """What it does between or before its layers follows from something else than the batch's tensors. what: from
+    which.
+    """
 
     what = "zeros"  # when it is surveyed
 
@@ -92,7 +106,9 @@ class Asks(Net):
         super().__init__()
         self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
 
-    def forward(self, input_ids: torch.Tensor, mask: Any = None, unused: Any = None, options: Any = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, mask: Any = None, unused: Any = None, options: Any = None
+    ) -> dict[str, torch.Tensor]:
         x = self.embed(input_ids)
         mask = torch.ones(input_ids.shape) if mask is None else mask
         scale = self.scale.item() if self.what == "buffer" else 1.0
@@ -107,7 +123,9 @@ class Asks(Net):
 
 @pytest.mark.parametrize("what", ["buffer", "options", "storage", "zeros"])
 def test_what_is_not_seen_in_the_contents_of_a_batch(what: str) -> None:
-    """Buffers that a script writes to, options that it edits, entries that share one storage, writes to what a layer returned."""
+    """Buffers that a script writes to, options that it edits, entries that share one storage, writes to what a layer
+    returned.
+    """
     model = Asks().double()
     stages = Stages(model, 2, 3, num_layers_per_stage=[2] * 6)
     for one in (model, *(staged.model for staged in stages.ranks)):
@@ -121,7 +139,10 @@ def test_what_is_not_seen_in_the_contents_of_a_batch(what: str) -> None:
                 both[0, 0, 3 + index :] = 0
                 mask, unused = (both[0], both[1]) if what == "storage" else (both[0].clone(), both[1].clone())
                 ids = torch.arange(12).view(2, 6) + step + index
-                batches.append({"input_ids": ids, "mask": mask, "unused": unused} | ({"options": options} if what == "options" else {}))
+                batches.append(
+                    {"input_ids": ids, "mask": mask, "unused": unused}
+                    | ({"options": options} if what == "options" else {})
+                )
                 if what == "zeros":
                     mask.copy_(batches[0]["mask"])
             compare(model, stages, batches, head_loss, training=step == 2)
@@ -178,17 +199,22 @@ class Deeper(Net):
 
 @pytest.mark.parametrize("how", ["list", "python", "numpy", "torch", "context", "catches", "global", "layer"])
 def test_state_that_lies_deeper(how: str) -> None:
-    """In objects that modules hold, and what a model does otherwise without a gradient to tell. Stages run one after the other."""
+    """In objects that modules hold, and what a model does otherwise without a gradient to tell. Stages run one after
+    the other.
+    """
     model = Deeper().double()
     model.how = how
-    chunks = 3 if how in ("context", "global", "layer", "catches") else 1  # else as many forwards per microbatch as in one piece
+    # else as many forwards per microbatch as in one piece
+    chunks = 3 if how in ("context", "global", "layer", "catches") else 1
     stages = Stages(model, 6 // chunks, chunks, num_layers_per_stage=[2] * 6)
     with keep_float64(), torch.no_grad():
         for step in range(3):
             for one in (model, *(staged.model for staged in stages.ranks)):
                 one.layers[5].is_loud = step == 1  # type: ignore[index, union-attr]
             Deeper.turned["after"] = step == 1
-            batches: list[Batch] = [{"input_ids": torch.arange(12).view(2, 6) + step + i, "mask": torch.ones(2, 6)} for i in range(3)]
+            batches: list[Batch] = [
+                {"input_ids": torch.arange(12).view(2, 6) + step + i, "mask": torch.ones(2, 6)} for i in range(3)
+            ]
             if how == "context":
                 for index, batch in enumerate(batches):
                     batch["mask"][0, 2 + index :] = 0

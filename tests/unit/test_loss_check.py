@@ -1,4 +1,6 @@
-"""What is found out about a loss before it runs: when, how often, and what becomes of criteria that cannot be followed ahead."""
+"""What is found out about a loss before it runs: when, how often, and what becomes of criteria that cannot be
+followed ahead.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.pipeline import loss_check
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.loss import check
+from shardwright.pipeline.settings import PipelineSettings
 from tests.plugins import criteria as losses
 
 
@@ -65,7 +69,7 @@ def test_a_shape_is_judged_once() -> None:
 
 
 def test_verdicts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_check, "_REMEMBERED", 4)
+    monkeypatch.setattr(check, "_REMEMBERED", 4)
     loop = Loop()
     for length in range(4, 10):
         loop.step(losses.means.cross_entropy, length=length)
@@ -73,7 +77,9 @@ def test_verdicts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loop.check._known_layers
 
 
-@pytest.mark.parametrize("criterion", [losses.means.cross_entropy, losses.by_hand.selected_mean, losses.by_hand.per_sample_means])
+@pytest.mark.parametrize(
+    "criterion", [losses.means.cross_entropy, losses.by_hand.selected_mean, losses.by_hand.per_sample_means]
+)
 def test_a_model_without_layers_is_followed_from_the_start(criterion: Any) -> None:
     model = losses.build()
     model.layers = model.layers[0]
@@ -86,7 +92,9 @@ def test_a_model_without_layers_is_followed_from_the_start(criterion: Any) -> No
         del type(model.layers).__iter__  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["weights_by_position", "last_token", "selected_mean", "per_sample_means", "regression", "multi_label"])
+@pytest.mark.parametrize(
+    "name", ["weights_by_position", "last_token", "selected_mean", "per_sample_means", "regression", "multi_label"]
+)
 def test_microbatches_of_one_sample(name: str) -> None:
     Loop().compare(losses.RIGHT[name], samples=3)
 
@@ -176,7 +184,9 @@ def test_a_model_that_cannot_be_copied_is_followed_while_it_runs() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = losses.batch(7)
     expected = losses.by_hand.selected_mean(model(**batch), batch).detach()
-    torch.testing.assert_close(executor.execute(iter([batch]), losses.by_hand.selected_mean, optimizer)["loss"], expected)
+    torch.testing.assert_close(
+        executor.execute(iter([batch]), losses.by_hand.selected_mean, optimizer)["loss"], expected
+    )
     with pytest.raises(ValueError, match=r"criterion\.weight"):
         executor.execute(iter([batch]), losses.refused.in_batch_negatives, optimizer)
 

@@ -31,12 +31,23 @@ print(json.dumps({
 
 def build(rank: int, world: int, **kwargs: object) -> dict:
     command = [sys.executable, "-c", SCRIPT, str(rank), str(world), json.dumps(kwargs)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout.splitlines()[-1])
+    return json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout.splitlines()[-1]
+    )
 
 
 def test_world_of_4096() -> None:
     mesh = build(2731, 4096, pp=8, tp=8, zero_group_size=16)
-    assert mesh["sizes"] == {"dp": 64, "pp": 8, "tp": 8, "sp": 1, "dp_sp": 64, "zero": 16, "zero_replica": 4, "world": 4096}
+    assert mesh["sizes"] == {
+        "dp": 64,
+        "pp": 8,
+        "tp": 8,
+        "sp": 1,
+        "dp_sp": 64,
+        "zero": 16,
+        "zero_replica": 4,
+        "world": 4096,
+    }
     # 2731 = ((dp * 8) + pp) * 8 + tp
     assert mesh["coordinates"]["tp"] == 2731 % 8
     assert mesh["coordinates"]["pp"] == 2731 // 8 % 8

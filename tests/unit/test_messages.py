@@ -1,4 +1,6 @@
-"""Channels, rules for shapes, and what is posted on NCCL, without processes: a recorder stands for the process groups."""
+"""Channels, rules for shapes, and what is posted on NCCL, without processes: a recorder stands for the process
+groups.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import TensorMeta, take_apart
 from shardwright.comm.shape_rules import find_rule, split_sizes
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import COMPUTE, TRANSFER, Action, Kind
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.placement import Placement
-from shardwright.pipeline.simulate import Costs, simulate
+from shardwright.pipeline.planning.actions import COMPUTE, TRANSFER, Action, Kind
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.placement import Placement
+from shardwright.pipeline.planning.simulate import Costs, simulate
 
 STYLES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2)]
 
@@ -36,7 +38,9 @@ def test_channels_lead_from_each_rank_to_its_neighbors() -> None:
 
 
 def test_ranks_can_connect_their_channels_in_this_order() -> None:
-    """Each channel blocks until both of its ranks come; all come in the end, and ranks in the middle wait for one neighbor at most."""
+    """Each channel blocks until both of its ranks come; all come in the end, and ranks in the middle wait for one
+    neighbor at most.
+    """
     for placement in (Placement(7), Placement(8), Placement(7, 2, "round_robin"), Placement(8, 2, "v")):
         rounds = [0] * placement.num_ranks
         for source, destination in placement.channels:
@@ -45,8 +49,8 @@ def test_ranks_can_connect_their_channels_in_this_order() -> None:
 
 
 def replay(lowered: schedules.Schedule, costs: Costs) -> float:
-    """When the lists are through, on ranks whose host runs ahead of the device: a transfer starts when both ends have done what stands
-    before it in their lists, and when those posted before it in its channel are through."""
+    """When the lists are through, on ranks whose host runs ahead of the device: a transfer starts when both ends have
+    done what stands before it in their lists, and when those posted before it in its channel are through."""
     placement = lowered.placement
     cost, rank_of = costs.of_kind(placement.num_stages), placement.rank_of
     posted: dict[Action, dict[int, float]] = {}  # by the SEND, when each of its ends is ready
@@ -114,7 +118,9 @@ def test_the_simulator_knows_the_channels() -> None:
             for transfer in (0.1, 0.7, 2.5):
                 costs = Costs(forward, input_grad, weight_grad, transfer)
                 compute = schedules.get(style, ranks, microbatches, chunks)
-                assert replay(lower(compute, costs=costs), costs) == pytest.approx(simulate(compute, costs).makespan, rel=1e-12)
+                assert replay(lower(compute, costs=costs), costs) == pytest.approx(
+                    simulate(compute, costs).makespan, rel=1e-12
+                )
 
 
 @pytest.mark.parametrize(("style", "chunks"), STYLES)
@@ -123,14 +129,19 @@ def test_lists_are_good_for_messages_whose_time_nobody_knew(style: str, chunks: 
     compute = schedules.get(style, 8, 32, chunks)
     for transfer in (0.02, 0.1, 0.2):
         costs = Costs(*[1 / chunks] * 3, transfer / chunks)
-        assert replay(lower(compute, costs=replace(costs, transfer=0.0)), costs) <= simulate(compute, costs).makespan * 1.001
+        assert (
+            replay(lower(compute, costs=replace(costs, transfer=0.0)), costs)
+            <= simulate(compute, costs).makespan * 1.001
+        )
 
 
 def test_messages_of_a_channel_travel_one_after_the_other() -> None:
     gpipe = schedules.get("gpipe", 2, 4)
     assert simulate(gpipe, Costs(transfer=3.0)).spans[1][3].start == 1 + 4 * 3  # the fourth of them
     p, m, transfer = 8, 32, 0.1
-    plain, eager = (simulate(schedules.get(style, p, m), Costs(transfer=transfer)).makespan for style in ("1f1b", "eager_1f1b"))
+    plain, eager = (
+        simulate(schedules.get(style, p, m), Costs(transfer=transfer)).makespan for style in ("1f1b", "eager_1f1b")
+    )
     assert eager < plain - transfer * m
 
 
@@ -143,7 +154,9 @@ def header_of(*shapes: tuple[int, ...]) -> Any:
 
 def test_shapes_follow_from_sizes() -> None:
     header = header_of((2, 8, 16), (16, 4), (1, 2, 8, 8))
-    rule = find_rule((2, 8), header, [((3, 7), ((3, 7, 16), (21, 4), (1, 2, 7, 7))), ((4, 5), ((4, 5, 16), (20, 4), (1, 2, 5, 5)))])
+    rule = find_rule(
+        (2, 8), header, [((3, 7), ((3, 7, 16), (21, 4), (1, 2, 7, 7))), ((4, 5), ((4, 5, 16), (20, 4), (1, 2, 5, 5)))]
+    )
     assert rule is not None
     found = rule.header((5, 11))
     assert found is not None
@@ -208,9 +221,13 @@ class Nccl:
         monkeypatch.setattr(dist, "get_backend", lambda group: "cuda:nccl")
         monkeypatch.setattr(dist, "get_rank", lambda group: 1)
         monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, group, group_peer: (op.__name__, group, group_peer, tensor.shape))
+        monkeypatch.setattr(
+            dist, "P2POp", lambda op, tensor, group, group_peer: (op.__name__, group, group_peer, tensor.shape)
+        )
         monkeypatch.setattr(dist, "batch_isend_irecv", self._post)
-        self.comm = PipeComm(Any, {channel: channel for channel in Placement(3).channels if 1 in channel}, torch.device("cpu"))  # type: ignore[arg-type, misc]
+        self.comm = PipeComm(
+            Any, {channel: channel for channel in Placement(3).channels if 1 in channel}, torch.device("cpu")
+        )  # type: ignore[arg-type, misc]
 
     def _post(self, operations: list[Any]) -> list[Work]:
         self.batches.append(operations)
@@ -240,7 +257,9 @@ def test_a_message_is_one_launch_in_the_channel_of_its_direction(nccl: Nccl) -> 
     assert len(nccl.batches) == 4, "nothing is posted for nothing"
     nccl.batches.clear()
     comm.isend([torch.zeros(2), torch.zeros(3)], 2, "key")
-    assert [len(batch) for batch in nccl.batches] == [1, 1, 2], "a header is received in two parts, so it is sent in two"
+    assert [len(batch) for batch in nccl.batches] == [1, 1, 2], (
+        "a header is received in two parts, so it is sent in two"
+    )
     comm.isend([torch.zeros(2), torch.zeros(3)], 2, "key")
     assert len(nccl.batches) == 4
 

@@ -1,4 +1,6 @@
-"""Products with parameters whose weight gradient waits: the gradients are torch's, whatever the way the parameter is used."""
+"""Products with parameters whose weight gradient waits: the gradients are torch's, whatever the way the parameter is
+used.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ IDS = torch.tensor([[0, 2, 1], [2, 2, 0]])
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, nn.Parameter], Tensor], bool]] = {
     "linear": ((O, I), (2, T, I), lambda x, w: F.linear(x, w), True),
     "linear of a slice": ((E, O, I), (T, I), lambda x, w: F.linear(x, w[1]) + F.linear(2 * x, w[2]), True),
-    "linear of a slice with bias": ((E, O, I), (T, I), lambda x, w: F.linear(x, w[1], torch.ones(O, dtype=x.dtype)), True),
+    "linear of a slice with bias": (
+        (E, O, I),
+        (T, I),
+        lambda x, w: F.linear(x, w[1], torch.ones(O, dtype=x.dtype)),
+        True,
+    ),
     "linear of a chunk": ((2 * O, I), (T, I), lambda x, w: F.linear(x, w.chunk(2)[1]), True),
     "linear of a transpose": ((I, O), (T, I), lambda x, w: F.linear(x, w.t()), True),
     "linear of unbound": ((E, O, I), (T, I), lambda x, w: F.linear(x, w.unbind(0)[2]), True),
@@ -41,7 +48,12 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, nn.Pa
     "bmm, weight first": ((E, O, I), (E, I, T), lambda x, w: torch.bmm(w, x), True),
     "bmm of a transpose": ((E, O, I), (E, T, I), lambda x, w: x.bmm(w.transpose(1, 2)), True),
     "bmm of rows": ((E, I, O), (4, T, I), lambda x, w: torch.bmm(x, w[PICKED]), True),
-    "rows used for something else too": ((E, I, O), (4, T, I), lambda x, w: (r := w[PICKED], torch.bmm(x, r) + r.sum())[1], False),
+    "rows used for something else too": (
+        (E, I, O),
+        (4, T, I),
+        lambda x, w: (r := w[PICKED], torch.bmm(x, r) + r.sum())[1],
+        False,
+    ),
     "rows changed in place": ((E, I, O), (4, T, I), lambda x, w: torch.bmm(x, w[PICKED].mul_(2)), False),
     "addmm": ((I, O), (T, I), lambda x, w: torch.addmm(torch.ones(O, dtype=x.dtype), x, w), False),
     "embedding": ((E, I), (2, 3, I), lambda x, w: F.embedding(IDS, w) * x, True),
@@ -51,7 +63,9 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, nn.Pa
 }
 
 
-def both(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, nn.Parameter, nn.Parameter, Callable[..., Tensor]]:
+def both(
+    name: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, nn.Parameter, nn.Parameter, Callable[..., Tensor]]:
     shape, x_shape, function, _ = CASES[name]
     torch.manual_seed(0)
     weight, x = torch.randn(shape, dtype=dtype), torch.randn(x_shape, dtype=dtype)
@@ -80,7 +94,9 @@ def test_gradients_are_torchs(name: str) -> None:
         assert not waiting or param.grad is given, "a gradient that waits reaches nobody before it is computed"
         before = len(fired)
         store.run("key")
-        assert len(fired) - before == int(waiting or name == "rows used for something else too"), "told once, when it is complete"
+        assert len(fired) - before == int(waiting or name == "rows used for something else too"), (
+            "told once, when it is complete"
+        )
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(param.grad, reference.grad, rtol=1e-13, atol=1e-13)
         handle.remove()
@@ -112,7 +128,9 @@ def test_the_hooks_of_a_script_see_gradients(after: bool) -> None:
 
     def loss() -> Tensor:
         with PostponeWeightGrads():
-            return (F.linear(F.embedding(ids, table), weight, bias) + F.linear(table[1:4], weight[:2]).sum()).pow(2).sum()
+            return (
+                (F.linear(F.embedding(ids, table), weight, bias) + F.linear(table[1:4], weight[:2]).sum()).pow(2).sum()
+            )
 
     expected = torch.autograd.grad(loss(), params)
     for param in params:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import Action, Kind, format_list, parse_list, separate, table, validate
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.planning.actions import Action, Kind, format_list, parse_list, separate, table, validate
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.placement import Placement
 
 
 def test_actions_print_and_parse_back() -> None:
@@ -39,7 +39,11 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("style", "ranks", "chunks", "stages"),
-    [("linear", 3, 1, [[0], [1], [2]]), ("round_robin", 2, 3, [[0, 2, 4], [1, 3, 5]]), ("v", 3, 2, [[0, 5], [1, 4], [2, 3]])],
+    [
+        ("linear", 3, 1, [[0], [1], [2]]),
+        ("round_robin", 2, 3, [[0, 2, 4], [1, 3, 5]]),
+        ("v", 3, 2, [[0, 5], [1, 4], [2, 3]]),
+    ],
 )
 def test_placement_is_a_bijection(style: str, ranks: int, chunks: int, stages: list[list[int]]) -> None:
     placement = Placement(ranks, chunks, style)
@@ -48,7 +52,9 @@ def test_placement_is_a_bijection(style: str, ranks: int, chunks: int, stages: l
         assert placement.stage_of(placement.rank_of(stage), placement.chunk_of(stage)) == stage
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, "linear"), (2, 2, "linear"), (2, 3, "v"), (2, 1, "ring"), (2, 0, "round_robin")])
+@pytest.mark.parametrize(
+    "arguments", [(0, 1, "linear"), (2, 2, "linear"), (2, 3, "v"), (2, 1, "ring"), (2, 0, "round_robin")]
+)
 def test_bad_placements_are_refused(arguments: tuple[int, int, str]) -> None:
     with pytest.raises(ValueError):
         Placement(*arguments)

@@ -1,4 +1,6 @@
-"""The loss of the whole batch from microbatches, on one process: every head, every kind of loss, and what is refused."""
+"""The loss of the whole batch from microbatches, on one process: every head, every kind of loss, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import keep_float64, loss_of, zoo
 
 WITHOUT_LOSS = ("base", "encoder", "seq2seq_base", "image_base")
@@ -27,7 +31,9 @@ def build(name: str) -> torch.nn.Module:
     return model
 
 
-def gradients_match(name: str, criterion: Callable[..., torch.Tensor] | None, batch: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def gradients_match(
+    name: str, criterion: Callable[..., torch.Tensor] | None, batch: dict[str, Any], **settings: Any
+) -> dict[str, Any]:
     reference, model = build(name), build(name)
     executor = PipelineExecutor(cut := cut_model(model, chosen := PipelineSettings(**settings)), chosen)
     assert cut.holds_last_stage
@@ -35,7 +41,9 @@ def gradients_match(name: str, criterion: Callable[..., torch.Tensor] | None, ba
         outputs = reference(**batch)
         loss = outputs.loss if criterion is None else criterion(outputs, batch)
         loss.backward()
-        found = executor.execute(iter([batch]), criterion, torch.optim.SGD(model.parameters(), lr=0.1), return_outputs=True)
+        found = executor.execute(
+            iter([batch]), criterion, torch.optim.SGD(model.parameters(), lr=0.1), return_outputs=True
+        )
     assert abs(float(found["loss"]) - loss.item()) < 1e-12 * max(1.0, abs(loss.item()))
     assert cut.loss_check is not None
     assert all(verdict.followed for verdict in cut.loss_check._verdicts.values()), "not followed before the step"
@@ -62,7 +70,9 @@ def test_a_microbatch_without_labels() -> None:
 def criteria() -> dict[str, Callable[[Any, Any], torch.Tensor]]:
     def weighted(outputs: Any, inputs: Any) -> torch.Tensor:
         weight = torch.linspace(0.5, 2, outputs.logits.shape[-1], dtype=outputs.logits.dtype)
-        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), weight=weight, label_smoothing=0.1)
+        return F.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), weight=weight, label_smoothing=0.1
+        )
 
     def several(outputs: Any, inputs: Any) -> torch.Tensor:
         logits = outputs.logits
@@ -75,7 +85,9 @@ def criteria() -> dict[str, Callable[[Any, Any], torch.Tensor]]:
 
     def masked(outputs: Any, inputs: Any) -> torch.Tensor:
         active = inputs["attention_mask"].bool()
-        return F.binary_cross_entropy_with_logits(outputs.logits[..., 0][active], inputs["labels"][active].clamp(0, 1).double())
+        return F.binary_cross_entropy_with_logits(
+            outputs.logits[..., 0][active], inputs["labels"][active].clamp(0, 1).double()
+        )
 
     def partly(outputs: Any, inputs: Any) -> torch.Tensor:
         return outputs.loss + outputs.logits.square().mean()
@@ -88,12 +100,16 @@ def criteria() -> dict[str, Callable[[Any, Any], torch.Tensor]]:
 
 @pytest.mark.parametrize("which", list(criteria()))
 def test_criteria_of_means(which: str) -> None:
-    gradients_match("llama-causal-lm", criteria()[which], zoo.inputs("llama-causal-lm", batch_size=5), num_microbatches=3)
+    gradients_match(
+        "llama-causal-lm", criteria()[which], zoo.inputs("llama-causal-lm", batch_size=5), num_microbatches=3
+    )
 
 
 def test_without_labels_microbatches_weigh_by_samples() -> None:
     batch = {name: value for name, value in zoo.inputs("llama-causal-lm", batch_size=5).items() if name != "labels"}
-    gradients_match("llama-causal-lm", lambda outputs, inputs: outputs.logits.square().mean(), batch, num_microbatches=3)
+    gradients_match(
+        "llama-causal-lm", lambda outputs, inputs: outputs.logits.square().mean(), batch, num_microbatches=3
+    )
 
 
 class OwnWeight:
@@ -115,7 +131,9 @@ def run(criterion: Any, name: str = "llama-causal-lm", **settings: Any) -> Any:
     model = build(name)
     chosen = PipelineSettings(**settings)
     executor = PipelineExecutor(cut_model(model, chosen), chosen)
-    return executor.execute(iter([zoo.inputs(name, batch_size=4)]), criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    return executor.execute(
+        iter([zoo.inputs(name, batch_size=4)]), criterion, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +141,8 @@ def run(criterion: Any, name: str = "llama-causal-lm", **settings: Any) -> Any:
     [
         lambda outputs, inputs: outputs.loss**2,  # not linear
         lambda outputs, inputs: outputs.loss.log() + 1.0,
-        lambda outputs, inputs: F.cross_entropy(outputs.logits.flatten(0, 1), outputs.logits.argmax(-1).flatten()),  # computed targets
+        # computed targets
+        lambda outputs, inputs: F.cross_entropy(outputs.logits.flatten(0, 1), outputs.logits.argmax(-1).flatten()),
     ],
 )
 def test_losses_that_cannot_be_put_together_are_refused(criterion: Any) -> None:

@@ -8,13 +8,22 @@ from collections import defaultdict, deque
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import COMPUTE, NEEDS_WEIGHTS, TRANSFER, Action, Kind, validate
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.planning.actions import COMPUTE, NEEDS_WEIGHTS, TRANSFER, Action, Kind, validate
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.placement import Placement
+from shardwright.pipeline.planning.simulate import Costs
 from shardwright.pipeline.schedules import Schedule
-from shardwright.pipeline.simulate import Costs
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
+CASES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("eager_1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zb", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 5, 8, 13)]
 PAIRS = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 
@@ -93,8 +102,8 @@ def test_blocking_transfers_in_one_queue_never_deadlock() -> None:
 
 
 def test_asynchronous_transfers_through_one_queue_per_rank_never_deadlock() -> None:
-    """As on an NCCL communicator: a rank's transfers run strictly one after the other, in the order in which they were posted;
-    computing waits for the data that it needs, and nothing else does."""
+    """As on an NCCL communicator: a rank's transfers run strictly one after the other, in the order in which they were
+    posted; computing waits for the data that it needs, and nothing else does."""
     for name, compute, lowered in all_cases():
         placement = compute.placement
         position = [0] * len(lowered.actions)
@@ -110,7 +119,9 @@ def test_asynchronous_transfers_through_one_queue_per_rank_never_deadlock() -> N
                         queues[rank].append(message_of(action))
                     else:
                         together = actions[position[rank] :][: 2 if action.kind is Kind.FB else 1]
-                        if not all(message in arrived for part in together for message in needed_by(part, rank, placement)):
+                        if not all(
+                            message in arrived for part in together for message in needed_by(part, rank, placement)
+                        ):
                             break
                     position[rank] += 1
                     moved = True
@@ -139,7 +150,9 @@ def test_receive_buffers_in_use_do_not_grow_with_microbatches() -> None:
                     for kind, stage, _ in actions:
                         posted += kind in PAIRS
                         peak = max(peak, posted)
-                        if (kind in (Kind.F, Kind.FB) and stage > 0) or (kind in (Kind.B, Kind.I) and stage < p * v - 1):
+                        if (kind in (Kind.F, Kind.FB) and stage > 0) or (
+                            kind in (Kind.B, Kind.I) and stage < p * v - 1
+                        ):
                             posted -= 1
                 peaks.append(peak)
             # GPipe's and the warm-up's early arrivals: data that a stage cannot use yet stays with the sender
@@ -155,7 +168,9 @@ def test_overlap_posts_receives_while_computing() -> None:
             for index, action in enumerate(actions):
                 if action.kind in PAIRS:
                     following = next(a for a in actions[index:] if a.kind in COMPUTE)
-                    used_at_once = following[1:] == action[1:] and (following.kind is Kind.F) == (action.kind is Kind.RECV_F)
+                    used_at_once = following[1:] == action[1:] and (following.kind is Kind.F) == (
+                        action.kind is Kind.RECV_F
+                    )
                     count += not used_at_once
         return count
 
@@ -168,10 +183,14 @@ def test_costs_must_be_positive() -> None:
         lower(schedules.get("1f1b", 2, 2), costs=Costs(forward=0))
 
 
-@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("gpipe", 1), ("dualpipev", 2)])
+@pytest.mark.parametrize(
+    ("style", "chunks"), [("1f1b", 1), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("gpipe", 1), ("dualpipev", 2)]
+)
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_weights_are_gathered_for_what_comes_next(style: str, chunks: int, most: int) -> None:
-    """Never more stages than allowed, always the one that runs, the next ones as early as they may be; freed ones are needed later."""
+    """Never more stages than allowed, always the one that runs, the next ones as early as they may be; freed ones
+    are needed later.
+    """
     plain = lower(schedules.get(style, 2, 8, chunks))
     lowered = lower(schedules.get(style, 2, 8, chunks), gathered=most)
     validate(lowered.actions, lowered.placement, 8)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardwright.pipeline.microbatch import batch_size, merge_outputs, microbatch_sizes, split_batch
+from shardwright.pipeline.batch.microbatch import batch_size, merge_outputs, microbatch_sizes, split_batch
 
 
 def test_sizes() -> None:
@@ -72,7 +72,9 @@ def test_microbatches_do_not_share_memory_with_the_batch() -> None:
     assert not batch["input_ids"].any()
 
 
-@pytest.mark.parametrize("batch", [{"a": torch.zeros(4, 2), "b": torch.zeros(3, 2)}, {"a": 1}, "text", {"input_ids": torch.zeros(0, 2)}])
+@pytest.mark.parametrize(
+    "batch", [{"a": torch.zeros(4, 2), "b": torch.zeros(3, 2)}, {"a": 1}, "text", {"input_ids": torch.zeros(0, 2)}]
+)
 def test_batches_that_cannot_be_split(batch: Any) -> None:
     with pytest.raises(ValueError, match="batch"):
         split_batch(batch, 2)
@@ -84,8 +86,18 @@ def test_batch_size_is_read_from_the_entry_that_says_it() -> None:
 
 def test_merge() -> None:
     outputs = [
-        {"loss": torch.tensor(0.25), "scale": torch.tensor(1.0), "logits": torch.ones(2, 3), "states": (torch.ones(2, 4), None)},
-        {"loss": torch.tensor(0.5), "scale": torch.tensor(4.0), "logits": torch.zeros(1, 3), "states": (torch.zeros(1, 4), None)},
+        {
+            "loss": torch.tensor(0.25),
+            "scale": torch.tensor(1.0),
+            "logits": torch.ones(2, 3),
+            "states": (torch.ones(2, 4), None),
+        },
+        {
+            "loss": torch.tensor(0.5),
+            "scale": torch.tensor(4.0),
+            "logits": torch.zeros(1, 3),
+            "states": (torch.zeros(1, 4), None),
+        },
     ]
     merged = merge_outputs(outputs, [2, 1], summed={"loss"})
     assert merged["loss"] == 0.75

@@ -1,4 +1,6 @@
-"""Activations in host memory: where actions stand, what leaves, and that copies are waited for as little and as much as needed."""
+"""Activations in host memory: where actions stand, what leaves, and that copies are waited for as little and as much
+as needed.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.pipeline import offload, schedules
-from shardwright.pipeline.actions import COMPUTE, MOVES, Action, Kind, validate
-from shardwright.pipeline.balance import ChainCosts, MemoryBound, balance
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.memory import Offloaded, memory_curves
+from shardwright.pipeline.cut.balance import ChainCosts, MemoryBound, balance
 from shardwright.pipeline.offload import ActivationOffload
-from shardwright.pipeline.placement import Placement
-from shardwright.pipeline.search import search
-from shardwright.pipeline.simulate import Costs, simulate
+from shardwright.pipeline.planning.actions import COMPUTE, MOVES, Action, Kind, validate
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.memory import Offloaded, memory_curves
+from shardwright.pipeline.planning.placement import Placement
+from shardwright.pipeline.planning.search import search
+from shardwright.pipeline.planning.simulate import Costs, simulate
 
 STYLES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2)]
 
@@ -40,7 +42,11 @@ def test_copies_run_beside_one_action_and_save_memory_during_others() -> None:
             waits = dict.fromkeys(schedule.placement.stages_of(rank), 0)
             for kind, stage, microbatch in compute:
                 if kind is Kind.F:
-                    backward = next(place for place, a in enumerate(compute) if a[1:] == (stage, microbatch) and a.kind in (Kind.B, Kind.I))
+                    backward = next(
+                        place
+                        for place, a in enumerate(compute)
+                        if a[1:] == (stage, microbatch) and a.kind in (Kind.B, Kind.I)
+                    )
                     waits[stage] += backward - compute.index(Action(Kind.F, stage, microbatch)) > 3
             for stage, count in waits.items():
                 assert sum(a.kind is Kind.OFFLOAD and a.stage == stage for a in actions) == int(share * count + 1e-9)
@@ -49,14 +55,18 @@ def test_copies_run_beside_one_action_and_save_memory_during_others() -> None:
                     assert actions[place - 1] == action._replace(kind=Kind.F)
                 if action.kind is Kind.RELOAD:
                     behind = [a for a in actions[place:] if a.kind in COMPUTE]
-                    assert behind[1] in (action._replace(kind=Kind.B), action._replace(kind=Kind.I)), "one action to hide the copy behind"
+                    assert behind[1] in (action._replace(kind=Kind.B), action._replace(kind=Kind.I)), (
+                        "one action to hide the copy behind"
+                    )
     assert not any(a.kind in MOVES for a in lower(schedules.get("1f1b", 4, 4, 1, True), offloaded=[1.0] * 4).actions[0])
 
 
 @pytest.mark.parametrize(("style", "v"), STYLES)
 def test_the_memory_curve_is_that_of_the_actions(style: str, v: int) -> None:
     p, m = 4, 9
-    kept, leaving, shares = ([f(s) for s in range(p * v)] for f in (lambda s: 10.0 + s, lambda s: 7.0 + s, lambda s: [0.5, 1.0][s % 2]))
+    kept, leaving, shares = (
+        [f(s) for s in range(p * v)] for f in (lambda s: 10.0 + s, lambda s: 7.0 + s, lambda s: [0.5, 1.0][s % 2])
+    )
     schedule = schedules.get(style, p, m, v)
     run = simulate(schedule, Costs([1.0 + s / 7 for s in range(p * v)])).run
     curves = memory_curves(run, kept, None, Offloaded(shares, leaving))
@@ -94,7 +104,9 @@ def test_a_pair_is_one_action_to_copies() -> None:
         schedule = schedules.get("dualpipev", p, m, 2)
         lowered = lower(schedule, offloaded=[share] * (2 * p))
         validate(lowered.actions, schedule.placement, m)
-        curves = memory_curves(simulate(schedule).run, [1.0] * (2 * p), None, Offloaded([share] * (2 * p), [1.0] * (2 * p)))
+        curves = memory_curves(
+            simulate(schedule).run, [1.0] * (2 * p), None, Offloaded([share] * (2 * p), [1.0] * (2 * p))
+        )
         for actions, curve in zip(lowered.actions, curves, strict=True):
             together: list[list[Action]] = []  # compute actions, those of a pair in one entry
             for place, action in enumerate(actions):
@@ -103,7 +115,9 @@ def test_a_pair_is_one_action_to_copies() -> None:
                     together.append([action])
                 elif action.kind in COMPUTE:
                     together = (
-                        [*together[:-1], [*together[-1], action]] if place and actions[place - 1].kind is Kind.FB else [*together, [action]]
+                        [*together[:-1], [*together[-1], action]]
+                        if place and actions[place - 1].kind is Kind.FB
+                        else [*together, [action]]
                     )
             for place, action in enumerate(actions):
                 before = [entry for entry in together if actions.index(entry[0]) < place]
@@ -123,9 +137,14 @@ def test_a_pair_is_one_action_to_copies() -> None:
 
 
 def test_a_deep_pipeline_holds_two_microbatches() -> None:
-    """1F1B's first rank has p microbatches under way; of those that leave, one is computed, one on its way out, one back."""
+    """1F1B's first rank has p microbatches under way; of those that leave, one is computed, one on its way out, one
+    back.
+    """
     run = simulate(schedules.get("1f1b", 8, 32)).run
-    peaks = {share: memory_curves(run, [1.0] * 8, None, Offloaded([share] * 8, [1.0] * 8))[0].peak for share in (0.0, 0.5, 1.0)}
+    peaks = {
+        share: memory_curves(run, [1.0] * 8, None, Offloaded([share] * 8, [1.0] * 8))[0].peak
+        for share in (0.0, 0.5, 1.0)
+    }
     assert peaks[0.0] == 8
     assert peaks[0.5] == 6
     assert peaks[1.0] == 3, "two, and three where a warm-up ends or a cool-down begins"
@@ -154,7 +173,9 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class LateLane:
-    """Copies as late as a stream could: when somebody waits for them. What was let go of by then is lost. Or out at once, and back late."""
+    """Copies as late as a stream could: when somebody waits for them. What was let go of by then is lost. Or out at
+    once, and back late.
+    """
 
     everything: list[LateLane] = []
     out_at_once = False
@@ -166,7 +187,9 @@ class LateLane:
         self.at_once = LateLane.out_at_once and len(LateLane.everything) == 1
 
     def copy(self, to: Sequence[Tensor], source: Sequence[Tensor], after: Sequence[Any]) -> Any:
-        self.waiting.append(([weakref.ref(t.untyped_storage()) for t in (*to, *source)], [_looks(t) for t in (*to, *source)], after))
+        self.waiting.append(
+            ([weakref.ref(t.untyped_storage()) for t in (*to, *source)], [_looks(t) for t in (*to, *source)], after)
+        )
         if self.at_once:
             self.hold_up_for_all()
         return self, len(self.waiting)
@@ -207,7 +230,9 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Block(nn.Module):
-    """Views of one product, a buffer, a mask that others hold, an output that its own backward needs, a checkpointed part."""
+    """Views of one product, a buffer, a mask that others hold, an output that its own backward needs, a checkpointed
+    part.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +275,10 @@ def test_gradients_are_those_of_what_stays() -> None:
         losses.pop(index).backward()
 
     for step in range(3):
-        inputs = [torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5 * step + i)) for i in range(5)]
+        inputs = [
+            torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5 * step + i))
+            for i in range(5)
+        ]
         wanted = [x.clone().requires_grad_() for x in inputs]
         for x in wanted:
             compute(plain, x, mask).backward()
@@ -287,8 +315,8 @@ def test_what_nobody_else_holds_leaves_once() -> None:
         loss = compute(model, x, mask)
     away.start(0)
     row = 6 * 8 * 8
-    # Of each block: the product with all its views, v in another order, exp, and the input of what is recomputed; then what is between the
-    # blocks and behind them. Not: x, the mask, the buffer, weights.
+    # Of each block: the product with all its views, v in another order, exp, and the input of what is recomputed; then
+    # what is between the blocks and behind them. Not: x, the mask, the buffer, weights.
     assert taken(away, 0) == (2 * (3 + 1 + 1 + 1) + 2) * row
     away.fetch(0)
     loss.backward()
@@ -296,7 +324,8 @@ def test_what_nobody_else_holds_leaves_once() -> None:
 
 @pytest.mark.usefixtures("small", "lanes")
 def test_an_activation_at_the_place_of_weights_that_are_not_there_leaves() -> None:
-    place = np.full((64, 64), 0.5)  # as where gathered weights are freed, whose storage stays, and others get their memory
+    # as where gathered weights are freed, whose storage stays, and others get their memory
+    place = np.full((64, 64), 0.5)
     held, factor = torch.from_numpy(place), torch.from_numpy(place)
     assert held.data_ptr() == factor.data_ptr()
     weight = nn.Parameter(held)
@@ -338,7 +367,9 @@ def test_an_edit_in_place_is_an_error_as_in_torch(leaves: bool) -> None:
         loss.backward()
 
     for take in (False, True):
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* at version 1; expected version 0"):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation: .* at version 1; expected version 0"
+        ):
             run(take)
 
 
@@ -375,7 +406,9 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     away.fetch(0)
     away.discard()
     assert away.is_idle
-    assert all(lane.done == len(lane.waiting) for lane in LateLane.everything), "memory was let go of before copies were over"
+    assert all(lane.done == len(lane.waiting) for lane in LateLane.everything), (
+        "memory was let go of before copies were over"
+    )
     assert {block.room.data_ptr() for block in away._free} == blocks
     losses.clear()
     assert not any(memory() for memory in memories)

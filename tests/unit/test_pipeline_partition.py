@@ -9,18 +9,26 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.pipeline import balance as balancing
-from shardwright.pipeline.balance import ChainCosts, balance, by_rank
+from shardwright.models.layer_chain import Unit, find_units
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
-from shardwright.pipeline.entry import ENTRY
-from shardwright.pipeline.executor import PipelineSettings, plan_cut
-from shardwright.pipeline.layer_chain import Unit, find_units
-from shardwright.pipeline.message_shapes import MessageShapes
-from shardwright.pipeline.partition import attention_costs, chain_costs, given_units, partition_units, sequence_length, unit_costs
-from shardwright.pipeline.placement import Placement
-from shardwright.pipeline.simulate import Costs
-from shardwright.pipeline.survey import Part, Survey, Template, survey_model
-from shardwright.pipeline.tied import find_tied_groups
+from shardwright.pipeline.cut import balance as balancing
+from shardwright.pipeline.cut.balance import ChainCosts, balance, by_rank
+from shardwright.pipeline.cut.entry import ENTRY
+from shardwright.pipeline.cut.partition import (
+    attention_costs,
+    chain_costs,
+    given_units,
+    partition_units,
+    sequence_length,
+    unit_costs,
+)
+from shardwright.pipeline.cut.plan import plan_cut
+from shardwright.pipeline.cut.survey import Part, Survey, Template, survey_model
+from shardwright.pipeline.cut.tied import find_tied_groups
+from shardwright.pipeline.hoisting.message_shapes import MessageShapes
+from shardwright.pipeline.planning.placement import Placement
+from shardwright.pipeline.planning.simulate import Costs
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import zoo
 
 
@@ -41,14 +49,20 @@ def survey_of(units: int, joined: tuple[tuple[int, int], ...] = ()) -> Survey:
 
 def random_chain(rng: random.Random, units: int, placement: Placement) -> ChainCosts:
     """Layers of equal or random cost with embeddings, a head, and some of them recomputed."""
-    forward = [1.0] * units if rng.random() < 0.4 else [rng.choice([1.0, 2.0, 5.0, 0.5, rng.random() + 0.1]) for _ in range(units)]
+    forward = (
+        [1.0] * units
+        if rng.random() < 0.4
+        else [rng.choice([1.0, 2.0, 5.0, 0.5, rng.random() + 0.1]) for _ in range(units)]
+    )
     head, tail = rng.choice([0.0, 0.3]), rng.choice([0.0, 0.5, 3.0, 7.0])
     forward[0] += head
     numbers = [rng.randint(0, 2) for _ in range(placement.num_stages)]
     recomputed = rng.choice([0.0, 0.5, 1.0, numbers])
     apart = random.Random(f"{units} {tail} {numbers}")
     in_part = apart.choice([0.0, 0.5, [apart.randint(0, 2) for _ in numbers]])
-    return ChainCosts([*forward, tail], head, recomputed, in_part, [apart.choice([0.1, 0.3])] * units if in_part else ())
+    return ChainCosts(
+        [*forward, tail], head, recomputed, in_part, [apart.choice([0.1, 0.3])] * units if in_part else ()
+    )
 
 
 def dearest_rank(costs: ChainCosts, bounds: Any, placement: Placement) -> Any:
@@ -57,7 +71,9 @@ def dearest_rank(costs: ChainCosts, bounds: Any, placement: Placement) -> Any:
 
 @pytest.mark.parametrize("all_tried", [True, False])
 def test_the_dearest_rank_is_as_cheap_as_can_be(all_tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against every cut; with several stages per rank also the search that large models need, which may miss it now and then."""
+    """Against every cut; with several stages per rank also the search that large models need, which may miss it now
+    and then.
+    """
     if not all_tried:
         monkeypatch.setattr(balancing, "_MAX_TRIED", 0)
     rng = random.Random(0)
@@ -110,7 +126,9 @@ def test_shapes_of_what_the_first_layer_receives_are_known() -> None:
         assert shapes._shapes(1, batch, "any") == ((3, 11, model.config.hidden_size),)
         assert plan.survey is not None
         assert plan.survey.entry is not None
-        with pytest.raises(ValueError, match=r"without hidden states at its argument number 1.* or give the first stage a layer"):
+        with pytest.raises(
+            ValueError, match=r"without hidden states at its argument number 1.* or give the first stage a layer"
+        ):
             plan.survey.entry.taken((), {"hidden": torch.ones(1)})
 
 
@@ -165,7 +183,10 @@ def test_what_is_before_the_layers_can_be_a_stage_of_its_own() -> None:
     assert partition_units(survey, measured, Placement(3))[0] == range(0)
     with pytest.raises(ValueError, match=r"7 pipeline stages .* at most 6 stages work$"):
         given_units(survey, [0, 1, 1, 1, 1, 0, 0], 7)
-    with pytest.raises(ValueError, match=r"5 pipeline stages .* at most 4 stages work; 6 with num_layers_per_stage=\[0, 1, 1, 1, 1, 0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"5 pipeline stages .* at most 4 stages work; 6 with num_layers_per_stage=\[0, 1, 1, 1, 1, 0\]",
+    ):
         partition_units(survey, measured, Placement(5))
 
 
@@ -193,7 +214,10 @@ def test_attention_counts_by_what_a_token_sees() -> None:
     model.config.layer_types = ["full_attention", "sliding_attention", "linear_attention", "full_attention"]
     model.config.sliding_window = 20
     assert attention_costs(model, 4, 100) == [100 * width, 2 * 18 * width, 0.0, 100 * width]
-    assert sequence_length({"attention_mask": torch.ones(2, 1, 9, 9), "input_ids": torch.ones(2, 9, dtype=torch.int64)}) == 9
+    assert (
+        sequence_length({"attention_mask": torch.ones(2, 1, 9, 9), "input_ids": torch.ones(2, 9, dtype=torch.int64)})
+        == 9
+    )
     assert sequence_length((torch.ones(2, 3), torch.ones(2, 7, dtype=torch.int64))) == 7
     assert sequence_length(None) is None
 
@@ -231,7 +255,10 @@ def test_costs_count_the_head_and_hardly_the_table() -> None:
     assert costs[1] == costs[2] == layer
     assert costs[0] == pytest.approx(layer + 0.05 * 4000 * 48)
     assert costs[3] == pytest.approx(layer + 4000 * 48 + 48)
-    assert [len(part) for part in partition_units(survey, chain_costs(model, survey, Placement(2)), Placement(2))] == [4, 0]
+    assert [len(part) for part in partition_units(survey, chain_costs(model, survey, Placement(2)), Placement(2))] == [
+        4,
+        0,
+    ]
 
 
 def test_costs_of_layers_that_are_recomputed_in_part() -> None:
@@ -241,11 +268,15 @@ def test_costs_of_layers_that_are_recomputed_in_part() -> None:
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[1, 2])
     costs = chain_costs(model, survey, Placement(2), config=config)
     layer = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
-    assert (costs.recomputed, costs.selective, costs.cheap) == ([1, 0], [1, 2], [layer] * 4), "memory is all that small layers need"
+    assert (costs.recomputed, costs.selective, costs.cheap) == ([1, 0], [1, 2], [layer] * 4), (
+        "memory is all that small layers need"
+    )
     with torch.device("meta"):
         import transformers
 
-        model = transformers.LlamaForCausalLM(zoo.config("llama-causal-lm", hidden_size=4096, intermediate_size=14336, head_dim=128))
+        model = transformers.LlamaForCausalLM(
+            zoo.config("llama-causal-lm", hidden_size=4096, intermediate_size=14336, head_dim=128)
+        )
     survey = survey_model(model)
     costs = chain_costs(model, survey, Placement(2), config=PipelineGradientCheckpointConfig(selective_ratio=0.5))
     assert costs.selective == 0.5
@@ -275,7 +306,9 @@ def test_survey_needs_no_memory() -> None:
     with torch.device("meta"):
         import transformers
 
-        model = transformers.LlamaForCausalLM(zoo.config("llama-causal-lm", num_hidden_layers=6, hidden_size=8192, vocab_size=100_000))
+        model = transformers.LlamaForCausalLM(
+            zoo.config("llama-causal-lm", num_hidden_layers=6, hidden_size=8192, vocab_size=100_000)
+        )
     survey = survey_model(model)
     assert survey.num_units == 6
     assert survey.boundary(3) == (2,)
@@ -284,8 +317,14 @@ def test_survey_needs_no_memory() -> None:
 def test_checkpoint_config() -> None:
     stages = [range(2), range(2, 5), range(5, 6), range(6, 8)]
     assert PipelineGradientCheckpointConfig(0.5).layers_of(stages, 0, [0, 2]) == {0: 1, 2: 0}
-    assert PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 3, 0, 2]).layers_of(stages, 1, [1, 3]) == {1: 3, 3: 2}
-    assert PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 4]).layers_of(stages, 1, [1, 3]) == {1: 3, 3: 1}
+    assert PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 3, 0, 2]).layers_of(stages, 1, [1, 3]) == {
+        1: 3,
+        3: 2,
+    }
+    assert PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 4]).layers_of(stages, 1, [1, 3]) == {
+        1: 3,
+        3: 1,
+    }
     both = PipelineGradientCheckpointConfig(0.5, selective_ratio=0.4).of(stages, 0, [0, 2])
     assert (both.whole, both.selective, both.of(0)) == ({0: 1, 2: 0}, {0: 0, 2: 0}, (1, 0))
     given = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 0, 1], selective_ratio=1.0)
@@ -299,19 +338,29 @@ def test_checkpoint_config() -> None:
         ({"selective_ratio": -0.1}, "selective_ratio=-0.1 must be a share"),
         ({"selective_ratio": 0.5, "num_selective_layers_per_stage": [1]}, "exactly one of selective_ratio=0.5"),
         ({"num_selective_layers_per_stage": [True]}, "num_selective_layers_per_stage=.* whole numbers"),
-        ({"gradient_checkpointing_ratio": 0.75, "selective_ratio": 0.5}, "sum to 1.25, but .* selective_ratio=0.25 would work"),
+        (
+            {"gradient_checkpointing_ratio": 0.75, "selective_ratio": 0.5},
+            "sum to 1.25, but .* selective_ratio=0.25 would work",
+        ),
         ({"selective_ratio": 1.0, "selective_keep": "aten.mm"}, "selective_keep='aten.mm' must be names of operators"),
         ({"selective_ratio": 1.0, "selective_keep": ["mm"]}, "selective_keep=.* as .'aten.mm', 'aten.addmm'"),
-        ({"gradient_checkpointing_ratio": 1.0, "selective_keep": ["aten.mm"]}, "but there are none; give selective_ratio="),
+        (
+            {"gradient_checkpointing_ratio": 1.0, "selective_keep": ["aten.mm"]},
+            "but there are none; give selective_ratio=",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             PipelineGradientCheckpointConfig(**wrong)
-    with pytest.raises(ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layers besides .* at most 1 works there"):
-        PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0, 0, 0], num_selective_layers_per_stage=[2, 0, 0, 0]).of(
+    with pytest.raises(
+        ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layers besides .* at most 1 works there"
+    ):
+        PipelineGradientCheckpointConfig(
+            num_ckpt_layers_per_stage=[1, 0, 0, 0], num_selective_layers_per_stage=[2, 0, 0, 0]
+        ).of(stages, 0, [0, 2])
+    with pytest.raises(ValueError, match="rank 0 has 2 layers besides those that are recomputed as a whole, so 3"):
+        PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[3, 0]).of(
             stages, 0, [0, 2]
         )
-    with pytest.raises(ValueError, match="rank 0 has 2 layers besides those that are recomputed as a whole, so 3"):
-        PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0], num_selective_layers_per_stage=[3, 0]).of(stages, 0, [0, 2])
     with pytest.raises(ValueError, match="3 entries"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 1]).layers_of(stages, 0, [0, 2])
     with pytest.raises(ValueError, match="stage 2 has 1 layers"):

@@ -1,4 +1,6 @@
-"""Ready-made microbatches of unequal lengths in one process: every kind of count, and how objects are shared and copied."""
+"""Ready-made microbatches of unequal lengths in one process: every kind of count, and how objects are shared and
+copied.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import shardwright
-from shardwright.pipeline.executor import PipelineExecutor, PipelineSettings, cut_model
-from shardwright.pipeline.ready import Microbatches, as_microbatches
+from shardwright.pipeline.batch.ready import Microbatches, as_microbatches
+from shardwright.pipeline.cut.plan import cut_model
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.testing import keep_float64, zoo
 
 NAME = "llama-causal-lm"
@@ -34,7 +38,9 @@ def masked(outputs: Any, inputs: Any) -> torch.Tensor:
 
 
 def weighted_by_class(outputs: Any, inputs: Any) -> torch.Tensor:
-    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), weight=CLASS_WEIGHTS)
+    return F.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), weight=CLASS_WEIGHTS
+    )
 
 
 def over_everything(outputs: Any, inputs: Any) -> torch.Tensor:
@@ -98,20 +104,26 @@ def test_class_weights_of_the_step_are_counted_with() -> None:
     for weights in (CLASS_WEIGHTS, CLASS_WEIGHTS.flip(0)):
 
         def criterion(outputs: Any, inputs: Any, weights: torch.Tensor = weights) -> torch.Tensor:
-            return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), weight=weights)
+            return F.cross_entropy(
+                outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), weight=weights
+            )
 
         given = made()
         losses.append(float(executor.execute(iter([Microbatches(given)]), criterion)["loss"]))
         labels = [microbatch["labels"][:, 1:] for microbatch in given]
         counts = [float(weights[each[each != -100]].sum()) for each in labels]
-        expected = sum(criterion(model(**microbatch), microbatch) * count for microbatch, count in zip(given, counts, strict=True))
+        expected = sum(
+            criterion(model(**microbatch), microbatch) * count for microbatch, count in zip(given, counts, strict=True)
+        )
         assert abs(losses[-1] - expected.item() / sum(counts)) < 1e-12
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
 def test_what_several_hold_stays_one_object_and_the_users_tensors_are_not_written_to() -> None:
     common = torch.ones(1, 4)
-    given = Microbatches([{"input_ids": torch.zeros(2, 4), "row": common}, {"input_ids": torch.zeros(1, 6), "row": common}])
+    given = Microbatches(
+        [{"input_ids": torch.zeros(2, 4), "row": common}, {"input_ids": torch.zeros(1, 6), "row": common}]
+    )
     batch, parts = as_microbatches(given, None, None, torch.device("cpu"))
     assert parts[0]["row"] is parts[1]["row"]
     parts[0]["input_ids"].fill_(1)

@@ -13,19 +13,35 @@ from typing import Any
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import Action, Kind, table
-from shardwright.pipeline.executor import CutModel, PipelineExecutor, PipelineSettings
-from shardwright.pipeline.lowering import MESSAGE, lower
-from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.cut.plan import CutModel
+from shardwright.pipeline.executor import PipelineExecutor
+from shardwright.pipeline.planning.actions import Action, Kind, table
+from shardwright.pipeline.planning.lowering import MESSAGE, lower
+from shardwright.pipeline.planning.placement import Placement
+from shardwright.pipeline.planning.simulate import Costs, simulate
 from shardwright.pipeline.schedules import Schedule
-from shardwright.pipeline.simulate import Costs, simulate
+from shardwright.pipeline.settings import PipelineSettings
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
+CASES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("eager_1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zb", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
 
 
 @pytest.mark.parametrize(
     ("style", "ranks", "chunks"),
-    [("1f1b", 512, 1), ("interleaved", 256, 2), ("zbv", 256, 2), pytest.param("dualpipev", 256, 2, marks=pytest.mark.sweep)],
+    [
+        ("1f1b", 512, 1),
+        ("interleaved", 256, 2),
+        ("zbv", 256, 2),
+        pytest.param("dualpipev", 256, 2, marks=pytest.mark.sweep),
+    ],
 )
 def test_512_stages_and_4096_microbatches_take_seconds(style: str, ranks: int, chunks: int) -> None:
     """Built, simulated and lowered for one rank in under 10 s of CPU time and under 1 GiB."""
@@ -72,19 +88,30 @@ def test_times_and_lists_equal_a_walk_action_by_action() -> None:
         for p in (1, 2, 3, 5):
             for m in (1, 2, 5, 9):
                 stages = p * v
-                forward, input_grad, weight_grad = ([rng.choice([0.5, 1.0, 2.0, rng.random() + 0.1]) for _ in range(stages)] for _ in "FIW")
+                forward, input_grad, weight_grad = (
+                    [rng.choice([0.5, 1.0, 2.0, rng.random() + 0.1]) for _ in range(stages)] for _ in "FIW"
+                )
                 costs = Costs(forward, input_grad, weight_grad, rng.choice([0.0, 0.3, 2.5]), rng.random() < 0.5, 0.25)
                 schedule = schedules.get(style, p, m, v, forward_only=rng.random() < 0.3)
                 times = walk(schedule, costs)
                 simulated = simulate(schedule, costs)
-                assert simulated.spans == [[(action, *times[action]) for action in actions] for actions in schedule.actions]
+                assert simulated.spans == [
+                    [(action, *times[action]) for action in actions] for actions in schedule.actions
+                ]
                 assert simulated.makespan == max(end for _, end in times.values())
                 for overlap in (False, True):
                     if overlap and not costs.transfer:
                         times = walk(schedule, replace(costs, transfer=MESSAGE * min(forward)))
                     wanted = lower_all(schedule, times, overlap)
                     for rank in rng.sample(range(p), p):
-                        assert lower(schedule, overlap, costs, rank).actions[rank] == wanted[rank], (style, p, m, v, overlap, rank)
+                        assert lower(schedule, overlap, costs, rank).actions[rank] == wanted[rank], (
+                            style,
+                            p,
+                            m,
+                            v,
+                            overlap,
+                            rank,
+                        )
 
 
 def produced_by(action: Action, num_stages: int) -> tuple[Action, ...]:
@@ -100,7 +127,11 @@ def produced_by(action: Action, num_stages: int) -> tuple[Action, ...]:
 def consumer(action: Action, placement: Placement) -> int | None:
     """The stage on another rank that waits for what an action makes."""
     target = action.stage + {Kind.F: 1, Kind.FB: 1, Kind.W: placement.num_stages}.get(action.kind, -1)
-    return target if 0 <= target < placement.num_stages and placement.rank_of(target) != placement.rank_of(action.stage) else None
+    return (
+        target
+        if 0 <= target < placement.num_stages and placement.rank_of(target) != placement.rank_of(action.stage)
+        else None
+    )
 
 
 def walk(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import Action, Kind, parse_list, validate
-from shardwright.pipeline.placement import Placement
+from shardwright.pipeline.planning.actions import Action, Kind, parse_list, validate
+from shardwright.pipeline.planning.placement import Placement
+from shardwright.pipeline.planning.simulate import Costs, simulate
 from shardwright.pipeline.schedules import STYLES, Schedule
 from shardwright.pipeline.schedules.interleaved import limit
-from shardwright.pipeline.simulate import Costs, simulate
 
 CASES = [
     ("gpipe", 1),
@@ -32,8 +32,8 @@ CASES = [
 def slots(style: str, p: int, m: int, v: int) -> int:
     """Length of a step in units of F = I = W = 1, B = 2.
 
-    Every rank has 3 v m units of work; what comes on top is the bubble. With fewer microbatches than the zero-bubble schedules
-    need to mesh, the path of the last microbatch dominates instead.
+    Every rank has 3 v m units of work; what comes on top is the bubble. With fewer microbatches than the zero-bubble
+    schedules need to mesh, the path of the last microbatch dominates instead.
     """
     match style:
         case "gpipe" | "1f1b" | "eager_1f1b" | "interleaved":
@@ -60,7 +60,9 @@ def test_slots_equal_the_formulas(p: int) -> None:
             assert result.makespan == expected, (style, p, m, v)
             assert result.bubble == pytest.approx(1 - 3 * v * m / expected)
     m = 4 * p
-    one_f_one_b, zero_bubble, v_shape = (simulate(schedules.get(style, p, m, v)) for style, v in (("1f1b", 1), ("zb", 1), ("zbv", 2)))
+    one_f_one_b, zero_bubble, v_shape = (
+        simulate(schedules.get(style, p, m, v)) for style, v in (("1f1b", 1), ("zb", 1), ("zbv", 2))
+    )
     assert one_f_one_b.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert simulate(schedules.get("interleaved", p, m, 3)).bubble == pytest.approx((p - 1) / (3 * m + p - 1))
     # Zero bubble: a third of the waiting; V: the same waiting over twice the work
@@ -93,7 +95,8 @@ def test_any_number_of_microbatches_is_valid_and_never_waits_for_ever(p: int) ->
             validate(evaluation.actions, evaluation.placement, m, forward_only=True)
             forward = simulate(evaluation)
             if style in ("zbv", "dualpipev"):
-                # The best there is: the last rank starts after p - 1 slots, and what it does last has p - 1 stages to go
+                # The best there is: the last rank starts after p - 1 slots, and what it does last has p - 1 stages to
+                # go
                 assert forward.makespan == 2 * m + 2 * (p - 1), (p, m)
             elif m % p == 0 or v == 1:
                 assert forward.makespan == v * m + p - 1, (style, p, m, v)
@@ -153,7 +156,11 @@ def test_gradients_add_up_in_the_same_order_in_every_schedule() -> None:
     for style, v in CASES:
         for rank_actions in schedules.get(style, 4, 9, v).actions:
             for stage in {action.stage for action in rank_actions}:
-                order = [action.microbatch for action in rank_actions if action.stage == stage and action.kind in (Kind.B, Kind.W)]
+                order = [
+                    action.microbatch
+                    for action in rank_actions
+                    if action.stage == stage and action.kind in (Kind.B, Kind.W)
+                ]
                 assert order == list(range(9)), (style, stage)
 
 
@@ -178,18 +185,26 @@ def test_pairs_cost_what_they_do_not_hide() -> None:
     assert simulate(schedule, costs).bubble == 0.0, "what is hidden is no work"
     for p in (1, 2, 3, 8):
         for m in (1, p, p + 1, 2 * p, 5 * p):
-            plain, apart = (simulate(schedules.get("dualpipev", p, m, 2, pairs=pairs)).makespan for pairs in (True, False))
+            plain, apart = (
+                simulate(schedules.get("dualpipev", p, m, 2, pairs=pairs)).makespan for pairs in (True, False)
+            )
             assert apart == slots("dualpipev without pairs", p, m, 2), (p, m)
-            gained = [simulate(schedules.get("dualpipev", p, m, 2), Costs(hidden=hidden)).makespan for hidden in (0.1, 0.2)]
+            gained = [
+                simulate(schedules.get("dualpipev", p, m, 2), Costs(hidden=hidden)).makespan for hidden in (0.1, 0.2)
+            ]
             assert gained[1] <= gained[0] <= plain, (p, m)
             if m >= 2 * p:  # the dearest rank has m - p + min(p - 1, 2) pairs of 3 units or so
                 assert gained[1] <= plain - 0.2 * 3 * 2 * (m - 2 * p), (p, m)
 
 
 def test_an_eager_warm_up_hides_transfers() -> None:
-    """1F1B waits for two messages per microbatch; with twice the warm-up a step takes hardly longer than without messages."""
+    """1F1B waits for two messages per microbatch; with twice the warm-up a step takes hardly longer than without
+    messages.
+    """
     p, m, transfer = 8, 64, 0.2
-    plain, eager = (simulate(schedules.get(style, p, m), Costs(transfer=transfer)).makespan for style in ("1f1b", "eager_1f1b"))
+    plain, eager = (
+        simulate(schedules.get(style, p, m), Costs(transfer=transfer)).makespan for style in ("1f1b", "eager_1f1b")
+    )
     free = simulate(schedules.get("1f1b", p, m)).makespan
     assert plain > free + 1.8 * transfer * m
     assert eager <= free + 4 * transfer * p
@@ -244,7 +259,11 @@ def torch_order(name: str, p: int, m: int, v: int) -> list[list[Action]]:
     if name in ("ScheduleGPipe", "Schedule1F1B"):
         made = getattr(oracle, name)(stage(0), m, loss_fn=lambda output, target: output)
     else:
-        indices = [0, 2 * p - 1] if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else [chunk * p for chunk in range(v)]
+        indices = (
+            [0, 2 * p - 1]
+            if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+            else [chunk * p for chunk in range(v)]
+        )
         made = getattr(oracle, name)([stage(index) for index in indices], m, loss_fn=lambda output, target: output)
     kinds = {"F": Kind.F, "I": Kind.I, "W": Kind.W, "B": Kind.B}
     lists = []
@@ -252,10 +271,16 @@ def torch_order(name: str, p: int, m: int, v: int) -> list[list[Action]]:
         if name == "ScheduleDualPipeV":
             lists.append(parse_list(" ".join(_without_name(action) for action in made.pipeline_order[rank])))
             continue
-        actions = [action for action in made.pipeline_order[rank] if action is not None and action.computation_type.value in kinds]
+        actions = [
+            action
+            for action in made.pipeline_order[rank]
+            if action is not None and action.computation_type.value in kinds
+        ]
         if name == "Schedule1F1B" and rank == p - 1:
             # Its list for display counts the forwards of the last rank from 1; what it executes counts them from 0.
-            actions = [a._replace(microbatch_index=a.microbatch_index - (a.computation_type.value == "F")) for a in actions]
+            actions = [
+                a._replace(microbatch_index=a.microbatch_index - (a.computation_type.value == "F")) for a in actions
+            ]
         lists.append([Action(kinds[a.computation_type.value], a.stage_index, a.microbatch_index) for a in actions])
     return lists
 
@@ -266,7 +291,8 @@ def _without_name(action: Any) -> str:
 
 
 @pytest.mark.skipif(
-    not torch.__version__.startswith(("2.11.", "2.12.", "2.13.")), reason="torch's schedule classes are private; checked on 2.11 to 2.13"
+    not torch.__version__.startswith(("2.11.", "2.12.", "2.13.")),
+    reason="torch's schedule classes are private; checked on 2.11 to 2.13",
 )
 @pytest.mark.parametrize(
     ("style", "name", "v"),
@@ -298,9 +324,14 @@ def test_same_work_as_torch_and_never_longer(style: str, name: str, v: int) -> N
             assert [halves(actions) for actions in ours.actions] == [halves(actions) for actions in theirs]
             if style == "dualpipev":
                 assert [list(actions) for actions in ours.actions] == theirs, "the same order of all actions"
-            for costs in (Costs(), Costs(forward=2, input_grad=2, weight_grad=1), Costs(forward=1, input_grad=2, weight_grad=1)):
+            for costs in (
+                Costs(),
+                Costs(forward=2, input_grad=2, weight_grad=1),
+                Costs(forward=1, input_grad=2, weight_grad=1),
+            ):
                 other, own = simulate(Schedule(ours.placement, theirs), costs), simulate(ours, costs)
-                # Interleaving an odd number of microbatches, torch holds far more of them: that may buy it a little time.
+                # Interleaving an odd number of microbatches, torch holds far more of them: that may buy it a little
+                # time.
                 allowed = 1.04 if max(other.peak_live) > 1.1 * max(own.peak_live) else 1.0
                 assert own.makespan <= allowed * other.makespan, (p, m, costs)
             compared += 1

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.pipeline import schedules
-from shardwright.pipeline.actions import COMPUTE, MOVES, OF_STAGE, Kind
-from shardwright.pipeline.lowering import lower
-from shardwright.pipeline.simulate import Costs, simulate
+from shardwright.pipeline.planning.actions import COMPUTE, MOVES, OF_STAGE, Kind
+from shardwright.pipeline.planning.lowering import lower
+from shardwright.pipeline.planning.simulate import Costs, simulate
 from shardwright.pipeline.timeline import MeasuredSpan, Timeline
 from shardwright.pipeline.timeline_html import page, write_page, write_png
 

@@ -26,7 +26,8 @@ def test_a_70b_model_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -
     start = time.perf_counter()
     status, text = plan(
         capsys,
-        "--model llama-70b --world-size 64 --tp-size 8 --pp-size 4 --zero-stage 1 --num-microbatches 16 --batch-size 16 --seq-len 8192",
+        "--model llama-70b --world-size 64 --tp-size 8 --pp-size 4 --zero-stage 1 --num-microbatches 16 --batch-size "
+        "16 --seq-len 8192",
     )
     assert time.perf_counter() - start < 30
     assert status == 0
@@ -54,7 +55,9 @@ def test_a_70b_model_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -
         ("--model llama-tiny --world-size 4 --pp-size 2 --pp-style zbv --num-model-chunks 3", "exactly 2"),
     ],
 )
-def test_layouts_that_do_not_work_say_so_and_fail(capsys: pytest.CaptureFixture[str], arguments: str, word: str) -> None:
+def test_layouts_that_do_not_work_say_so_and_fail(
+    capsys: pytest.CaptureFixture[str], arguments: str, word: str
+) -> None:
     status, text = plan(capsys, arguments)
     assert status == 1
     assert text.startswith("This layout does not work: ")
@@ -62,7 +65,9 @@ def test_layouts_that_do_not_work_say_so_and_fail(capsys: pytest.CaptureFixture[
 
 
 def test_check_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = plan(capsys, "--check --model gpt2 --world-size 8 --tp-size 2 --pp-size 2 --pp-style zbv --num-model-chunks 2")
+    status, text = plan(
+        capsys, "--check --model gpt2 --world-size 8 --tp-size 2 --pp-size 2 --pp-style zbv --num-model-chunks 2"
+    )
     assert status == 0
     assert text.count("\n") == 1
     assert "8 ranks = dp 2 x pp 2 x tp 2" in text
@@ -75,7 +80,9 @@ def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_p
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)
     for name in (tmp_path, tmp_path / "config.json"):
-        status, text = plan(capsys, f"--model {name} --world-size 2 --pp-size 2 --selective 1.0 --batch-size 2 --seq-len 8")
+        status, text = plan(
+            capsys, f"--model {name} --world-size 2 --pp-size 2 --selective 1.0 --batch-size 2 --seq-len 8"
+        )
         assert status == 0
         assert "0 of 1 layers, 1 in part" in text
         assert "activations at the peak of a step" in text
@@ -93,7 +100,13 @@ def test_models_without_a_policy_are_planned_untried(capsys: pytest.CaptureFixtu
     from transformers import Gemma2Config
 
     config = Gemma2Config(
-        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
     )
     config.architectures = ["Gemma2ForCausalLM"]
     config.save_pretrained(tmp_path)

@@ -24,7 +24,9 @@ def walk(scaler: DynamicScaler, overflows: str) -> list[float]:
 
 
 def test_scale_falls_after_patience_and_grows_after_clean_steps() -> None:
-    scaler = DynamicScaler(ScalerConfig(initial_scale=8, growth_interval=3, hysteresis=2, min_scale=2, max_scale=16), CPU)
+    scaler = DynamicScaler(
+        ScalerConfig(initial_scale=8, growth_interval=3, hysteresis=2, min_scale=2, max_scale=16), CPU
+    )
     #                        forgiven, lowered, lowered, at the floor, three clean: grown, patience restored
     assert walk(scaler, "1111000" + "1000" + "000000") == [8, 4, 2, 2, 2, 2, 4, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
     assert scaler.skipped_steps == 5
@@ -95,7 +97,9 @@ def test_inputs_are_cast_where_they_are_floats() -> None:
     assert PrecisionPolicy("fp32").cast_inputs(batch) is batch
 
 
-@pytest.mark.parametrize(("cls", "plain"), [(HybridAdam, torch.optim.AdamW), (CPUAdam, torch.optim.AdamW), (FusedAdam, torch.optim.AdamW)])
+@pytest.mark.parametrize(
+    ("cls", "plain"), [(HybridAdam, torch.optim.AdamW), (CPUAdam, torch.optim.AdamW), (FusedAdam, torch.optim.AdamW)]
+)
 def test_named_optimizers_are_adamw(cls: type, plain: type) -> None:
     params = [nn.Parameter(torch.randn(5)) for _ in range(2)]
     copies = [nn.Parameter(param.detach().clone()) for param in params]

@@ -1,7 +1,8 @@
-"""The names, parameters and defaults that users' scripts rely on: they may be added to, not renamed or given other defaults.
+"""The names, parameters and defaults that users' scripts rely on: they may be added to, not renamed or given other
+defaults.
 
-A signature states the parameters that must exist; `=` values are their defaults. PENDING lists what is promised and not there yet; an
-entry comes out when the name goes in. An indented line continues the one above it.
+A signature states the parameters that must exist; `=` values are their defaults. PENDING lists what is promised and not
+there yet; an entry comes out when the name goes in. An indented line continues the one above it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ shardwright.Booster(device=None, mixed_precision=None, plugin=None)
 shardwright.booster.Booster(device=None, mixed_precision=None, plugin=None)
 shardwright.booster.Booster.boost(self, model, optimizer=None, criterion=None, dataloader=None, lr_scheduler=None)
 shardwright.booster.Booster.backward(self, loss, optimizer)
-shardwright.booster.Booster.execute_pipeline(self, data_iter, model, criterion, optimizer=None, return_loss=True, return_outputs=False)
+shardwright.booster.Booster.execute_pipeline(self, data_iter, model, criterion, optimizer=None, return_loss=True,
+    return_outputs=False)
 shardwright.booster.Booster.no_sync(self, model, optimizer)
-shardwright.booster.Booster.save_model(self, model, path, shard=False, prefix=None, size_per_shard=1024, use_safetensors=True,
-    use_async=False)
+shardwright.booster.Booster.save_model(self, model, path, shard=False, prefix=None, size_per_shard=1024,
+    use_safetensors=True, use_async=False)
 shardwright.booster.Booster.load_model(self, model, path, strict=True)
 shardwright.booster.Booster.save_optimizer(self, optimizer, path, shard=False, size_per_shard=1024, use_async=False)
 shardwright.booster.Booster.load_optimizer(self, optimizer, path)
@@ -63,30 +65,32 @@ shardwright.interface.OptimizerWrapper.get_grad_norm(self)
 shardwright.interface.OptimizerWrapper.unwrap(self)
 
 shardwright.plugins.TorchDDPPlugin()
-shardwright.plugins.TorchDDPPlugin.prepare_dataloader(self, dataset, batch_size, shuffle=False, seed=1024, drop_last=False,
-    pin_memory=False, num_workers=0, distributed_sampler_cls=None)
+shardwright.plugins.TorchDDPPlugin.prepare_dataloader(self, dataset, batch_size, shuffle=False, seed=1024,
+    drop_last=False, pin_memory=False, num_workers=0, distributed_sampler_cls=None)
 shardwright.plugins.TorchDDPPlugin.supported_precisions(self)
 shardwright.plugins.TorchDDPPlugin.supported_devices(self)
 shardwright.plugins.TorchDDPPlugin.support_no_sync(self)
 shardwright.plugins.TorchFSDPPlugin()
 shardwright.plugins.LowLevelZeroPlugin(stage=1, precision="bf16", max_norm=0.0, reduce_bucket_size_in_m=12,
-    communication_dtype=None, overlap_communication=True, overlap_allgather=False, cpu_offload=False, master_weights=True,
-    zero_group_size=None)
+    communication_dtype=None, overlap_communication=True, overlap_allgather=False, cpu_offload=False,
+    master_weights=True, zero_group_size=None)
 shardwright.plugins.DeepSpeedPlugin(config)
 shardwright.plugins.HybridParallelPlugin(tp_size=1, pp_size=1, sp_size=None, precision="bf16", zero_stage=0,
-    enable_all_optimization=False, enable_fused_normalization=False, enable_flash_attention=False, enable_jit_fused=False,
-    enable_sequence_parallelism=False, sequence_parallelism_mode=None, enable_sequence_overlap=False, parallel_output=True,
-    num_microbatches=None, microbatch_size=None, initial_scale=65536, min_scale=1, growth_factor=2, backoff_factor=0.5,
-    growth_interval=1000, hysteresis=2, max_scale=4294967296, max_norm=0, broadcast_buffers=True, ddp_bucket_cap_mb=25,
-    find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False,
-    zero_bucket_size_in_m=12, cpu_offload=False, communication_dtype=None, overlap_communication=True, overlap_allgather=False,
-    zero_group_size=None, custom_policy=None, pp_style="1f1b", num_model_chunks=1, num_layers_per_stage=None, overlap_p2p=True,
-    enable_metadata_cache=True, gradient_checkpoint_config=None, make_vocab_size_divisible_by=64, dp_outside=True,
-    inner_ring_size=None, fp8_communication=False, use_fp8=False)
+    enable_all_optimization=False, enable_fused_normalization=False, enable_flash_attention=False,
+    enable_jit_fused=False, enable_sequence_parallelism=False, sequence_parallelism_mode=None,
+    enable_sequence_overlap=False, parallel_output=True, num_microbatches=None, microbatch_size=None,
+    initial_scale=65536, min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2,
+    max_scale=4294967296, max_norm=0, broadcast_buffers=True, ddp_bucket_cap_mb=25, find_unused_parameters=False,
+    check_reduction=False, gradient_as_bucket_view=False, static_graph=False, zero_bucket_size_in_m=12,
+    cpu_offload=False, communication_dtype=None, overlap_communication=True, overlap_allgather=False,
+    zero_group_size=None, custom_policy=None, pp_style="1f1b", num_model_chunks=1, num_layers_per_stage=None,
+    overlap_p2p=True, enable_metadata_cache=True, gradient_checkpoint_config=None, make_vocab_size_divisible_by=64,
+    dp_outside=True, inner_ring_size=None, fp8_communication=False, use_fp8=False)
 shardwright.plugins.HybridParallelPlugin.from_config(config)
 
-shardwright.shardformer.ShardConfig(tensor_parallel_process_group, sequence_parallel_process_group, pipeline_stage_manager,
-    enable_tensor_parallelism=True, gradient_checkpoint_config, fp8_communication, parallel_output)
+shardwright.shardformer.ShardConfig(tensor_parallel_process_group, sequence_parallel_process_group,
+    pipeline_stage_manager, enable_tensor_parallelism=True, gradient_checkpoint_config, fp8_communication,
+    parallel_output)
 shardwright.shardformer.register_policy(model_type_or_class, policy_class)
 shardwright.shardformer.ShardFormer(shard_config)
 shardwright.shardformer.ShardFormer.optimize(self, model, policy=None)
@@ -101,7 +105,8 @@ shardwright.shardformer.Policy.module_policy(self)
 shardwright.shardformer.Policy.postprocess(self)
 shardwright.shardformer.Policy.get_held_layers(self)
 shardwright.shardformer.Policy.get_shared_params(self)
-shardwright.shardformer.ModulePolicyDescription(attribute_replacement, param_replacement, sub_module_replacement, method_replacement)
+shardwright.shardformer.ModulePolicyDescription(attribute_replacement, param_replacement, sub_module_replacement,
+    method_replacement)
 shardwright.shardformer.SubModuleReplacementDescription(suffix, target_module, kwargs, ignore_if_not_exist)
 shardwright.shardformer.PipelineGradientCheckpointConfig()
 shardwright.shardformer.layer.ParallelModule.from_native_module(module, process_group)
@@ -174,9 +179,13 @@ def test_promised_names_keep_their_signature(name: str) -> None:
         assert parameter in actual or takes_any, f"{name} lost its parameter {parameter}"
         if parameter in actual and default is not inspect.Parameter.empty:
             assert actual[parameter].default == default, f"{name}({parameter}=...): the default was {default!r}"
-    required = {p.name for p in actual.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {
+        p.name for p in actual.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     if PROMISED[name] and not name.startswith("shardwright.shardformer."):
-        assert required <= set(PROMISED[name]), f"{name} demands parameters that scripts do not give: {required - set(PROMISED[name])}"
+        assert required <= set(PROMISED[name]), (
+            f"{name} demands parameters that scripts do not give: {required - set(PROMISED[name])}"
+        )
 
 
 @pytest.mark.parametrize("verb", VERBS)

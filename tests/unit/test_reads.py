@@ -1,4 +1,6 @@
-"""What a model reads off its batch outside of layers is answered by the host from the second forward on, and all numbers stay the same."""
+"""What a model reads off its batch outside of layers is answered by the host from the second forward on, and all
+numbers stay the same.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer_calls import Batch, Layer, Net, Stages, compare, full, head_loss, ragged, without_mask
+from layer_call_models import Layer, Net
+from test_layer_calls import Batch, Stages, compare, full, head_loss, ragged, without_mask
 from torch import nn
 
-from shardwright.pipeline import reads
-from shardwright.pipeline.layer_trace import reads_data
+from shardwright.pipeline.hoisting import reads
+from shardwright.pipeline.hoisting.layer_trace import reads_data
 from shardwright.testing import keep_float64, zoo
 from shardwright.utils.pytree import TorchDispatchMode
 
@@ -75,7 +78,8 @@ def test_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             for group in (without_mask(batches), full(batches), batches):
                 compare(model, stages, group, head_loss, training, all_used=False)
             known = (ragged(name, 4, length, seed=100), full(batches), without_mask(batches))
-            for group in known[: 2 if name == "gpt2-causal-lm" else 3]:  # which looks at token ids by an index that it makes itself
+            # which looks at token ids by an index that it makes itself
+            for group in known[: 2 if name == "gpt2-causal-lm" else 3]:
                 assert reads_of(stages, group, training, monkeypatch)["device"] == 0
                 compare(model, stages, group, head_loss, training, all_used=False)
 
@@ -160,7 +164,10 @@ def masked(step: int) -> list[Batch]:
         lengths = torch.randint(5, 10, (3, 1), generator=generator)
         mask = (torch.arange(9) < lengths).long()
         batches.append(
-            {"input_ids": torch.randint(0, 64, (3, 9), generator=generator), "mask": mask if step % 3 else torch.ones_like(mask)}
+            {
+                "input_ids": torch.randint(0, 64, (3, 9), generator=generator),
+                "mask": mask if step % 3 else torch.ones_like(mask),
+            }
         )
     return batches
 

@@ -45,7 +45,9 @@ def lines_where(pattern: str, files: list[Path]) -> list[str]:
 
 def test_no_file_is_too_long() -> None:
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in python_files(*CODE)}
-    too_long = [f"{name}: {length} lines, the most is {LONGEST}" for name, length in lengths.items() if length > LONGEST]
+    too_long = [
+        f"{name}: {length} lines, the most is {LONGEST}" for name, length in lengths.items() if length > LONGEST
+    ]
     getting_long = [f"{name}: {length} lines" for name, length in lengths.items() if LONG < length <= LONGEST]
     assert not too_long, "\n".join([*too_long, "split them; also getting long:", *getting_long])
 
@@ -68,7 +70,16 @@ def test_nothing_is_left_to_do() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt", "setup.py", "pyproject.toml"),
+        *(
+            "LICENSE",
+            "README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "constraints.txt",
+            "setup.py",
+            "pyproject.toml",
+        ),
         *("docs/architecture.md", "docs/getting_started.md", "docs/performance.md", "shardwright/py.typed"),
     ],
 )
@@ -93,7 +104,9 @@ def test_a_machine_without_a_new_enough_python_gets_one_clear_line(tmp_path: Pat
         (tmp_path / "env").symlink_to(shutil.which("env") or pytest.fail("no env here"))
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
-    done = subprocess.run(["bash", clone / "scripts" / "demo"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", clone / "scripts" / "demo"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
@@ -102,7 +115,9 @@ def test_a_machine_without_a_new_enough_python_gets_one_clear_line(tmp_path: Pat
 
 
 def test_the_version_is_in_one_place() -> None:
-    holders = [path.relative_to(ROOT).as_posix() for path in text_files() if f'"{shardwright.__version__}"' in path.read_text()]
+    holders = [
+        path.relative_to(ROOT).as_posix() for path in text_files() if f'"{shardwright.__version__}"' in path.read_text()
+    ]
     assert holders == ["shardwright/_version.py"]
 
 
@@ -134,7 +149,11 @@ def test_the_wheel_is_pure_python_and_complete(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     wheel = tmp_path / f"shardwright-{shardwright.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {path.relative_to(source).as_posix() for path in (source / "shardwright").rglob("*") if path.suffix in (".py", ".typed")}
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in (source / "shardwright").rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
     assert expected <= names
     assert not [name for name in names if name.startswith("tests/")]
 
@@ -168,7 +187,18 @@ def test_time_limits_are_those_that_were_said(tmp_path: Path) -> None:
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(re.sub(r"(?m)^BEYOND_THE_LIMIT = \S+", "BEYOND_THE_LIMIT = 0.1", conftest))
     (tmp_path / "test_limits.py").write_text(WITH_LIMITS)
-    command = [sys.executable, "-m", "pytest", "-v", "-o", "timeout=0.1", "-o", "timeout_method=signal", "--timeout=30", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-o",
+        "timeout=0.1",
+        "-o",
+        "timeout_method=signal",
+        "--timeout=30",
+        str(tmp_path),
+    ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "test_within_the_limit_of_the_command_line PASSED" in run.stdout
     assert "in endless" in run.stderr, "ended, with the place where it was"

@@ -33,7 +33,12 @@ def trained_pair(dtype: torch.dtype = torch.float64) -> tuple[Tiny, Tiny, torch.
     reference = Tiny().to(dtype)
     model = copy.deepcopy(reference)
     batches = [{"input_ids": torch.randint(7, (3, 5)), "labels": torch.randint(7, (3, 5))} for _ in range(2)]
-    return reference, model, train_steps(reference, adamw(reference), batches), train_steps(model, adamw(model), batches)
+    return (
+        reference,
+        model,
+        train_steps(reference, adamw(reference), batches),
+        train_steps(model, adamw(model), batches),
+    )
 
 
 def failures(reference: nn.Module, model: nn.Module, **options: object) -> list[tuple[str, str]]:
@@ -84,7 +89,9 @@ def test_not_a_number_fails() -> None:
     reference, model, *losses = trained_pair()
     model.hidden.bias.grad.fill_(float("nan"))  # type: ignore[union-attr]
     assert failures(reference, model) == [("gradient", "hidden.bias")]
-    assert failures(reference, model, gradients=False, losses=(losses[0], losses[1] * float("nan"))) == [("loss", "loss")]
+    assert failures(reference, model, gradients=False, losses=(losses[0], losses[1] * float("nan"))) == [
+        ("loss", "loss")
+    ]
 
 
 def test_a_wrong_weight_or_loss() -> None:

@@ -61,7 +61,11 @@ def test_all_heads_of_transformers_are_there() -> None:
 def heads_of(transformers: object, family: str, prefix: str) -> set[str]:
     module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["__all__"])
     excluded = (f"{prefix}PreTrainedModel", f"{prefix}Layer")
-    return {name for name in module.__all__ if name not in excluded and issubclass(getattr(module, name), module.PreTrainedModel)}
+    return {
+        name
+        for name in module.__all__
+        if name not in excluded and issubclass(getattr(module, name), module.PreTrainedModel)
+    }
 
 
 def test_build_is_deterministic_and_leaves_random_state_alone() -> None:
@@ -70,7 +74,9 @@ def test_build_is_deterministic_and_leaves_random_state_alone() -> None:
     first, second = zoo.build("gpt2-causal-lm", seed=3), zoo.build("gpt2-causal-lm", seed=3)
     other, single = zoo.build("gpt2-causal-lm", seed=4), zoo.build("gpt2-causal-lm", seed=3, dtype=torch.float32)
     assert torch.equal(before, torch.get_rng_state())
-    for a, b, c, d in zip(first.parameters(), second.parameters(), other.parameters(), single.parameters(), strict=True):
+    for a, b, c, d in zip(
+        first.parameters(), second.parameters(), other.parameters(), single.parameters(), strict=True
+    ):
         assert torch.equal(a, b)
         assert not torch.equal(a, c)
         assert torch.equal(a, d.double())

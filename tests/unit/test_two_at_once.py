@@ -58,13 +58,16 @@ def test_the_turn_changes_at_every_collective_until_one_ends() -> None:
     pair = TwoAtOnce()
     pair.run(seen.several("f", 2), seen.several("b", 4))
     order = (
-        "f0 launched, b0 launched, f0 done, f1 launched, b0 done, b1 launched, f1 done, b1 done, b2 launched, b2 done, b3 launched, b3 done"
+        "f0 launched, b0 launched, f0 done, f1 launched, b0 done, b1 launched, f1 done, b1 done, b2 launched, b2 done, "
+        "b3 launched, b3 done"
     )
     assert ", ".join(seen.events) == order
     assert pair.changes == 6  # the last two are the end of either
     seen.events.clear()
     pair.run(seen.several("f", 3), seen.several("b", 1))
-    assert ", ".join(seen.events) == "f0 launched, b0 launched, f0 done, f1 launched, b0 done, f1 done, f2 launched, f2 done"
+    assert ", ".join(seen.events) == (
+        "f0 launched, b0 launched, f0 done, f1 launched, b0 done, f1 done, f2 launched, f2 done"
+    )
     seen.events.clear()
     for _ in range(20):
         pair.run(seen.several("f", 2), seen.several("b", 2))
@@ -291,7 +294,9 @@ def test_a_backward_on_a_thread_of_autograd_takes_the_turns_of_the_backward() ->
         raise ValueError("there")
 
     pair.run(launched.several("f", 2), lambda: on_another(launched.several("b", 2)))
-    assert ", ".join(launched.events) == "f0 launched, b0 launched, f0 done, f1 launched, b0 done, b1 launched, f1 done, b1 done"
+    assert ", ".join(launched.events) == (
+        "f0 launched, b0 launched, f0 done, f1 launched, b0 done, b1 launched, f1 done, b1 done"
+    )
     with pytest.raises(ValueError, match="there"):
         pair.run(launched.several("f", 3), lambda: on_another(fails))
     assert not pair.failed_forward

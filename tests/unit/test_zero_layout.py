@@ -13,7 +13,16 @@ from torch import nn
 
 from shardwright.spec import ParamSpec, Piece, even_pieces
 from shardwright.utils.overlap import overlapping
-from shardwright.zero.layout import ALIGN, BUCKET_SIZE_IN_M, Entry, bucket_numel, closed_form_bytes, family_of, plan_buckets, plan_runs
+from shardwright.zero.layout import (
+    ALIGN,
+    BUCKET_SIZE_IN_M,
+    Entry,
+    bucket_numel,
+    closed_form_bytes,
+    family_of,
+    plan_buckets,
+    plan_runs,
+)
 
 
 def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = torch.float32) -> list[Entry]:
@@ -25,7 +34,9 @@ def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = t
     return result
 
 
-shapes = st.lists(st.tuples(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 2)), min_size=1, max_size=12)
+shapes = st.lists(
+    st.tuples(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 2)), min_size=1, max_size=12
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,7 +77,9 @@ def test_cut_slots_get_runs_of_their_own() -> None:
     (plan,) = plan_buckets(entries_of([((20, 20), 0)] * 4), 2, 10**9, whole=False)
     middle = plan.slots[1]
     runs = [run for shard in range(2) for run in plan_runs(plan, shard, {middle})]
-    assert [run.slots for run in runs if middle in run.slots] == [(middle,)] * sum(middle in plan.slots_in(s) for s in range(2))
+    assert [run.slots for run in runs if middle in run.slots] == [(middle,)] * sum(
+        middle in plan.slots_in(s) for s in range(2)
+    )
     assert sum(run.stop - run.start for run in runs) == plan.numel
 
 
@@ -79,7 +92,12 @@ def test_whole_partition_is_balanced() -> None:
 
 def test_families_do_not_share_buckets_and_plain_ones_come_first() -> None:
     shared = ParamSpec("kv", (4, 4), 0, ((Piece(0, 4),), (Piece(0, 4),)))
-    specs = [ParamSpec("tied", (4, 4), tied="word"), ParamSpec("plain", (4, 4)), ParamSpec("norm", (4,), partial=("tp",)), shared]
+    specs = [
+        ParamSpec("tied", (4, 4), tied="word"),
+        ParamSpec("plain", (4, 4)),
+        ParamSpec("norm", (4,), partial=("tp",)),
+        shared,
+    ]
     entries = [
         Entry(i, spec.name, nn.Parameter(torch.zeros(spec.local_shape(0))), spec, 0, family_of(spec, torch.float32, 0))
         for i, spec in enumerate(specs)
@@ -132,10 +150,18 @@ def test_parameters_that_share_elements_are_told_from_neighbors_in_one_memory() 
     whole = torch.zeros(4, 9)
     columns = {f"columns {start}": whole[:, start : start + 3] for start in (0, 3, 6)}
     halves = dict(zip(("first", "second"), torch.zeros(8).split(4), strict=True))
-    apart = {**columns, **halves, "none": torch.zeros(0), "meta": torch.zeros(3, device="meta"), "alone": torch.zeros(2)}
+    apart = {
+        **columns,
+        **halves,
+        "none": torch.zeros(0),
+        "meta": torch.zeros(3, device="meta"),
+        "alone": torch.zeros(2),
+    }
     assert overlapping(apart.items()) == []
     assert set(overlapping({**columns, "row": whole[1]}.items())) == {(name, "row") for name in columns}
     assert set(overlapping({**columns, "column": whole[:, 4]}.items())) == {("columns 3", "column")}
     assert overlapping({"one": whole, "transposed": whole.t()}.items()) == [("one", "transposed")]
-    assert overlapping({"strided": whole[:, ::2], "bytes": whole.view(torch.uint8)[:, 8:12]}.items()) == [("strided", "bytes")]
+    assert overlapping({"strided": whole[:, ::2], "bytes": whole.view(torch.uint8)[:, 8:12]}.items()) == [
+        ("strided", "bytes")
+    ]
     assert overlapping({"strided": whole[:, ::2], "bytes": whole.view(torch.uint8)[:, 4:8]}.items()) == []

@@ -12,7 +12,8 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 150, 20, 44
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #444 }
   .grid { stroke: #ddd } .train { stroke: #9db8e8; fill: none }
-  .smooth { stroke: #1f5fd0; fill: none; stroke-width: 2 } .held { fill: #d0461f } .floor { stroke: #2a8a4a; stroke-dasharray: 6 4 }
+  .smooth { stroke: #1f5fd0; fill: none; stroke-width: 2 } .held { fill: #d0461f } .floor { stroke: #2a8a4a;
+    stroke-dasharray: 6 4 }
   .label-smooth { fill: #1f5fd0 } .label-held { fill: #d0461f } .label-floor { fill: #2a8a4a }
 """.strip()
 
@@ -36,7 +37,9 @@ class Axes(NamedTuple):
 
 
 def loss_chart(train: Sequence[Point], held_out: Sequence[Point], lowest: float) -> str:
-    """Loss of every training step, its running mean, the held-out losses as dots, and the line below which no model can get."""
+    """Loss of every training step, its running mean, the held-out losses as dots, and the line below which no model
+    can get.
+    """
     values = [point.y for point in (*train, *held_out)] + [lowest]
     ticks = nice_ticks(min(values), max(values))
     axes = Axes(last=train[-1].x, low=min(ticks[0], min(values)), high=max(ticks[-1], max(values)))
@@ -46,13 +49,17 @@ def loss_chart(train: Sequence[Point], held_out: Sequence[Point], lowest: float)
     parts.append(f'<line class="floor" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor:.1f}" y2="{floor:.1f}"/>')
     for point in held_out:
         dot = axes.pixel(point)
-        parts.append(f'<circle class="held" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="4"><title>held out: {point.y:.3f}</title></circle>')
+        parts.append(
+            f'<circle class="held" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="4"><title>held out: '
+            f"{point.y:.3f}</title></circle>"
+        )
     labels = [("smooth", "training"), ("held", "held out"), ("floor", f"best possible {lowest:.2f}")]
     for row, (name, label) in enumerate(labels):
         parts.append(f'<text class="label-{name}" x="{WIDTH - RIGHT + 14}" y="{TOP + 16 + 20 * row}">{label}</text>')
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss over steps">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss over '
+        'steps">\n'
         f'<style>{STYLE}</style>\n<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n{body}\n</svg>\n'
     )
 
@@ -84,7 +91,8 @@ def _grid(axes: Axes, ticks: Sequence[float]) -> str:
     for tick in nice_ticks(0, axes.last):
         if tick <= axes.last:
             parts.append(
-                f'<text x="{axes.pixel(Point(tick, axes.low)).x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:g}</text>'
+                f'<text x="{axes.pixel(Point(tick, axes.low)).x:.1f}" y="{HEIGHT - BOTTOM + 18}" '
+                f'text-anchor="middle">{tick:g}</text>'
             )
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
     return "\n".join(parts)

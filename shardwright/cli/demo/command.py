@@ -7,9 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from shardwright.cli.demo.layout import nearest_worlds
-from shardwright.cli.demo.settings import DEFAULT_CPU_RANKS, DemoSettings
-from shardwright.cli.relaunch import inside_launcher, relaunch
+from ..relaunch import inside_launcher, relaunch
+from .layout import nearest_worlds
+from .settings import DEFAULT_CPU_RANKS, DemoSettings
 
 HELP = "train a small language model on several ranks of this machine and show what happened"
 
@@ -23,15 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"ranks to start (default: one per GPU, or {DEFAULT_CPU_RANKS} on a machine without)",
     )
-    parser.add_argument("--batch-size", type=_positive, default=DemoSettings.batch_size, help="sequences per step over all ranks")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes the GPUs if there are any")
-    parser.add_argument("--seed", type=int, default=DemoSettings.seed, help="fixes the text, the weights and the order of batches")
+    parser.add_argument(
+        "--batch-size", type=_positive, default=DemoSettings.batch_size, help="sequences per step over all ranks"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes the GPUs if there are any"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=DemoSettings.seed, help="fixes the text, the weights and the order of batches"
+    )
     parser.add_argument("--output", type=Path, default=Path("demo-results"), help="directory for the results")
 
 
 def run(args: argparse.Namespace) -> int:
     if inside_launcher():
-        from shardwright.cli.demo.training import train
+        from .training import train
 
         train(_settings(args, int(os.environ["WORLD_SIZE"])))
         return 0
@@ -44,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and gpus == 0:
         args.fail("--device cuda, but torch sees no CUDA device here; use --device cpu, or see `shardwright doctor`")
     if gpus and world_size is not None and world_size > gpus:
-        args.fail(f"--world-size {world_size} needs as many GPUs, there are {gpus}; ask for at most {gpus}, or add --device cpu")
+        args.fail(
+            f"--world-size {world_size} needs as many GPUs, there are {gpus}; ask for at most {gpus}, or add "
+            "--device cpu"
+        )
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     settings = _settings(args, world_size or _default_world_size(gpus, args.batch_size))
@@ -59,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace, world_size: int) -> DemoSettings:
     try:
-        return DemoSettings(steps=args.steps, world_size=world_size, batch_size=args.batch_size, seed=args.seed, output=args.output)
+        return DemoSettings(
+            steps=args.steps, world_size=world_size, batch_size=args.batch_size, seed=args.seed, output=args.output
+        )
     except ValueError as error:
         args.fail(str(error))
         raise

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardwright.cli.demo.records import History
+from .records import History
 
 
 class ProgressLine:
@@ -42,7 +42,9 @@ class Console:
     def introduce(self, history: History) -> None:
         self.rich.print(f"\n[bold]A Llama with {history.parameters / 1e6:.2f} million random weights[/]")
         self.rich.print(f"on {history.layout}")
-        self.rich.print(f"{history.settings.steps} steps of {history.settings.tokens_per_step:,} tokens of an invented language,")
+        self.rich.print(
+            f"{history.settings.steps} steps of {history.settings.tokens_per_step:,} tokens of an invented language,"
+        )
         self.rich.print(f"whose entropy, and so the best possible loss, is {history.lowest_loss:.3f}\n")
 
     @contextmanager
@@ -64,7 +66,9 @@ class Console:
         """What happened, where to look, what to try next."""
         self.rich.print()
         self.rich.print(Panel(_outcome(history), title="What happened", title_align="left", box=box.ROUNDED))
-        self.rich.print(Panel("\n".join(history.sample), title="What the model writes now", title_align="left", box=box.ROUNDED))
+        self.rich.print(
+            Panel("\n".join(history.sample), title="What the model writes now", title_align="left", box=box.ROUNDED)
+        )
         self.rich.print(Panel(_places(history), title="Where to look", title_align="left", box=box.ROUNDED))
         self.rich.print(Panel(_next(history), title="What to try next", title_align="left", box=box.ROUNDED))
 
@@ -74,13 +78,16 @@ def _outcome(history: History) -> Table:
     table = _two_columns()
     table.add_row("held-out loss", f"{first:.3f} -> [bold]{last:.3f}[/]   (best possible {history.lowest_loss:.3f})")
     table.add_row(
-        "speed", f"{history.tokens_per_second:,.0f} tokens/s, {history.seconds:.1f} s in all, on {history.settings.world_size} rank(s)"
+        "speed",
+        f"{history.tokens_per_second:,.0f} tokens/s, {history.seconds:.1f} s in all, on "
+        f"{history.settings.world_size} rank(s)",
     )
     if history.timeline is not None:
         ideal = history.timeline.ideal()
         table.add_row(
             "pipeline bubble",
-            f"{history.timeline.bubble:.0%} measured, {ideal.bubble:.0%} ideal   (a step of {1000 * history.timeline.makespan:.0f} ms)",
+            f"{history.timeline.bubble:.0%} measured, {ideal.bubble:.0%} ideal   (a step of "
+            f"{1000 * history.timeline.makespan:.0f} ms)",
         )
     for kind, score in history.scores.items():
         table.add_row(kind, f"{score} questions answered right")

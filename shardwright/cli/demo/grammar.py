@@ -4,8 +4,8 @@
     the small birds chase the fox .
     seven minus two is five .
 
-Every word is drawn from a distribution that the words before it determine, so the entropy of the text is known exactly: no model
-can reach a held-out loss below it on average, and a loss curve can be read against it.
+Every word is drawn from a distribution that the words before it determine, so the entropy of the text is known exactly:
+no model can reach a held-out loss below it on average, and a loss curve can be read against it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ NUMBERS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
 )
-NOUNS = (("fox", "foxes"), ("bird", "birds"), ("cat", "cats"), ("horse", "horses"), ("child", "children"), ("king", "kings"))
+NOUNS = (
+    ("fox", "foxes"),
+    ("bird", "birds"),
+    ("cat", "cats"),
+    ("horse", "horses"),
+    ("child", "children"),
+    ("king", "kings"),
+)
 ADJECTIVES = ("small", "old", "red", "quiet")
 INTRANSITIVE = (("sleeps", "sleep"), ("sings", "sing"), ("waits", "wait"))
 TRANSITIVE = (("sees", "see"), ("chases", "chase"), ("likes", "like"))
@@ -129,9 +136,13 @@ def questions() -> list[Question]:
     asked = []
     for left in range(10):
         for right in range(10):
-            asked.append(Question("sums", f". {NUMBERS[left]} plus {NUMBERS[right]} is", frozenset({NUMBERS[left + right]})))
+            asked.append(
+                Question("sums", f". {NUMBERS[left]} plus {NUMBERS[right]} is", frozenset({NUMBERS[left + right]}))
+            )
             if right <= left:
-                asked.append(Question("sums", f". {NUMBERS[left]} minus {NUMBERS[right]} is", frozenset({NUMBERS[left - right]})))
+                asked.append(
+                    Question("sums", f". {NUMBERS[left]} minus {NUMBERS[right]} is", frozenset({NUMBERS[left - right]}))
+                )
     for subject in NOUNS:
         for other in NOUNS:
             for number in (0, 1):

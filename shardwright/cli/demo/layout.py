@@ -24,7 +24,9 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, batch_size: int, device: str) -> Layout:
-        """Two pipeline stages as soon as the ranks come in pairs, layers shared by two when pairs come in pairs, data for the rest."""
+        """Two pipeline stages as soon as the ranks come in pairs, layers shared by two when pairs come in pairs,
+        data for the rest.
+        """
         pp = 2 if world_size % 2 == 0 else 1
         tp = 2 if world_size % 4 == 0 else 1
         return cls(tp=tp, pp=pp, dp=world_size // (tp * pp), device=device, batch_size=batch_size)
@@ -39,15 +41,22 @@ class Layout:
         return self.batch_size % self.dp == 0
 
     def plugin(self) -> Any:
-        from shardwright.plugins import HybridParallelPlugin
+        from ...plugins import HybridParallelPlugin
 
         return HybridParallelPlugin(
-            tp_size=self.tp, pp_size=self.pp, num_microbatches=self.microbatches, zero_stage=1, precision="fp32", max_norm=1.0
+            tp_size=self.tp,
+            pp_size=self.pp,
+            num_microbatches=self.microbatches,
+            zero_stage=1,
+            precision="fp32",
+            max_norm=1.0,
         )
 
     @property
     def microbatches(self) -> int:
-        """Of each data-parallel rank's part of the batch; without a pipeline there is nothing to gain from more than one."""
+        """Of each data-parallel rank's part of the batch; without a pipeline there is nothing to gain from more than
+        one.
+        """
         return min(MICROBATCHES, self.batch_size // self.dp) if self.pp > 1 else 1
 
     @property
@@ -76,6 +85,10 @@ class Layout:
 
 
 def nearest_worlds(batch_size: int, wanted: int) -> tuple[int, int]:
-    """The greatest number of ranks up to `wanted` and the least from `wanted` on (or the greatest at all) whose layout fits the batch."""
+    """The greatest number of ranks up to `wanted` and the least from `wanted` on (or the greatest at all) whose
+    layout fits the batch.
+    """
     fitting = [world for world in range(1, 4 * batch_size + 1) if Layout.for_world(world, batch_size, "cpu").fits]
-    return max(world for world in fitting if world <= wanted), min((world for world in fitting if world >= wanted), default=fitting[-1])
+    return max(world for world in fitting if world <= wanted), min(
+        (world for world in fitting if world >= wanted), default=fitting[-1]
+    )

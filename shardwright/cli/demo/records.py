@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from shardwright.cli.demo.layout import Layout
-from shardwright.cli.demo.settings import DemoSettings
-from shardwright.pipeline.timeline import Timeline
+from ...pipeline.timeline import Timeline
+from .layout import Layout
+from .settings import DemoSettings
 
 
 class StepRecord(NamedTuple):

@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from shardwright.cli.demo.chart import Point, loss_chart
-from shardwright.cli.demo.grammar import IDS, STOP, UNKNOWN, questions
-from shardwright.cli.demo.records import History, Score
-from shardwright.cli.env import versions
-from shardwright.pipeline import timeline_html
+from ...pipeline import timeline_html
+from ..env import versions
+from .chart import Point, loss_chart
+from .grammar import IDS, STOP, UNKNOWN, questions
+from .records import History, Score
 
 SAMPLE_WORDS = 90
 
@@ -31,7 +31,9 @@ def write_results(history: History) -> None:
     """Complete `history` with what the saved model can do, and write everything but the model itself."""
     output = history.settings.output
     question_model(history, output / "model")
-    records = [record._asdict() for record in history.steps] + [evaluation._asdict() for evaluation in history.evaluations]
+    records = [record._asdict() for record in history.steps] + [
+        evaluation._asdict() for evaluation in history.evaluations
+    ]
     lines = map(_json_line, sorted(records, key=lambda record: record["step"]))
     (output / "metrics.jsonl").write_text("".join(lines))
     (output / "layout.json").write_text(json.dumps(history.layout.describe(), indent=2) + "\n")
@@ -45,7 +47,9 @@ def write_results(history: History) -> None:
     (output / "report.html").write_text(report(history, chart))
     if history.timeline is not None:
         history.timeline.write_trace(output / "trace.json")
-        timeline_html.write_page(history.timeline, output / "timeline.html", title="One training step of the Shardwright demo")
+        timeline_html.write_page(
+            history.timeline, output / "timeline.html", title="One training step of the Shardwright demo"
+        )
 
 
 @torch.no_grad()
@@ -64,7 +68,9 @@ def question_model(history: History, directory: Path) -> None:
 
     torch.manual_seed(history.settings.seed)
     start = torch.tensor([[IDS[STOP]]])
-    written = model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=SAMPLE_WORDS, do_sample=True, pad_token_id=0)
+    written = model.generate(
+        start, attention_mask=torch.ones_like(start), max_new_tokens=SAMPLE_WORDS, do_sample=True, pad_token_id=0
+    )
     history.sample = sentences(tokenizer.decode(written[0, 1:]))
 
 
@@ -75,14 +81,18 @@ def sentences(text: str) -> list[str]:
 
 
 def _json_line(record: dict[str, float]) -> str:
-    return json.dumps({name: value if isinstance(value, int) else float(f"{value:.6g}") for name, value in record.items()}) + "\n"
+    return (
+        json.dumps({name: value if isinstance(value, int) else float(f"{value:.6g}") for name, value in record.items()})
+        + "\n"
+    )
 
 
 def report(history: History, chart: str) -> str:
     """A page that needs no other file."""
     last = history.evaluations[-1].held_out_loss
     facts = {
-        "held-out loss": f"{history.evaluations[0].held_out_loss:.3f} before, {last:.3f} after {len(history.steps)} steps",
+        "held-out loss": f"{history.evaluations[0].held_out_loss:.3f} before, {last:.3f} after {len(history.steps)} "
+        "steps",
         "best possible": f"{history.lowest_loss:.3f}, the entropy of the text",
         "parameters": f"{history.parameters:,}",
         "speed": f"{history.tokens_per_second:,.0f} tokens/s over all ranks",
@@ -97,8 +107,10 @@ def report(history: History, chart: str) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Shardwright demo</title>
 <style>
-  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 800px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }}
-  table {{ border-collapse: collapse }} td {{ padding: 2px 18px 2px 0; vertical-align: top }} td:first-child {{ color: #666 }}
+  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 800px; margin: 2em auto; padding: 0 1em; color: #222;
+    background: #fff }}
+  table {{ border-collapse: collapse }} td {{ padding: 2px 18px 2px 0; vertical-align: top }} td:first-child {{ color:
+    #666 }}
   li {{ list-style: none }} ul {{ padding: 0 }} svg {{ width: 100% }}
   {timeline_html.STYLE}
 </style></head><body>
@@ -116,5 +128,7 @@ language whose statistics are known exactly.</p>
 
 
 def _table(rows: dict[str, str] | dict[str, str | int]) -> str:
-    cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items())
+    cells = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items()
+    )
     return f"<table>{cells}</table>"

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.cli.demo.layout import Layout, nearest_worlds
+from .layout import Layout, nearest_worlds
 
 DEFAULT_CPU_RANKS = 4
 
@@ -35,8 +35,9 @@ class DemoSettings:
             below, above = nearest_worlds(self.batch_size, self.world_size)
             more = -(-self.batch_size // replicas) * replicas
             raise ValueError(
-                f"--world-size {self.world_size} takes the data in {replicas} parts, which does not divide --batch-size {self.batch_size}: "
-                f"every part has the same number of sequences; a world size of {below} or {above}, or a batch size of {more}, would work"
+                f"--world-size {self.world_size} takes the data in {replicas} parts, which does not divide "
+                f"--batch-size {self.batch_size}: every part has the same number of sequences; a world size of {below} "
+                f"or {above}, or a batch size of {more}, would work"
             )
 
     @property

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from shardwright.pipeline.executor import PipelineExecutor
-from shardwright.pipeline.timeline import Recorder, Timeline
-from shardwright.utils.device import get_current_device
+from ...pipeline.executor import PipelineExecutor
+from ...pipeline.timeline import Recorder, Timeline
+from ...utils.device import get_current_device
 
 SNAPSHOTS = 9
 
@@ -24,7 +24,9 @@ class Camera:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Collective over all ranks where it records: clocks are aligned at the step's start, so ranks must start together."""
+        """Collective over all ranks where it records: clocks are aligned at the step's start, so ranks must start
+        together.
+        """
         if self.runtime is None or step < self.first:
             yield
             return

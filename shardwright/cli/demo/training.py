@@ -15,15 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import shardwright
-from shardwright.booster import Booster
-from shardwright.cli.demo.console import Console
-from shardwright.cli.demo.grammar import IDS, WORDS, Grammar, Step, entropy
-from shardwright.cli.demo.layout import Layout
-from shardwright.cli.demo.records import Evaluation, History, StepRecord
-from shardwright.cli.demo.settings import DemoSettings
-from shardwright.cli.demo.snapshots import Camera
-from shardwright.cluster import DistCoordinator
-from shardwright.utils.device import get_current_device
+
+from ...booster import Booster
+from ...cluster import DistCoordinator
+from ...utils.device import get_current_device
+from .console import Console
+from .grammar import IDS, WORDS, Grammar, Step, entropy
+from .layout import Layout
+from .records import Evaluation, History, StepRecord
+from .settings import DemoSettings
+from .snapshots import Camera
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -82,7 +83,9 @@ def train(settings: DemoSettings) -> None:
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
     plugin = layout.plugin()
     batch_size = settings.batch_size // layout.dp
-    batches: Any = plugin.prepare_dataloader(text, batch_size=batch_size, shuffle=True, seed=settings.seed, drop_last=True)
+    batches: Any = plugin.prepare_dataloader(
+        text, batch_size=batch_size, shuffle=True, seed=settings.seed, drop_last=True
+    )
     checks: Any = plugin.prepare_dataloader(held_out, batch_size=batch_size)
     booster = Booster(plugin=plugin)
     model, optimizer, _, batches, schedule = booster.boost(model, optimizer, None, batches, schedule)
@@ -102,7 +105,9 @@ def train(settings: DemoSettings) -> None:
             rate = optimizer.param_groups[0]["lr"]
             schedule.step()
             now = time.perf_counter()
-            history.steps.append(StepRecord(step, loss, norm, rate, settings.tokens_per_step / (now - step_started), now - started))
+            history.steps.append(
+                StepRecord(step, loss, norm, rate, settings.tokens_per_step / (now - step_started), now - started)
+            )
             if step % max(1, settings.steps // 10) == 0 or step == settings.steps:
                 history.evaluations.append(Evaluation(step, run.evaluate(checks)))
             progress.advance(history)
@@ -112,7 +117,7 @@ def train(settings: DemoSettings) -> None:
     booster.save_model(model, str(settings.output / "model"), shard=True)
     if coordinator.is_master():
         # Only now, so that every rank's start does not pay for what one rank needs at the end.
-        from shardwright.cli.demo.results import save_tokenizer, write_results
+        from .results import save_tokenizer, write_results
 
         save_tokenizer(settings.output / "model")
         write_results(history)
@@ -128,7 +133,9 @@ class Run:
         self.device = get_current_device()
 
     def train_step(self, batches: Iterator[Batch]) -> tuple[float, float]:
-        """One optimizer step on the next batch; returns the loss of the whole batch and the gradient's norm before clipping."""
+        """One optimizer step on the next batch; returns the loss of the whole batch and the gradient's norm before
+        clipping.
+        """
         result = self.booster.execute_pipeline(batches, self.model, model_loss, self.optimizer)
         self.optimizer.step()
         norm = self.optimizer.get_grad_norm()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...utils.errors import one_of
-from ..actions import Action, separate, validate
-from ..placement import STYLES as PLACEMENTS
-from ..placement import Placement
+from ..planning.actions import Action, separate, validate
+from ..planning.placement import STYLES as PLACEMENTS
+from ..planning.placement import Placement
 from .dual_pipe_v import dual_pipe_v
 from .eager import eager_1f1b
 from .forward_only import forward_only as _forward_only
@@ -50,21 +50,31 @@ def register_schedule(
     """Let `pp_style=name` run the schedule of `function`.
 
     function          (placement, rank, num_microbatches) -> phases of that rank, written with `schedules.phases`
-    placement         "linear" (stage k on rank k), "round_robin" (stage k on rank k modulo p) or "v" (down the ranks and up again)
+    placement         "linear" (stage k on rank k), "round_robin" (stage k on rank k modulo p) or "v" (down the ranks
+                      and up again)
     num_model_chunks  stages per rank, which the plugin has to be given too
     splits_backward   whether it has I and W in place of some B
 
     Registering a name again replaces its schedule; those that come with the package stay.
     """
     if not isinstance(name, str) or not name or name == "auto" or (name in STYLES and not STYLES[name].own):
-        raise ValueError(f"name={name!r} of a schedule must be a text that is not taken by {', '.join(map(repr, [*STYLES, 'auto']))}")
+        raise ValueError(
+            f"name={name!r} of a schedule must be a text that is not taken by {', '.join(map(repr, [*STYLES, 'auto']))}"
+        )
     if not callable(function):
-        raise ValueError(f"function={function!r} must be a function (placement, rank, num_microbatches) -> list of phases")
+        raise ValueError(
+            f"function={function!r} must be a function (placement, rank, num_microbatches) -> list of phases"
+        )
     if placement not in PLACEMENTS:
         raise one_of("placement", placement, PLACEMENTS)
-    if num_model_chunks < 1 or (placement == "linear" and num_model_chunks != 1) or (placement == "v" and num_model_chunks != 2):
+    if (
+        num_model_chunks < 1
+        or (placement == "linear" and num_model_chunks != 1)
+        or (placement == "v" and num_model_chunks != 2)
+    ):
         raise ValueError(
-            f"num_model_chunks={num_model_chunks} with placement={placement!r}: 'linear' has 1 stage per rank, 'v' has 2, 'round_robin' any"
+            f"num_model_chunks={num_model_chunks} with placement={placement!r}: 'linear' has 1 stage per rank, 'v' has "
+            "2, 'round_robin' any"
         )
     STYLES[name] = Style(function, placement, num_model_chunks, num_model_chunks, splits_backward, own=True)
 
@@ -90,20 +100,31 @@ def get_placement(pp_style: str, num_ranks: int, num_model_chunks: int = 1) -> P
         raise ValueError(f"pp_size={num_ranks}: a pipeline needs at least 1 rank")
     too_many = style.max_chunks is not None and num_model_chunks > style.max_chunks
     if num_model_chunks < style.min_chunks or too_many:
-        wanted = f"exactly {style.min_chunks}" if style.max_chunks == style.min_chunks else f"at least {style.min_chunks}"
-        fitting = [name for name, s in STYLES.items() if s.min_chunks <= num_model_chunks <= (s.max_chunks or num_model_chunks)]
+        wanted = (
+            f"exactly {style.min_chunks}" if style.max_chunks == style.min_chunks else f"at least {style.min_chunks}"
+        )
+        fitting = [
+            name for name, s in STYLES.items() if s.min_chunks <= num_model_chunks <= (s.max_chunks or num_model_chunks)
+        ]
         other = f" num_model_chunks={num_model_chunks} works with {', '.join(map(repr, fitting))}." if fitting else ""
-        raise ValueError(f"num_model_chunks={num_model_chunks}: pp_style={pp_style!r} needs {wanted} chunk(s) per rank.{other}")
+        raise ValueError(
+            f"num_model_chunks={num_model_chunks}: pp_style={pp_style!r} needs {wanted} chunk(s) per rank.{other}"
+        )
     return Placement(num_ranks, num_model_chunks, style.placement)
 
 
 def get(
-    pp_style: str, num_ranks: int, num_microbatches: int, num_model_chunks: int = 1, forward_only: bool = False, pairs: bool = True
+    pp_style: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_model_chunks: int = 1,
+    forward_only: bool = False,
+    pairs: bool = True,
 ) -> Schedule:
     """The schedule named `pp_style` (or, when `forward_only`, the evaluation schedule of its placement) for all ranks.
 
-    Any `num_microbatches` >= 1 works; fewer than ranks only means more waiting. Where layers wait for no other rank there is nothing that
-    `pairs` of actions hide; without them the two run, and send, one after the other.
+    Any `num_microbatches` >= 1 works; fewer than ranks only means more waiting. Where layers wait for no other rank
+    there is nothing that `pairs` of actions hide; without them the two run, and send, one after the other.
     """
     placement = get_placement(pp_style, num_ranks, num_model_chunks)
     if num_microbatches < 1:

@@ -1,12 +1,13 @@
 """1F1B with a warm-up twice as deep, which leaves time for messages to travel.
 
-In 1F1B a rank's next gradient leaves the rank below just when it is needed, so every microbatch waits for a message down and one up.
-Here every rank is two forwards ahead of the next one: while a message travels there is another microbatch to work on.
+In 1F1B a rank's next gradient leaves the rank below just when it is needed, so every microbatch waits for a message
+down and one up. Here every rank is two forwards ahead of the next one: while a message travels there is another
+microbatch to work on.
 """
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..planning.placement import Placement
 from .phases import B, F, Letters, times
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..planning.placement import Placement
 from .interleaved import chunks_of, even
 from .phases import F, Letters, of_chunks, times
 
 
 def forward_only(placement: Placement, rank: int, num_microbatches: int) -> list[Letters]:
-    """p - 1 slots of waiting on top of v m (round robin: for multiples of p), 2 (p - 1) in a V: none can do with less."""
+    """p - 1 slots of waiting on top of v m (round robin: for multiples of p), 2 (p - 1) in a V: none can do with
+    less.
+    """
     if placement.style != "v":
         # Rounds of at least p, which never wait for themselves; nothing is held, so longer ones cost nothing.
         sizes = even(num_microbatches, max(1, num_microbatches // placement.num_ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..planning.placement import Placement
 from .phases import B, F, Letters, times
 
 
@@ -10,5 +10,6 @@ def gpipe(placement: Placement, rank: int, num_microbatches: int) -> list[Letter
     """Bubble (p - 1) / (m + p - 1) for p ranks and m microbatches; m live activations on every rank."""
     return [
         times(num_microbatches, F()),  # forward
-        times(num_microbatches, B()),  # backward, in the order of the forwards so that gradients add up in the same order as in 1F1B
+        # backward, in the order of the forwards so that gradients add up in the same order as in 1F1B
+        times(num_microbatches, B()),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..planning.placement import Placement
 from .phases import B, F, Letters, times
 
 

@@ -1,15 +1,16 @@
 """The notation in which schedules are written: phases of letters, repeated.
 
-A letter is a kind of work on one of the rank's chunks: `F(0)`, `I(1)`. A phase repeats some letters, and a schedule is a list of phases:
+A letter is a kind of work on one of the rank's chunks: `F(0)`, `I(1)`. A phase repeats some letters, and a schedule is
+a list of phases:
 
     [times(warmup, F(0)), times(m - warmup, F(0), B(0)), times(warmup, B(0))]
 
 `FB(0), B(1)` is a forward of chunk 0 that runs together with the backward behind it.
 
-No microbatch is named, because every letter takes the microbatches in their order: the third forward of chunk 0 is that of microbatch 2,
-the third of its backwards (B or I) as well, and the first W is that of the first I. This also means that gradients add up in the same
-order in every schedule. Letters are numbers in arrays, so that a pipeline of hundreds of
-ranks and thousands of microbatches is written down in a second.
+No microbatch is named, because every letter takes the microbatches in their order: the third forward of chunk 0 is that
+of microbatch 2, the third of its backwards (B or I) as well, and the first W is that of the first I. This also means
+that gradients add up in the same order in every schedule. Letters are numbers in arrays, so that a pipeline of hundreds
+of ranks and thousands of microbatches is written down in a second.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..actions import KINDS, ActionList, Kind
-from ..placement import Placement
+from ..planning.actions import KINDS, ActionList, Kind
+from ..planning.placement import Placement
 
 Letters = NDArray[np.int16]  # chunk * 5 + position of the kind in `_COMPUTE`
 _COMPUTE = (Kind.F, Kind.FB, Kind.B, Kind.I, Kind.W)
@@ -68,7 +69,9 @@ def in_turn(first: Letters, second: Letters) -> Letters:
 
 
 def number(phases: Sequence[Letters], placement: Placement, rank: int, num_microbatches: int) -> ActionList:
-    """The actions of a rank: every letter takes the microbatches in order. Letters beyond the last microbatch are left out."""
+    """The actions of a rank: every letter takes the microbatches in order. Letters beyond the last microbatch are
+    left out.
+    """
     letters = np.concatenate(phases)
     chunks, kinds = np.divmod(letters, len(_COMPUTE))
     counted = (3 * chunks + _COUNTED[kinds]).astype(np.int16)

@@ -1,14 +1,14 @@
 """ZB-H1: weight gradients are put off to fill the bubble, at the activation memory of 1F1B.
 
-The backward pass is split into I (gradient of the input, which the previous stage waits for) and W (gradient of the weights,
-which nobody waits for). Rank r runs its first r microbatches without W, so that input gradients travel up early, and makes
-up for it at the end, where 1F1B would wait. An activation lives until its W: p - r by the warm-up as in 1F1B plus the r
-that are put off, so no rank ever holds more than the p that the first rank of 1F1B holds.
+The backward pass is split into I (gradient of the input, which the previous stage waits for) and W (gradient of the
+weights, which nobody waits for). Rank r runs its first r microbatches without W, so that input gradients travel up
+early, and makes up for it at the end, where 1F1B would wait. An activation lives until its W: p - r by the warm-up as
+in 1F1B plus the r that are put off, so no rank ever holds more than the p that the first rank of 1F1B holds.
 """
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..planning.placement import Placement
 from .phases import F, I, Letters, W, times
 
 

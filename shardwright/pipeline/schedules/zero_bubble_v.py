@@ -1,20 +1,21 @@
 """ZB-V: two chunks per rank in a V, weight gradients put off, near-zero bubble at the activation memory of 1F1B.
 
-Rank r holds stage r (chunk 0, on the way down) and stage 2 p - 1 - r (chunk 1, on the way up), so the loss is on rank 0 and
-the first gradient comes back to every rank as soon as the last forward has passed.
+Rank r holds stage r (chunk 0, on the way down) and stage 2 p - 1 - r (chunk 1, on the way up), so the loss is on rank 0
+and the first gradient comes back to every rank as soon as the last forward has passed.
 """
 
 from __future__ import annotations
 
-from ..placement import Placement
+from ..planning.placement import Placement
 from .phases import F, I, Letters, W, times
 
 
 def zero_bubble_v(placement: Placement, rank: int, num_microbatches: int) -> list[Letters]:
-    """Bubble of (p - 1) slots out of 6 m + p - 1 for F = I = W and m >= 2 p - 1; at most 2 p live half-size activations.
+    """Bubble of (p - 1) slots out of 6 m + p - 1 for F = I = W and m >= 2 p - 1; at most 2 p live half-size
+    activations.
 
-    The phases need 2 p - 1 microbatches to mesh. Fewer are planned as if there were as many, and those that do not exist
-    are left out.
+    The phases need 2 p - 1 microbatches to mesh. Fewer are planned as if there were as many, and those that do not
+    exist are left out.
     """
     p, m = placement.num_ranks, max(num_microbatches, 2 * placement.num_ranks - 1)
     return [

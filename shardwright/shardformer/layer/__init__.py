@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from shardwright._moved import missing_name
-from shardwright.ops.vocab_mode import whole_logits
-from shardwright.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
-from shardwright.shardformer.layer.linear import (
+from ..._moved import missing_name
+from ...ops.vocab_mode import whole_logits
+from ..rng import DropoutForParallelInput, DropoutForReplicatedInput
+from .embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .linear import (
     FusedLinear1D_Col,
     FusedLinear1D_Row,
     GPT2FusedLinearConv1D_Col,
@@ -13,10 +14,9 @@ from shardwright.shardformer.layer.linear import (
     Linear1D_Col,
     Linear1D_Row,
 )
-from shardwright.shardformer.layer.loss import cross_entropy_1d
-from shardwright.shardformer.layer.norm import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm
-from shardwright.shardformer.layer.parallel_module import ParallelModule
-from shardwright.shardformer.rng import DropoutForParallelInput, DropoutForReplicatedInput
+from .loss import cross_entropy_1d
+from .norm import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm
+from .parallel_module import ParallelModule
 
 __all__ = [
     "DropoutForParallelInput",

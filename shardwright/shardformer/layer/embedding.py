@@ -1,4 +1,6 @@
-"""Embeddings whose rows (the vocabulary) or columns (the hidden size) are dealt to the ranks, and the vocabulary's head."""
+"""Embeddings whose rows (the vocabulary) or columns (the hidden size) are dealt to the ranks, and the vocabulary's
+head.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from shardwright.ops.collective import reduce_from_group
-from shardwright.ops.embedding import vocab_embedding
-from shardwright.ops.vocab_mode import as_scripts_see, in_forward, mark_vocab_sharded
-from shardwright.ops.vocab_shard import VocabShard
-from shardwright.shardformer.layer.linear import ColumnParallel, gather_features, join_name, shape_of, shard_column
-from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
-from shardwright.shardformer.splits import Even, Pieces, Split, Vocabulary
-from shardwright.spec import ParamSpec
+from ...ops.collective import reduce_from_group
+from ...ops.embedding import vocab_embedding
+from ...ops.vocab_mode import as_scripts_see, in_forward, mark_vocab_sharded
+from ...ops.vocab_shard import VocabShard
+from ...spec import ParamSpec
+from ..splits import Even, Pieces, Split, Vocabulary
+from .linear import ColumnParallel, gather_features, join_name, shape_of, shard_column
+from .parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
 
 
 class VocabParallel(ParallelModule):
@@ -71,7 +73,9 @@ class HiddenParallel(ParallelModule):
     _gathered_pieces: Pieces
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
+    def shard(
+        cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False
+    ) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.gather_output = gather_output
@@ -87,15 +91,17 @@ class HiddenParallel(ParallelModule):
 class LogitsParallel(ColumnParallel):
     """The head over the vocabulary: every rank computes the logits of the ids that it holds.
 
-    [T, H] -> [T, V/n (padded)], marked so that the loss that the model computes from them is that of the whole vocabulary (see
-    `shardwright.ops.vocab_mode`); where a script calls it, what a script may read. With `gather_output`, and while text is generated,
-    [T, V] on every rank, without padding.
+    [T, H] -> [T, V/n (padded)], marked so that the loss that the model computes from them is that of the whole
+    vocabulary (see `shardwright.ops.vocab_mode`); where a script calls it, what a script may read. With
+    `gather_output`, and while text is generated, [T, V] on every rank, without padding.
     """
 
     vocabulary: VocabShard
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
+    def shard(
+        cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False
+    ) -> Self:
         layer = super().shard(module, parallel, specs, gather_output)
         layer.vocabulary = VocabShard.from_spec(specs["weight"], parallel.group)
         return layer
@@ -137,7 +143,9 @@ class Embedding1D(HiddenParallel, nn.Embedding):
 
 
 class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):
-    """An embedding sharded over its vocabulary, padded so that every rank holds a multiple of `make_vocab_size_divisible_by` rows."""
+    """An embedding sharded over its vocabulary, padded so that every rank holds a multiple of
+    `make_vocab_size_divisible_by` rows.
+    """
 
     def __init__(
         self,
@@ -153,7 +161,9 @@ class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):
         type(self).from_native_module(self, process_group, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, make_vocab_size_divisible_by: int = 64) -> nn.Module:
+    def _from_native(
+        cls, module: nn.Module, parallel: ParallelGroup, *, make_vocab_size_divisible_by: int = 64
+    ) -> nn.Module:
         require_embedding(module, cls.__name__)
         pieces = Vocabulary(make_vocab_size_divisible_by).pieces(shape_of(module)[0], parallel.size, module)
         return vocab_class(module).shard(module, parallel, vocab_specs("", module, pieces))
@@ -183,9 +193,16 @@ class VocabParallelLMHead1D(LogitsParallel, nn.Linear):
 
     @classmethod
     def _from_native(
-        cls, module: nn.Module, parallel: ParallelGroup, *, gather_output: bool = False, make_vocab_size_divisible_by: int = 64
+        cls,
+        module: nn.Module,
+        parallel: ParallelGroup,
+        *,
+        gather_output: bool = False,
+        make_vocab_size_divisible_by: int = 64,
     ) -> nn.Module:
-        return shard_column(module, parallel, Vocabulary(make_vocab_size_divisible_by), gather_output, head_class(module))
+        return shard_column(
+            module, parallel, Vocabulary(make_vocab_size_divisible_by), gather_output, head_class(module)
+        )
 
 
 def vocab_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSpec]:

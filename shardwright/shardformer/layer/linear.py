@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from shardwright.ops import compiled
-from shardwright.ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
-from shardwright.ops.linear import column_linear, row_linear
-from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
-from shardwright.shardformer.splits import Even, Packed, Pieces, Split
-from shardwright.spec import ParamSpec
+from ...ops import compiled
+from ...ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
+from ...ops.linear import column_linear, row_linear
+from ...spec import ParamSpec
+from ..splits import Even, Packed, Pieces, Split
+from .parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -37,7 +37,9 @@ def shape_of(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
 
 
 def computes_plainly(module: nn.Module) -> bool:
-    """Whether a linear's native forward is y = x W^T + b and nothing else, so that the fused operations can stand in for it."""
+    """Whether a linear's native forward is y = x W^T + b and nothing else, so that the fused operations can stand in
+    for it.
+    """
     forward = getattr(native_class(module), "forward", None)
     return forward is nn.Linear.forward or getattr(forward, "__qualname__", "") == "Conv1D.forward"
 
@@ -95,7 +97,9 @@ class ColumnParallel(_ParallelLinear):
     _group_name: str
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False) -> Self:
+    def shard(
+        cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False
+    ) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.gather_output = gather_output
@@ -128,7 +132,9 @@ class RowParallel(_ParallelLinear):
     _group_name: str
 
     @classmethod
-    def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], split_input: bool = False) -> Self:
+    def shard(
+        cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], split_input: bool = False
+    ) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
         layer.split_input = split_input
@@ -182,8 +188,8 @@ def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tens
 class Linear1D_Col(ColumnParallel, nn.Linear):
     """A linear whose output features are sharded.
 
-    Linear1D_Col(in_features, out_features, bias=True, process_group=..., gather_output=False) builds one; `from_native_module`
-    shards one that exists. The result holds weight [out/n, in] and bias [out/n].
+    Linear1D_Col(in_features, out_features, bias=True, process_group=..., gather_output=False) builds one;
+    `from_native_module` shards one that exists. The result holds weight [out/n, in] and bias [out/n].
     """
 
     def __init__(
@@ -235,13 +241,16 @@ class Linear1D_Row(RowParallel, nn.Linear):
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """A column-parallel linear whose output is several parts one after the other (q, k, v; gate, up), each sharded for itself.
+    """A column-parallel linear whose output is several parts one after the other (q, k, v; gate, up), each sharded for
+    itself.
 
     split_sizes     the size of every part
     """
 
     @classmethod
-    def _from_native(cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], gather_output: bool = False) -> nn.Module:  # type: ignore[override]
+    def _from_native(  # type: ignore[override]
+        cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], gather_output: bool = False
+    ) -> nn.Module:
         return shard_column(module, parallel, Packed(tuple(split_sizes)), gather_output)
 
 
@@ -264,7 +273,11 @@ GPT2FusedLinearConv1D_Row = Linear1D_Row
 
 
 def shard_column(
-    module: nn.Module, parallel: ParallelGroup, split: Split, gather_output: bool, layer_class: type[ColumnParallel] | None = None
+    module: nn.Module,
+    parallel: ParallelGroup,
+    split: Split,
+    gather_output: bool,
+    layer_class: type[ColumnParallel] | None = None,
 ) -> nn.Module:
     require_linear(module, (layer_class or Linear1D_Col).__name__)
     specs = column_specs("", module, split.pieces(output_size(module), parallel.size, module))
@@ -282,7 +295,9 @@ def row_class(module: nn.Module) -> type[RowParallel]:
 
 def require_linear(module: nn.Module, style: str) -> None:
     if not is_linear(module):
-        raise ValueError(f"{style} shards nn.Linear (and subclasses) and transformers' Conv1D, not {type(module).__name__}")
+        raise ValueError(
+            f"{style} shards nn.Linear (and subclasses) and transformers' Conv1D, not {type(module).__name__}"
+        )
 
 
 def join_name(name: str, parameter: str) -> str:

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.shardformer.layer.parallel_module import ParallelGroup, ParallelModule, combined_class, native_class
+from .parallel_module import ParallelGroup, ParallelModule, combined_class, native_class
 
 
 class FusedLayerNorm(ParallelModule):
@@ -37,7 +37,8 @@ class RMSNorm(ParallelModule):
 class FusedRMSNorm(ParallelModule):
     """y = x / sqrt(mean(x^2) + eps) * weight in one kernel; x [..., H], weight [H].
 
-    Takes any module that computes just this. Variants (weight + 1, no weight, other dims) are recognised by trying, and refused.
+    Takes any module that computes just this. Variants (weight + 1, no weight, other dims) are recognised by trying, and
+    refused.
     """
 
     epsilon: float
@@ -48,7 +49,9 @@ class FusedRMSNorm(ParallelModule):
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
         if not is_rms_norm(module):
-            raise ValueError(f"FusedRMSNorm takes modules that compute x / rms(x) * weight, which {type(module).__name__} does not")
+            raise ValueError(
+                f"FusedRMSNorm takes modules that compute x / rms(x) * weight, which {type(module).__name__} does not"
+            )
         layer = cls.adopt(module, parallel)
         layer.epsilon = _epsilon(module)
         return layer
@@ -75,7 +78,9 @@ def is_rms_norm(module: nn.Module) -> bool:
             y = trial(x)
         except (RuntimeError, TypeError, ValueError):
             return False
-        return isinstance(y, Tensor) and torch.allclose(y, F.rms_norm(x, weight.shape, trial_weight, _epsilon(module)), atol=1e-5)
+        return isinstance(y, Tensor) and torch.allclose(
+            y, F.rms_norm(x, weight.shape, trial_weight, _epsilon(module)), atol=1e-5
+        )
 
 
 def has_fusable_norms(model: nn.Module) -> bool:

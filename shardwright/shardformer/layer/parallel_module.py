@@ -1,8 +1,8 @@
 """Turning a module into its tensor-parallel self without replacing it.
 
-The module keeps its identity, its name, its parameters (each now holding this rank's shard) and its class, of which its new class
-is a subclass: `isinstance(module, nn.Linear)` and forwards that look for linears among their children keep working, optimizers
-built on the parameters stay valid, ties stay ties.
+The module keeps its identity, its name, its parameters (each now holding this rank's shard) and its class, of which its
+new class is a subclass: `isinstance(module, nn.Linear)` and forwards that look for linears among their children keep
+working, optimizers built on the parameters stay valid, ties stay ties.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from shardwright.spec import ParamSpec, get_spec, set_spec
+from ...spec import ParamSpec, get_spec, set_spec
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,17 @@ class ParallelGroup:
 
     @property
     def is_played(self) -> bool:
-        """Whether there are no other ranks behind the group (torch's fake backend), so that nothing can be tried on it."""
+        """Whether there are no other ranks behind the group (torch's fake backend), so that nothing can be tried on
+        it.
+        """
         return dist.get_backend(self.group) == "fake"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroup:
         return self
 
 
-# Arguments that layers of other frameworks take. Those that only choose between ways to the same numbers may have any value, the others
-# the one that asks for nothing.
+# Arguments that layers of other frameworks take. Those that only choose between ways to the same numbers may have any
+# value, the others the one that asks for nothing.
 _ANY = object()
 _FOREIGN: dict[str, tuple[Any, str]] = {
     "seq_parallel_mode": (None, "sequences are cut by HybridParallelPlugin"),
@@ -61,7 +63,9 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
 
 
 def own_arguments(layer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`kwargs` for `layer.from_native_module` without what asks for nothing here; ValueError for what it cannot take."""
+    """`kwargs` for `layer.from_native_module` without what asks for nothing here; ValueError for what it cannot
+    take.
+    """
     taken = dict(kwargs)
     if not isinstance(layer, type) or not issubclass(layer, ParallelModule):
         return taken  # of the user's own
@@ -77,15 +81,21 @@ def own_arguments(layer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def group_or_all(group: dist.ProcessGroup | list[dist.ProcessGroup] | tuple[dist.ProcessGroup, ...] | None) -> dist.ProcessGroup:
+def group_or_all(
+    group: dist.ProcessGroup | list[dist.ProcessGroup] | tuple[dist.ProcessGroup, ...] | None,
+) -> dist.ProcessGroup:
     """`group`, the only one of a list, or all ranks when it is None."""
     if isinstance(group, list | tuple):
         if len(group) != 1:
-            raise ValueError(f"process_group={group!r}: a layer is sharded over one group; give it, or a list of it alone")
+            raise ValueError(
+                f"process_group={group!r}: a layer is sharded over one group; give it, or a list of it alone"
+            )
         group = group[0]
     group = group if group is not None else dist.group.WORLD
     if group is None:
-        raise ValueError("process_group=None means all ranks, but there are none yet; call shardwright.launch_from_torch() first")
+        raise ValueError(
+            "process_group=None means all ranks, but there are none yet; call shardwright.launch_from_torch() first"
+        )
     return group
 
 

@@ -6,8 +6,8 @@ from importlib import import_module
 
 import torch.nn as nn
 
-from shardwright.shardformer.layer.parallel_module import native_class
-from shardwright.shardformer.policies.base import Policy
+from ..layer.parallel_module import native_class
+from .base import Policy
 
 # model_type of the config -> module of this package, class
 _OWN = {
@@ -49,14 +49,17 @@ _registered: dict[type[nn.Module] | str, type[Policy]] = {}
 
 
 def register_policy(model_type_or_class: str | type[nn.Module], policy_class: type[Policy]) -> None:
-    """Let models of a class (and its subclasses), or of a `model_type`, be sharded by `policy_class` where no other is passed.
+    """Let models of a class (and its subclasses), or of a `model_type`, be sharded by `policy_class` where no other is
+    passed.
 
-    A class counts before a model type, a nearer base class before a farther one, and both before the policies that come with the package.
-    Registering again replaces the policy.
+    A class counts before a model type, a nearer base class before a farther one, and both before the policies that come
+    with the package. Registering again replaces the policy.
     """
     key = model_type_or_class
     if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
-        raise ValueError(f"model_type_or_class={key!r} must be the model_type of a config, such as 'llama', or a class of models")
+        raise ValueError(
+            f"model_type_or_class={key!r} must be the model_type of a config, such as 'llama', or a class of models"
+        )
     if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
         meant = f"; pass the class: {type(policy_class).__name__}" if isinstance(policy_class, Policy) else ""
         raise ValueError(f"policy_class={policy_class!r} must be a subclass of shardwright.shardformer.Policy{meant}")
@@ -78,10 +81,9 @@ def get_autopolicy(model: nn.Module) -> Policy:
         return getattr(import_module(f"shardwright.shardformer.policies.{module}"), name)()
     if kind is None:
         raise ValueError(
-            f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the plugin "
-            "custom_policy=, "
-            "or name one for its class with shardwright.shardformer.register_policy"
+            f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the "
+            "plugin custom_policy=, or name one for its class with shardwright.shardformer.register_policy"
         )
-    from shardwright.shardformer.policies.generic import GenericPolicy
+    from .generic import GenericPolicy
 
     return GenericPolicy()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.policies.auto import get_autopolicy
+from .auto import get_autopolicy
 
 __all__ = ["get_autopolicy"]

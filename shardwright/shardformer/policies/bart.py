@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..heads import HeadGeometry
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class BartPolicy(Policy):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from shardwright.shardformer.config import ShardConfig
-from shardwright.shardformer.layer.linear import is_linear
-from shardwright.shardformer.layer.parallel_module import own_arguments
-from shardwright.shardformer.plan import Plan
-from shardwright.shardformer.styles import Style, VocabEmbedding, VocabHead
+from ..config import ShardConfig
+from ..layer.linear import is_linear
+from ..layer.parallel_module import own_arguments
+from ..plan import Plan
+from ..styles import Style, VocabEmbedding, VocabHead
 
 
 @dataclass
@@ -23,7 +23,8 @@ class SubModuleReplacementDescription:
     """A child module to be sharded in place of the original.
 
     suffix                  name of the child below the described module ("mlp.dense_1", "layers[0].mlp")
-    target_module           class with `from_native_module(module, process_group, **kwargs)`, such as those of `shardformer.layer`
+    target_module           class with `from_native_module(module, process_group, **kwargs)`, such as those of
+                            `shardformer.layer`
     kwargs                  handed to it
     ignore_if_not_exist     whether the child may be missing
     """
@@ -42,10 +43,11 @@ class ModulePolicyDescription:
     """What changes in every module of one class.
 
     attribute_replacement   name -> value (dotted names reach into attributes)
-    param_replacement       functions that are called with the module, and with the process group if they take two arguments, and change
-                            the module's parameters
+    param_replacement       functions that are called with the module, and with the process group if they take two
+                            arguments, and change the module's parameters
     sub_module_replacement  children to be sharded
-    method_replacement      name -> function that takes the place of the class' method; `functools.partial` objects get the module too
+    method_replacement      name -> function that takes the place of the class' method; `functools.partial` objects get
+                            the module too
 
     None in a field means that nothing of that kind changes.
     """
@@ -61,11 +63,16 @@ class ModulePolicyDescription:
                 setattr(self, f"{name}_replacement", made())
 
     def bound(self, group: dist.ProcessGroup) -> ModulePolicyDescription:
-        """The same in the one form that is applied: functions that take a module alone, methods, arguments that the layers know."""
+        """The same in the one form that is applied: functions that take a module alone, methods, arguments that the
+        layers know.
+        """
         return ModulePolicyDescription(
             self.attribute_replacement,
             [_with_group(function, group) for function in self.param_replacement],
-            [replace(child, kwargs=own_arguments(child.target_module, child.kwargs)) for child in self.sub_module_replacement],
+            [
+                replace(child, kwargs=own_arguments(child.target_module, child.kwargs))
+                for child in self.sub_module_replacement
+            ],
             {name: _as_method(function) for name, function in self.method_replacement.items()},
         )
 
@@ -74,13 +81,16 @@ def _with_group(function: Callable[..., None], group: dist.ProcessGroup) -> Call
     required = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     return (lambda module: function(module, group)) if len(required) > 1 else function
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as something that a class binds to its instances: objects that are called, such as `functools.partial`, are not."""
+    """`function` as something that a class binds to its instances: objects that are called, such as
+    `functools.partial`, are not.
+    """
     if hasattr(function, "__get__"):
         return function
 
@@ -96,8 +106,8 @@ class Policy:
     Write `rules` (a plan relative to the base model) for a transformers model, `plan` for any other, `module_policy` to
     replace children class by class; all three may be combined. The other methods have defaults that do nothing.
 
-    layer_lists     names of the ModuleLists that a pipeline cuts along, in the order in which they run, relative to the base model like
-                    `rules`; for models whose layers are not found by themselves
+    layer_lists     names of the ModuleLists that a pipeline cuts along, in the order in which they run, relative to the
+                    base model like `rules`; for models whose layers are not found by themselves
     """
 
     model: Any = None
@@ -141,23 +151,30 @@ class Policy:
         return self.model
 
     def get_held_layers(self) -> list[nn.Module]:
-        """Modules that this rank keeps: all of them. Stages follow from the model itself; a policy with its own word on them is refused."""
+        """Modules that this rank keeps: all of them. Stages follow from the model itself; a policy with its own word
+        on them is refused.
+        """
         return list(self.model.children())
 
     def get_shared_params(self) -> list[dict[int, torch.Tensor]]:
-        """What `ShardFormer.optimize` returns as shared parameters. Those that stages share are found by the pipeline."""
+        """What `ShardFormer.optimize` returns as shared parameters. Those that stages share are found by the
+        pipeline.
+        """
         return []
 
     @property
     def acts_without_sharding(self) -> bool:
         """Whether this policy does anything to a model whose layers are not sharded."""
         others = ("module_policy", "preprocess", "postprocess", "config_sanity_check")
-        return self.layer_lists is not None or any(getattr(type(self), name) is not getattr(Policy, name) for name in others)
+        return self.layer_lists is not None or any(
+            getattr(type(self), name) is not getattr(Policy, name) for name in others
+        )
 
     def check_pipeline(self) -> None:
         """Refuse a policy that decides by hand what a pipeline finds out: it would be ignored."""
         instead = {
-            "get_held_layers": "the layers of every stage follow from the model; remove it, name the lists of layers in layer_lists where "
+            "get_held_layers": "the layers of every stage follow from the model; remove it, name the lists of layers "
+            "in layer_lists where "
             "they are not found, and say how many layers a stage has with num_layers_per_stage=",
             "get_shared_params": "parameters that stages share are found in the model; remove it",
         }
@@ -166,15 +183,20 @@ class Policy:
                 raise ValueError(f"{type(self).__name__}.{name} with pp_size above 1: {what}")
 
     def layer_lists_in(self, model: nn.Module) -> list[str] | None:
-        """`layer_lists` by their names in `model`, which is the policy's model or holds it; None where the policy names none."""
+        """`layer_lists` by their names in `model`, which is the policy's model or holds it; None where the policy
+        names none.
+        """
         if self.layer_lists is None:
             return None
         if isinstance(self.layer_lists, str):
             raise ValueError(
-                f"{type(self).__name__}.layer_lists={self.layer_lists!r} must be a list of names, such as [{self.layer_lists!r}]"
+                f"{type(self).__name__}.layer_lists={self.layer_lists!r} must be a list of names, such as "
+                f"[{self.layer_lists!r}]"
             )
         base = getattr(self.model, "base_model", self.model)
-        prefix = next((f"{name}." if name else "" for name, module in model.named_modules() if module is base), self.base_prefix())
+        prefix = next(
+            (f"{name}." if name else "" for name, module in model.named_modules() if module is base), self.base_prefix()
+        )
         return [f"{prefix}{name}" for name in self.layer_lists]
 
     # --- what the sharder reads: the user's answers in one form, whatever they came as ---
@@ -198,11 +220,16 @@ class Policy:
         bound = {}
         for key, description in (self.module_policy() or {}).items():
             if not isinstance(description, ModulePolicyDescription):
-                raise ValueError(f"{source}.module_policy: {key!r} is described by {description!r}; it must be a ModulePolicyDescription")
+                raise ValueError(
+                    f"{source}.module_policy: {key!r} is described by {description!r}; it must be a "
+                    "ModulePolicyDescription"
+                )
             try:
                 bound[key] = description.bound(self.shard_config.parallel.group)
             except ValueError as error:
-                raise ValueError(f"{source}.module_policy, {key if isinstance(key, str) else key.__name__}: {error}") from None
+                raise ValueError(
+                    f"{source}.module_policy, {key if isinstance(key, str) else key.__name__}: {error}"
+                ) from None
         return bound
 
     # --- for policies in the form of other frameworks ---
@@ -224,7 +251,10 @@ class Policy:
         return policy
 
     def append_or_create_method_replacement(
-        self, description: dict[str, Callable[..., Any]], policy: dict[Any, ModulePolicyDescription], target_key: type[nn.Module] | str
+        self,
+        description: dict[str, Callable[..., Any]],
+        policy: dict[Any, ModulePolicyDescription],
+        target_key: type[nn.Module] | str,
     ) -> dict[Any, ModulePolicyDescription]:
         """Add methods to what `policy`, a `module_policy`, says about `target_key`; returns `policy`."""
         policy.setdefault(target_key, ModulePolicyDescription()).method_replacement.update(description)
@@ -232,8 +262,15 @@ class Policy:
 
     def tie_weight_check(self) -> bool:
         """Whether the head over the vocabulary and its embedding are one parameter."""
-        embedding, head = _embeddings(self.model, "get_input_embeddings"), _embeddings(self.model, "get_output_embeddings")
-        return embedding is not None and head is not None and getattr(embedding, "weight", None) is getattr(head, "weight", None)
+        embedding, head = (
+            _embeddings(self.model, "get_input_embeddings"),
+            _embeddings(self.model, "get_output_embeddings"),
+        )
+        return (
+            embedding is not None
+            and head is not None
+            and getattr(embedding, "weight", None) is getattr(head, "weight", None)
+        )
 
     def base_prefix(self) -> str:
         """Name of the base model inside the model, with a dot; empty when the model is the base model."""
@@ -244,7 +281,10 @@ class Policy:
     def vocabulary_rules(self) -> dict[str, Style | str]:
         """Rules for the embeddings of the vocabulary and the head over it, as transformers names them."""
         multiple = self.shard_config.make_vocab_size_divisible_by
-        embedding, head = _embeddings(self.model, "get_input_embeddings"), _embeddings(self.model, "get_output_embeddings")
+        embedding, head = (
+            _embeddings(self.model, "get_input_embeddings"),
+            _embeddings(self.model, "get_output_embeddings"),
+        )
         rules: dict[str, Style | str] = {}
         if not isinstance(embedding, nn.Embedding):
             return rules
@@ -278,5 +318,8 @@ def require_policy(policy: Any) -> None:
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise ValueError(f"policy={policy.__name__} is the class; pass an instance: {policy.__name__}()")
     if isinstance(policy, ShardConfig):
-        raise ValueError("policy=ShardConfig(...): the order is ModelSharder(model, policy, shard_config), with policy=None to find one")
+        raise ValueError(
+            "policy=ShardConfig(...): the order is ModelSharder(model, policy, shard_config), with "
+            "policy=None to find one"
+        )
     raise ValueError(f"policy={policy!r} must be a shardformer Policy, or None to find one for the model")

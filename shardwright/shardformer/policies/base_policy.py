@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 
 __all__ = ["ModulePolicyDescription", "Policy", "SubModuleReplacementDescription"]

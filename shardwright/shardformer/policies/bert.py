@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules
+from ..heads import HeadGeometry
+from ..rules import Rules, attention_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class BertPolicy(Policy):
@@ -15,7 +15,9 @@ class BertPolicy(Policy):
     def rules(self) -> Rules:
         config = self.config
         geometry = HeadGeometry(config.num_attention_heads, config.num_attention_heads)
-        names = (*self.attentions, "crossattention") if getattr(config, "add_cross_attention", False) else self.attentions
+        names = (
+            (*self.attentions, "crossattention") if getattr(config, "add_cross_attention", False) else self.attentions
+        )
         rules: Rules = {
             f"{self.layers}.intermediate.dense": "colwise",
             f"{self.layers}.output.dense": "rowwise",
@@ -23,7 +25,9 @@ class BertPolicy(Policy):
         }
         for name in names:
             path = f"{self.layers}.{name}"
-            parts = attention_rules(f"{path}.self", "query", "key", "value", "o", geometry=geometry, sizes=("all_head_size",))
+            parts = attention_rules(
+                f"{path}.self", "query", "key", "value", "o", geometry=geometry, sizes=("all_head_size",)
+            )
             parts[f"{path}.output.dense"] = parts.pop(f"{path}.self.o")
             rules |= {**parts, f"{path}.output.LayerNorm": "replicated"}
         return rules

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import by_head
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..attention import by_head
+from ..heads import HeadGeometry
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class BloomPolicy(Policy):
     def config_sanity_check(self) -> None:
         if self.config.pretraining_tp > 1 and self.config.slow_but_exact:
             raise ValueError(
-                f"pretraining_tp={self.config.pretraining_tp} with slow_but_exact=True slices whole weights; use slow_but_exact=False"
+                f"pretraining_tp={self.config.pretraining_tp} with slow_but_exact=True slices whole weights; use "
+                "slow_but_exact=False"
             )
 
     def rules(self) -> Rules:
@@ -21,7 +22,12 @@ class BloomPolicy(Policy):
         path = "h.*.self_attention"
         return {
             **attention_rules(
-                path, o="dense", fused="query_key_value", layout="interleaved", geometry=geometry, arguments={"alibi": by_head}
+                path,
+                o="dense",
+                fused="query_key_value",
+                layout="interleaved",
+                geometry=geometry,
+                arguments={"alibi": by_head},
             ),
             **mlp_rules("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         }

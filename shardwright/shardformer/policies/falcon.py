@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.attention import by_head
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..attention import by_head
+from ..heads import HeadGeometry
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class FalconPolicy(Policy):
-    """Old multi-head and new grouped layouts hold [queries of the group, k, v] for every key/value head; multi-query has one group."""
+    """Old multi-head and new grouped layouts hold [queries of the group, k, v] for every key/value head; multi-query
+    has one group.
+    """
 
     def rules(self) -> Rules:
         config = self.config
@@ -19,7 +21,12 @@ class FalconPolicy(Policy):
         arguments = {"alibi": by_head, "attention_mask": by_head} if config.alibi else {}
         return {
             **attention_rules(
-                "h.*.self_attention", o="dense", fused="query_key_value", layout="interleaved", geometry=geometry, arguments=arguments
+                "h.*.self_attention",
+                o="dense",
+                fused="query_key_value",
+                layout="interleaved",
+                geometry=geometry,
+                arguments=arguments,
             ),
             **mlp_rules("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         }

@@ -1,4 +1,6 @@
-"""The policy for models without one of their own: transformers' plan where there is one, conventions of naming where there is none."""
+"""The policy for models without one of their own: transformers' plan where there is one, conventions of naming where
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,16 @@ from itertools import chain
 
 import torch.nn as nn
 
-from shardwright.shardformer.attention import LocalHeads
-from shardwright.shardformer.conventions import conventional_regions
-from shardwright.shardformer.hf_plan import Proposal, plan_regions, shape_of_name
-from shardwright.shardformer.layer.linear import is_linear
-from shardwright.shardformer.plan import Plan
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.regions import find_regions, undecided_parameters
-from shardwright.shardformer.rules import Rules
-from shardwright.shardformer.self_check import SelfCheck
-from shardwright.shardformer.small_copy import small_copies
+from ..attention import LocalHeads
+from ..conventions import conventional_regions
+from ..hf_plan import Proposal, plan_regions, shape_of_name
+from ..layer.linear import is_linear
+from ..plan import Plan
+from ..regions import find_regions, undecided_parameters
+from ..rules import Rules
+from ..self_check import SelfCheck
+from ..small_copy import small_copies
+from .base import Policy
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -50,8 +52,8 @@ class GenericPolicy(Policy):
         vocabulary = self.vocabulary_rules()
         if not regions:
             raise ValueError(
-                f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs that are "
-                "recognised; pass policy=, to the plugin custom_policy="
+                f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs "
+                "that are recognised; pass policy=, to the plugin custom_policy="
             )
         if vocabulary:
             regions.append(Proposal("vocabulary", [vocabulary]))
@@ -70,7 +72,8 @@ class GenericPolicy(Policy):
         smallest = next(copies, None)
         if smallest is None:
             _LOGGER.warning(
-                f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan is used untested"
+                f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan "
+                "is used untested"
             )
             return Findings(best)
         check = SelfCheck(chain([smallest], copies), parallel, example)
@@ -82,7 +85,10 @@ class GenericPolicy(Policy):
         kept: list[Rules] = []
         dropped = []
         for region in regions:
-            found = next((rules for rules in region.alternatives if self._passing(check, self._completed(rules)) is not None), None)
+            found = next(
+                (rules for rules in region.alternatives if self._passing(check, self._completed(rules)) is not None),
+                None,
+            )
             if found is None:
                 dropped.append(region.name)
             else:
@@ -90,24 +96,32 @@ class GenericPolicy(Policy):
         rules = self._passing(check, self._completed(_joined(kept))) if kept else None
         if rules is None:
             raise ValueError(
-                f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give its gradients; "
-                "pass policy=, to the plugin custom_policy="
+                f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give "
+                "its gradients; pass policy=, to the plugin custom_policy="
             )
         _LOGGER.warning(
-            f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed the check"
+            f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed "
+            "the check"
         )
         return Findings(rules, dropped, checked=True)
 
     def _leave_out_unseen(self, check: SelfCheck, regions: list[Proposal]) -> list[str]:
-        """Keep regions whole that the batch of the check does not reach, as their rules would go untested; returns their names."""
-        unseen = [region for region in regions if region.alternatives and not check.reaches(region.alternatives[0], shape_of_name)]
+        """Keep regions whole that the batch of the check does not reach, as their rules would go untested; returns
+        their names.
+        """
+        unseen = [
+            region
+            for region in regions
+            if region.alternatives and not check.reaches(region.alternatives[0], shape_of_name)
+        ]
         for region in unseen:
             region.alternatives = []
         names = [region.name for region in unseen]
         if names:
             _LOGGER.warning(
-                f"{type(self.model).__name__}: {', '.join(names)} stay whole on every rank, since the batch that its plan was tried "
-                "on does not reach them; pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"
+                f"{type(self.model).__name__}: {', '.join(names)} stay whole on every rank, since the batch that its "
+                "plan was tried on does not reach them; pass example_inputs=, a batch like the real ones, to the "
+                "plugin or to ShardConfig"
             )
         return names
 
@@ -138,7 +152,7 @@ class GenericPolicy(Policy):
         return None
 
     def _apply(self, copied: nn.Module, rules: Rules) -> None:
-        from shardwright.shardformer.sharder import apply_plan
+        from ..sharder import apply_plan
 
         apply_plan(copied, Plan(rules, type(self).__name__), self.shard_config.parallel)
 
@@ -166,5 +180,7 @@ def _guess(model: nn.Module, name: str, rules: Rules) -> str:
     if is_linear(owner) or model.get_parameter(name).ndim > 1 or "_a_" in owner_name.rpartition(".")[2]:
         return "replicated"
     parent = shape_of_name(owner_name.rpartition(".")[0])
-    in_attention = isinstance(rules.get(parent), LocalHeads) or isinstance(rules.get(shape_of_name(owner_name)), LocalHeads)
+    in_attention = isinstance(rules.get(parent), LocalHeads) or isinstance(
+        rules.get(shape_of_name(owner_name)), LocalHeads
+    )
     return "partial_gradient" if in_attention or "act" in owner_name.rpartition(".")[2] else "replicated"

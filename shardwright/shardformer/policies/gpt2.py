@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class GPT2Policy(Policy):
     def config_sanity_check(self) -> None:
         if getattr(self.config, "add_cross_attention", False):
             raise ValueError(
-                "GPT-2 with add_cross_attention=True has no plan for its cross attention; pass a policy that adds rules for it"
+                "GPT-2 with add_cross_attention=True has no plan for its cross attention; pass a policy that adds "
+                "rules for it"
             )
 
     def rules(self) -> Rules:

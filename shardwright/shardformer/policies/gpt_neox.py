@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..heads import HeadGeometry
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class GPTNeoXPolicy(Policy):
     def rules(self) -> Rules:
         geometry = HeadGeometry(self.config.num_attention_heads, self.config.num_attention_heads)
         return {
-            **attention_rules("layers.*.attention", o="dense", fused="query_key_value", layout="interleaved", geometry=geometry),
+            **attention_rules(
+                "layers.*.attention", o="dense", fused="query_key_value", layout="interleaved", geometry=geometry
+            ),
             **mlp_rules("layers.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
         }
 
 
 class GPTJPolicy(Policy):
     def rules(self) -> Rules:
-        return {**attention_rules("h.*.attn", o="out_proj", sizes=("embed_dim",)), **mlp_rules("h.*.mlp", "fc_in", "fc_out")}
+        return {
+            **attention_rules("h.*.attn", o="out_proj", sizes=("embed_dim",)),
+            **mlp_rules("h.*.mlp", "fc_in", "fc_out"),
+        }
 
 
 __getattr__ = policies_of_heads(__name__, GPTJ=GPTJPolicy, GPTNeoX=GPTNeoXPolicy)

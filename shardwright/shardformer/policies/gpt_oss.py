@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.rules import Rules, attention_rules
-from shardwright.shardformer.splits import Even, Heads
-from shardwright.shardformer.styles import PartialSum, ShardedParameter
+from ..rules import Rules, attention_rules
+from ..splits import Even, Heads
+from ..styles import PartialSum, ShardedParameter
+from .base import Policy
 
 
 class GptOssPolicy(Policy):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from shardwright._moved import missing_name
-from shardwright.shardformer.policies.base import Policy
+from ..._moved import missing_name
+from .base import Policy
 
 
 def policies_of_heads(module: str, **families: type[Policy]) -> Callable[[str], type[Policy]]:
@@ -14,7 +14,9 @@ def policies_of_heads(module: str, **families: type[Policy]) -> Callable[[str], 
 
     def find(name: str) -> type[Policy]:
         for prefix, policy in families.items():
-            if re.fullmatch(rf"{prefix}(Model|LMHeadModel|DoubleHeadsModel|EncoderModel|EncoderPolicy|For\w+)?Policy", name):
+            if re.fullmatch(
+                rf"{prefix}(Model|LMHeadModel|DoubleHeadsModel|EncoderModel|EncoderPolicy|For\w+)?Policy", name
+            ):
                 return policy
         raise missing_name(module, name)
 

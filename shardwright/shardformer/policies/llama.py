@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class LlamaPolicy(Policy):
     def rules(self) -> Rules:
-        return {**attention_rules("layers.*.self_attn"), **mlp_rules("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")}
+        return {
+            **attention_rules("layers.*.self_attn"),
+            **mlp_rules("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj"),
+        }
 
 
 class Qwen3Policy(LlamaPolicy):
     """Llama with a norm over every head of q and k."""
 
     def rules(self) -> Rules:
-        return {**super().rules(), "layers.*.self_attn.q_norm": "partial_gradient", "layers.*.self_attn.k_norm": "partial_gradient"}
+        return {
+            **super().rules(),
+            "layers.*.self_attn.q_norm": "partial_gradient",
+            "layers.*.self_attn.k_norm": "partial_gradient",
+        }
 
 
 __getattr__ = policies_of_heads(__name__, Llama=LlamaPolicy, Mistral=LlamaPolicy, Qwen2=LlamaPolicy, Qwen3=Qwen3Policy)

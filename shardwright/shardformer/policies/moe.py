@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import torch.nn as nn
 
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, expert_rules, latent_attention_rules, mlp_rules
+from ..rules import Rules, attention_rules, expert_rules, latent_attention_rules, mlp_rules
+from .base import Policy
+from .heads import policies_of_heads
 
 _GATED = ("gate_proj", "up_proj")
 
 
 class MixtralPolicy(Policy):
     def rules(self) -> Rules:
-        return {**attention_rules("layers.*.self_attn"), **expert_rules("layers.*.mlp.experts"), "layers.*.mlp.gate": "replicated"}
+        return {
+            **attention_rules("layers.*.self_attn"),
+            **expert_rules("layers.*.mlp.experts"),
+            "layers.*.mlp.gate": "replicated",
+        }
 
 
 class SparsePolicy(Policy):
@@ -47,7 +51,10 @@ class Qwen2MoePolicy(SparsePolicy):
 
 class Qwen3MoePolicy(SparsePolicy):
     def attention_rules(self) -> Rules:
-        norms: Rules = {"layers.*.self_attn.q_norm": "partial_gradient", "layers.*.self_attn.k_norm": "partial_gradient"}
+        norms: Rules = {
+            "layers.*.self_attn.q_norm": "partial_gradient",
+            "layers.*.self_attn.k_norm": "partial_gradient",
+        }
         return {**super().attention_rules(), **norms}
 
 
@@ -58,7 +65,9 @@ class DeepseekPolicy(SparsePolicy):
 
     def attention_rules(self) -> Rules:
         config = self.config
-        return latent_attention_rules("layers.*.self_attn", config.num_attention_heads, config.qk_rope_head_dim, config.q_lora_rank)
+        return latent_attention_rules(
+            "layers.*.self_attn", config.num_attention_heads, config.qk_rope_head_dim, config.q_lora_rank
+        )
 
 
 __getattr__ = policies_of_heads(__name__, Mixtral=MixtralPolicy, Deepseek=DeepseekPolicy)

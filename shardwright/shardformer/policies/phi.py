@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
+from ..rules import Rules, attention_rules, mlp_rules
+from .base import Policy
 
 
 class PhiPolicy(Policy):
     def rules(self) -> Rules:
         norms: Rules = {}
         if self.config.qk_layernorm:
-            norms = {"layers.*.self_attn.q_layernorm": "partial_gradient", "layers.*.self_attn.k_layernorm": "partial_gradient"}
+            norms = {
+                "layers.*.self_attn.q_layernorm": "partial_gradient",
+                "layers.*.self_attn.k_layernorm": "partial_gradient",
+            }
         return {**attention_rules("layers.*.self_attn", o="dense"), **mlp_rules("layers.*.mlp", "fc1", "fc2"), **norms}
 
 

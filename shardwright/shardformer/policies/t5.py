@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from shardwright.shardformer.heads import HeadGeometry
-from shardwright.shardformer.policies.base import Policy
-from shardwright.shardformer.policies.heads import policies_of_heads
-from shardwright.shardformer.rules import Rules, attention_rules, mlp_rules
-from shardwright.shardformer.splits import Heads
-from shardwright.shardformer.styles import HiddenEmbedding
+from ..heads import HeadGeometry
+from ..rules import Rules, attention_rules, mlp_rules
+from ..splits import Heads
+from ..styles import HiddenEmbedding
+from .base import Policy
+from .heads import policies_of_heads
 
 
 class T5Policy(Policy):
-    """The bias is one column per head, so it is sharded with the heads; blocks hand their heads' bias on to the next."""
+    """The bias is one column per head, so it is sharded with the heads; blocks hand their heads' bias on to the
+    next.
+    """
 
     def rules(self) -> Rules:
         config = self.config
@@ -25,7 +27,9 @@ class T5Policy(Policy):
             layers = f"{stack}.block.*.layer"
             names = ("0.SelfAttention", "1.EncDecAttention") if cross else ("0.SelfAttention",)
             for name in names:
-                rules |= attention_rules(f"{layers}.{name}", "q", "k", "v", "o", geometry=geometry, sizes=("inner_dim",))
+                rules |= attention_rules(
+                    f"{layers}.{name}", "q", "k", "v", "o", geometry=geometry, sizes=("inner_dim",)
+                )
             rules[f"{layers}.0.SelfAttention.relative_attention_bias"] = HiddenEmbedding(Heads("q", geometry))
             rules |= mlp_rules(f"{layers}.{len(names)}.DenseReluDense", ups, "wo")
         return rules

@@ -56,7 +56,11 @@ def accumulated_from_zeros(outputs, inputs):
 
 @right
 def constant_part(outputs, inputs):
-    return 1 - F.cosine_similarity(outputs["pooled"], outputs["hidden"][:, 0]).mean() + torch.tensor(2.0, dtype=torch.float64)
+    return (
+        1
+        - F.cosine_similarity(outputs["pooled"], outputs["hidden"][:, 0]).mean()
+        + torch.tensor(2.0, dtype=torch.float64)
+    )
 
 
 @right

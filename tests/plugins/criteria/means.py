@@ -17,7 +17,10 @@ def cross_entropy(outputs, inputs):
 @right
 def cross_entropy_module(outputs, inputs):
     loss = nn.CrossEntropyLoss(ignore_index=-100)
-    return loss(outputs["logits"][..., :-1, :].contiguous().view(-1, VOCABULARY), inputs["labels"][..., 1:].contiguous().view(-1))
+    return loss(
+        outputs["logits"][..., :-1, :].contiguous().view(-1, VOCABULARY),
+        inputs["labels"][..., 1:].contiguous().view(-1),
+    )
 
 
 @right
@@ -61,7 +64,9 @@ def multi_label(outputs, inputs):
 def multi_label_with_counted_weights(outputs, inputs):
     flags = inputs["flags"]
     positive = flags.sum(0)
-    return F.binary_cross_entropy_with_logits(outputs["classes"], flags, pos_weight=(len(flags) - positive) / positive.clamp(min=1))
+    return F.binary_cross_entropy_with_logits(
+        outputs["classes"], flags, pos_weight=(len(flags) - positive) / positive.clamp(min=1)
+    )
 
 
 @right
@@ -94,7 +99,9 @@ def masked_lm_and_next_sentence(outputs, inputs):
 def several_denominators(outputs, inputs):
     losses, mask = token_losses(outputs, inputs)
     regression = 0.3 * F.l1_loss(outputs["score"], inputs["targets"])
-    return (losses * mask).sum() / mask.sum() + regression + losses.mean() / 7 - outputs["hidden"].square().mean() * 0.01
+    return (
+        (losses * mask).sum() / mask.sum() + regression + losses.mean() / 7 - outputs["hidden"].square().mean() * 0.01
+    )
 
 
 @right
@@ -120,7 +127,9 @@ def distillation(outputs, inputs):
 
 @right
 def distillation_per_sample(outputs, inputs):
-    return F.kl_div(outputs["logits"].log_softmax(-1), inputs["teacher"].log_softmax(-1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        outputs["logits"].log_softmax(-1), inputs["teacher"].log_softmax(-1), reduction="batchmean", log_target=True
+    )
 
 
 @right

@@ -1,7 +1,8 @@
-"""A small model whose batch has everything that losses ask for, and the lists that losses as people write them are entered into.
+"""A small model whose batch has everything that losses ask for, and the lists that losses as people write them are
+entered into.
 
-`RIGHT` are criteria that microbatches and data-parallel ranks must get right, to the last digits, `REFUSED` those that none of them can
-compute alone. B is the number of samples, S the length, V the vocabulary.
+`RIGHT` are criteria that microbatches and data-parallel ranks must get right, to the last digits, `REFUSED` those that
+none of them can compute alone. B is the number of samples, S the length, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Token logits [B, S, V], class logits [B, C], a score and an embedding per sample; takes whatever else the batch has."""
+    """Token logits [B, S, V], class logits [B, C], a score and an embedding per sample; takes whatever else the
+    batch has.
+    """
 
     _no_split_modules = ["Layer"]
     main_input_name = "input_ids"

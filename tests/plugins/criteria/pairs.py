@@ -1,4 +1,6 @@
-"""Rows of a batch that belong together in twos: right where no microbatch parts them, else refused. And a loss with its weight."""
+"""Rows of a batch that belong together in twos: right where no microbatch parts them, else refused. And a loss with
+its weight.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,0 @@
-"""Building models without their weights."""
-
-from __future__ import annotations
-
-from shardwright.shardformer.lazy import LazyInitContext
-
-__all__ = ["LazyInitContext"]

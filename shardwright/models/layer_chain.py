@@ -1,0 +1,121 @@
+"""The chain of layers that a model is cut along, found without knowing its family.
+
+A unit of the chain is one layer and the module at whose output the model can be cut behind it, its gate. The gate is
+the layer itself, except for the last layer of an encoder: there the model is cut behind the whole encoder, so that the
+encoder's final norm stays with its last layer and the decoder's stages receive the encoder's output.
+
+    decoder or encoder   layers.0, layers.1, ...                     gates: the same
+    encoder-decoder      encoder.0, ..., encoder.n, decoder.0, ...   gates: the same, but `encoder` for encoder.n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+_MARKER = "GradientCheckpointingLayer"  # base class by which transformers marks a layer
+
+
+class Unit(NamedTuple):
+    layer: str  # full module name
+    gate: str
+
+
+def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Unit]:
+    """The units of `model` in the order in which they run.
+
+    lists   names of the ModuleLists to cut along (a policy's word); without it they are found: the list of layers with
+            most parameters, and in an encoder-decoder the encoder's followed by the decoder's.
+    """
+    if lists is not None:
+        chosen = [(name, _module_list(model, name)) for name in lists]
+        if not chosen:
+            raise ValueError("layer lists of a pipeline: at least one ModuleList must be named")
+    else:
+        chosen = _find_lists(model)
+    units = [Unit(f"{name}.{index}", f"{name}.{index}") for name, layers in chosen for index in range(len(layers))]
+    if len(chosen) > 1:
+        end = len(chosen[0][1]) - 1
+        units[end] = units[end]._replace(gate=_encoder_name(model, chosen[0][0]))
+    return units
+
+
+def _module_list(model: nn.Module, name: str) -> nn.ModuleList:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.ModuleList):
+        known = [full for full, child in model.named_modules() if isinstance(child, nn.ModuleList)]
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList {name!r} to cut along; it has {', '.join(known) or 'none'}"
+        )
+    return module
+
+
+def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    candidates = layer_lists(model)
+    if not candidates:
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a "
+            "class named in _no_split_modules, derived from GradientCheckpointingLayer, or of config.num_hidden_layers "
+            "equal children. Use pp_size=1, or name the lists in layer_lists of a policy: custom_policy="
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        encoders = [item for item in candidates if "encoder" in item[0].split(".")]
+        decoders = [item for item in candidates if "decoder" in item[0].split(".")]
+        if encoders and decoders:
+            return [max(encoders, key=_parameters), max(decoders, key=_parameters)]
+    return [max(candidates, key=_parameters)]
+
+
+def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """All outermost ModuleLists of transformer layers."""
+    declared = set(getattr(model, "_no_split_modules", None) or ())
+
+    def is_layer(module: nn.Module) -> bool:
+        return type(module).__name__ in declared or any(base.__name__ == _MARKER for base in type(module).__mro__)
+
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module)
+            and not inside
+            and all(is_layer(child) for child in module)
+        ):
+            found.append((name, module))
+    if found:
+        return found
+    config = getattr(model, "config", None)
+    depth = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layer", None)
+    for name, module in model.named_modules():
+        alike = (
+            isinstance(module, nn.ModuleList) and len(module) == depth and len({type(child) for child in module}) == 1
+        )
+        if alike and any(True for _ in module[0].children()):
+            found.append((name, module))
+    return found
+
+
+def _parameters(item: tuple[str, nn.ModuleList]) -> int:
+    return sum(parameter.numel() for parameter in item[1].parameters())
+
+
+def _encoder_name(model: nn.Module, list_name: str) -> str:
+    """The module whose output the decoder reads: what `get_encoder()` returns, else the list's owner."""
+    get_encoder = getattr(model, "get_encoder", None)
+    encoder = get_encoder() if callable(get_encoder) else None
+    for name, module in model.named_modules():
+        if module is encoder and name and list_name.startswith(f"{name}."):
+            return name
+    owner = list_name.rpartition(".")[0]
+    if not owner:
+        raise ValueError(
+            f"the encoder's layers {list_name!r} of {type(model).__name__} belong to no encoder module, so no cut "
+            "behind it exists"
+        )
+    return owner

@@ -1,0 +1,1 @@
+"""One batch: cut into microbatches and merged again."""

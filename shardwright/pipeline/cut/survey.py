@@ -1,0 +1,455 @@
+"""What every part of a model reads: the facts from which stages are cut, learnt from one dry run.
+
+The dry run cuts the model behind every unit, and in front of the first one: a gate's output, and the hidden states that
+the first layer receives, go on as fresh leaf tensors. Walking the autograd graph back from each gate's output (and from
+the model's output) then tells, unit by unit,
+
+    reads       the units whose outputs it needs: normally the one before; for T5 decoders also the encoder
+    parameters  the parameters that take part: its own, and any outside the layers (embeddings before the first layer,
+                relative position embeddings that feed every layer, the head after the last)
+    modules     the modules outside the layers whose output takes part; the others may be replaced by stubs
+
+A module outside the layers that computes without gradients (fixed position tables) takes part everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.dry_run import forward_defaults, meta_copy, run_dry, weight_sharing_copy
+from ...models.example_inputs import example_batches
+from ...models.layer_chain import Unit, find_units
+from ...utils import pytree
+from .entry import ENTRY, Entry, find_place
+
+
+@dataclass(frozen=True)
+class Template:
+    """Structure of a gate's output: where its tensors sit, and the values of everything else."""
+
+    spec: pytree.TreeSpec
+    others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
+    written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
+
+    def take_apart(self, output: Any, name: str) -> tuple[list[torch.Tensor], list[bool | int | float]]:
+        """Tensors and numbers of `output`, which must have this structure. Other values must be those of the dry
+        run.
+        """
+        leaves, spec = pytree.tree_flatten(output)
+        same = spec == self.spec and all(
+            _kind_of(leaf) is _kind_of(other) for leaf, other in zip(leaves, self.others, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                f"the output of {name} differs in structure from the dry run's ({spec} here, {self.spec} there), so "
+                "the next pipeline stage could not rebuild it; pass a batch like the real ones as example_inputs, "
+                "without output_attentions and the like"
+            )
+        for leaf, other in zip(leaves, self.others, strict=True):
+            if isinstance(leaf, str | torch.dtype | None) and leaf != other:
+                raise ValueError(
+                    f"the output of {name} holds {leaf!r} where the dry run had {other!r}; between pipeline stages "
+                    "travel tensors and numbers, and other values must be the same for every batch: return a number "
+                    "instead"
+                )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tensors, [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
+
+    def build(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> Any:
+        """The output again. Received tensors are leaves, which autograd lets nobody write to: those that the model
+        writes to are copied.
+        """
+        remaining = iter(
+            tensor.clone() if written else tensor for tensor, written in zip(tensors, self.written, strict=True)
+        )
+        values = iter(numbers)
+        leaves = [
+            next(remaining) if other is TENSOR else next(values) if isinstance(other, bool | int | float) else other
+            for other in self.others
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(other is TENSOR for other in self.others)
+
+    @property
+    def num_numbers(self) -> int:
+        return sum(isinstance(other, bool | int | float) for other in self.others)
+
+
+def _kind_of(leaf: Any) -> type:
+    """What may stand for what: a tensor for a tensor, a number for a number."""
+    if leaf is TENSOR or isinstance(leaf, torch.Tensor):
+        return torch.Tensor
+    return float if isinstance(leaf, bool | int | float) else object
+
+
+class CutError(ValueError):
+    """The model ran, but it cannot be cut."""
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one unit, or the tail behind the last one, reads."""
+
+    reads: frozenset[int]
+    parameters: frozenset[str]
+    modules: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Facts about one model.
+
+    units       the chain of layers
+    templates   output structure of each unit's gate
+    parts       what each unit reads, and last what the tail reads
+    names       every name of each parameter by its first name (more than one: tied inside the model)
+    outside     modules with parameters outside the layers that can become stubs, outer ones first
+    ran         those of them that ran in the dry run
+    unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
+    joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other; j may be
+                the tail
+    example     the batch of the dry run
+    tail_reads  tensors that the tail reads: the unit that returns them, their number in what it returns
+    entry       what the first unit receives, where the model can be cut there. `parts` count with the first unit what
+                makes it
+    """
+
+    units: tuple[Unit, ...]
+    templates: tuple[Template, ...]
+    parts: tuple[Part, ...]
+    names: dict[str, tuple[str, ...]]
+    outside: tuple[str, ...]
+    ran: frozenset[str]
+    unread: dict[str, bool]
+    joined: tuple[tuple[int, int], ...] = ()
+    example: Any = None
+    entry: Entry | None = None
+    tail_reads: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units)
+
+    def can_cut(self, position: int) -> bool:
+        """Whether a stage may end before unit `position`; behind the last one, whether the tail may be a stage of its
+        own; at 0, whether what comes before the layers may."""
+        if position == 0:
+            return self.entry is not None
+        return not any(low < position <= high for low, high in self.joined)
+
+    def boundary(self, position: int) -> tuple[int, ...]:
+        """Units before `position` whose outputs are read at or behind it: what travels over a cut there. In front of
+        all: the entry.
+        """
+        if position == 0:
+            return (ENTRY,)
+        last_reads = self._last_reads
+        return tuple(unit for unit in range(position) if last_reads[unit] >= position)
+
+    def template(self, unit: int) -> Template:
+        """Structure of what a unit, or the entry, passes on."""
+        if unit != ENTRY:
+            return self.templates[unit]
+        assert self.entry is not None
+        return self.entry.template
+
+    @cached_property
+    def _last_reads(self) -> list[int]:
+        """For every unit the last part that reads its output, -1 where none does."""
+        last = [-1] * self.num_units
+        for number, part in enumerate(self.parts):
+            for unit in part.reads:
+                last[unit] = number
+        return last
+
+    def parameters(self, stages: Sequence[range], stage: int) -> set[str]:
+        """First names of the parameters of one of `stages`, which are ranges of units."""
+        held = {name for part in self._parts(stages, stage) for name in part.parameters}
+        held |= {name for name, first in self.unread.items() if stage == (0 if first else len(stages) - 1)}
+        return held
+
+    def modules(self, stages: Sequence[range], stage: int) -> set[str]:
+        """Modules outside the layers whose output a stage reads."""
+        return {name for part in self._parts(stages, stage) for name in part.modules}
+
+    def _parts(self, stages: Sequence[range], stage: int) -> tuple[Part, ...]:
+        units = stages[stage]
+        found = self.parts[units.start : units.stop] + (self.parts[-1:] if stage == len(stages) - 1 else ())
+        if stages[0] or stage > 1:
+            return found
+        assert self.entry is not None
+        return (self.entry.before,) if stage == 0 else (self.entry.behind, *found[1:])
+
+
+def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_inputs: Any = None) -> Survey:
+    """Find the layers of `model` and learn what they read.
+
+    `example_inputs` is a batch for models whose inputs cannot be guessed. A model whose forward does not run on the
+    meta device is run once on real numbers, if it has its weights.
+    """
+    units = find_units(model, lists)
+    examples = [example_inputs] if example_inputs is not None else list(example_batches(model))
+    failures: list[str] = []
+    for example in examples:
+        copied = meta_copy(model)
+        try:
+            return replace(_Surveyor(copied, units).run(partial(run_dry, copied, example)), example=example)
+        except CutError:
+            raise
+        except Exception as error:  # the model's own code: anything can happen on a guessed batch
+            failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        for example in examples:
+            try:
+                return replace(_survey_on_numbers(model, units, example), example=example)
+            except CutError:
+                raise
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    raise ValueError(
+        f"{type(model).__name__} could not be run on a guessed batch to learn where it can be cut "
+        f"({'; '.join(dict.fromkeys(failures))}); pass example_inputs=, a batch like the real ones, to the plugin, or "
+        "use pp_size=1"
+    )
+
+
+def _survey_on_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
+    """Survey a copy that shares the weights' memory and nothing else, on real numbers, without dropout."""
+    copied = weight_sharing_copy(model)
+    inputs = {**forward_defaults(model), **example} if isinstance(example, dict) else example
+    call = partial(copied, **inputs) if isinstance(inputs, dict) else partial(copied, *inputs)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        return _Surveyor(copied, units).run(call)
+
+
+@dataclass
+class _Surveyor:
+    """One dry run of `model` with hooks on its gates and on the modules outside its layers."""
+
+    model: nn.Module
+    units: list[Unit]
+    order: list[int] = field(default_factory=list)
+    outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    passed_on: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    others: dict[int, tuple[pytree.TreeSpec, tuple[Any, ...]]] = field(default_factory=dict)
+    leaves: dict[int, int] = field(default_factory=dict)  # id of a fresh leaf -> unit
+    # id of a fresh leaf -> its number among the tensors of the unit
+    numbers: dict[int, int] = field(default_factory=dict)
+    met: set[tuple[int, int]] = field(default_factory=set)  # unit and number of the leaves that the last walk came to
+    # place of the entry, the tensor, what goes on instead
+    entered: tuple[int | str, torch.Tensor, torch.Tensor] | None = None
+    keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
+    # autograd node -> modules outside that returned its tensor
+    produced: dict[Any, set[str]] = field(default_factory=dict)
+    early: set[str] = field(default_factory=set)  # modules outside that ran before the first gate
+    ran: set[str] = field(default_factory=set)
+    # modules outside that compute without gradients: who reads them is unknown
+    untracked: set[str] = field(default_factory=set)
+
+    def run(self, call: Callable[[], Any]) -> Survey:
+        handles = [
+            self.model.get_submodule(unit.gate).register_forward_hook(self._gate_hook(index))
+            for index, unit in enumerate(self.units)
+        ]
+        first = self.model.get_submodule(self.units[0].layer)
+        handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True))
+        outside = self._outside()
+        for name in outside:
+            handles.append(self.model.get_submodule(name).register_forward_hook(self._outside_hook(name)))
+        try:
+            output = call()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self.order != list(range(len(self.units))):
+            raise CutError(
+                f"{type(self.model).__name__} cannot be cut into stages: its layers {self.units[0].layer} to "
+                f"{self.units[-1].layer} ran in the order {self.order}, not once each from first to last (layers "
+                "shared by several depths cannot be split); use pp_size=1"
+            )
+        return self._evaluate(
+            [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)], outside
+        )
+
+    def _outside(self) -> list[str]:
+        layers = tuple(unit.layer for unit in self.units)
+        gates = tuple(unit.gate for unit in self.units)
+        found = []
+        for name, module in self.model.named_modules():
+            inside = any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+            around = not name or any(other == name or other.startswith(f"{name}.") for other in layers + gates)
+            if not inside and not around and any(True for _ in module.parameters()):
+                found.append(name)
+        return found
+
+    def _gate_hook(self, index: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self.order.append(index)
+            leaves, spec = pytree.tree_flatten(output)
+            self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
+            self.outputs[index] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.passed_on[index] = [
+                self._fresh(tensor, index, number) for number, tensor in enumerate(self.outputs[index])
+            ]
+            remaining = iter(self.passed_on[index])
+            return pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), output)
+
+        return hook
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        place = find_place(args, kwargs) if self.entered is None else None
+        if place is None:
+            return None
+        made = kwargs[place] if isinstance(place, str) else args[place]
+        self.entered = place, made, self._fresh(made, ENTRY)
+        if isinstance(place, str):
+            return args, {**kwargs, place: self.entered[2]}
+        return (*args[:place], self.entered[2], *args[place + 1 :]), kwargs
+
+    def _fresh(self, tensor: torch.Tensor, index: int, number: int = 0) -> torch.Tensor:
+        leaf = tensor.detach()
+        if leaf.is_floating_point():
+            leaf.requires_grad_(True)
+            self.leaves[id(leaf)], self.numbers[id(leaf)] = index, number
+            self.keep.append(leaf)
+        return leaf.clone()  # which the model may write to
+
+    def _outside_hook(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self.ran.add(name)
+            if not self.order:
+                self.early.add(name)
+            tracked = False
+
+            def mark(tensor: torch.Tensor) -> torch.Tensor:
+                # A clone's node stays in the graph when the model writes to the tensor; the node of a view would be
+                # replaced.
+                nonlocal tracked
+                if tensor.grad_fn is None:
+                    return tensor
+                tracked = True
+                marked = tensor.clone()
+                self.produced.setdefault(marked.grad_fn, set()).add(name)
+                return marked
+
+            output = pytree.tree_map_only(torch.Tensor, mark, output)
+            if not tracked:
+                self.untracked.add(name)
+            return output
+
+        return hook
+
+    def _evaluate(self, result: list[torch.Tensor], outside: list[str]) -> Survey:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        own = [set(self._layer_parameters(unit, names)) for unit in self.units]
+        outer = {group[0] for group in names.values() if not all(self._in_layer(name) for name in group)}
+        always = {
+            names[id(parameter)][0]
+            for module in self.untracked
+            for parameter in self.model.get_submodule(module).parameters()
+        }
+        parts, joined = [], set()
+        made = self._walk([self.entered[1]], names) if self.entered is not None else (set(), set(), set())
+        behind, only_first = Part(frozenset(), frozenset(), frozenset()), True
+        for index in range(len(self.units) + 1):
+            outputs = self.outputs[index] if index < len(self.units) else result
+            reads, parameters, modules = self._walk(outputs, names)
+            if index == 0:
+                behind = Part(frozenset(), frozenset(parameters | own[0] | always), frozenset(modules | self.untracked))
+            if ENTRY in reads:
+                only_first &= index == 0
+                reads, parameters, modules = (reads | made[0]) - {ENTRY}, parameters | made[1], modules | made[2]
+            mine = own[index] if index < len(self.units) else outer
+            for other, others in enumerate(own):
+                if other != index and (parameters & others) - mine:
+                    joined.add((min(other, index), max(other, index)))
+            if index < len(self.units):
+                parameters |= own[index]
+            parts.append(Part(frozenset(reads), frozenset(parameters | always), frozenset(modules | self.untracked)))
+        read = {name for part in parts for name in part.parameters}
+        first_layer = min(
+            position for position, (name, _) in enumerate(self.model.named_modules()) if name == self.units[0].layer
+        )
+        position_of = {name: position for position, (name, _) in enumerate(self.model.named_modules())}
+        entry = None
+        if self.entered is not None and only_first and not made[0]:
+            place, _, passed_on = self.entered
+            template = Template(pytree.tree_flatten(0)[1], (TENSOR,), (passed_on._version > 0,))
+            before = Part(frozenset(), frozenset(made[1] | always), frozenset(made[2] | self.untracked))
+            entry = Entry(self.units[0].layer, place, template, before, behind)
+        unread = {}
+        for group in names.values():
+            if group[0] not in read:
+                owner = group[0].rpartition(".")[0]
+                unread[group[0]] = owner in self.early or (owner not in self.ran and position_of[owner] < first_layer)
+        return Survey(
+            units=tuple(self.units),
+            templates=tuple(
+                Template(*self.others[index], tuple(tensor._version > 0 for tensor in self.passed_on[index]))
+                for index in range(len(self.units))
+            ),
+            parts=tuple(parts),
+            names={group[0]: tuple(group) for group in names.values()},
+            outside=tuple(outside),
+            ran=frozenset(self.ran),
+            unread=unread,
+            joined=tuple(sorted(pair for pair in joined if pair[0] < pair[1])),
+            entry=entry,
+            tail_reads=frozenset(self.met),  # the last walk began at the model's output
+        )
+
+    def _layer_parameters(self, unit: Unit, names: dict[int, list[str]]) -> Iterable[str]:
+        return (names[id(parameter)][0] for parameter in self.model.get_submodule(unit.layer).parameters())
+
+    def _in_layer(self, name: str) -> bool:
+        return any(name.startswith(f"{unit.layer}.") for unit in self.units)
+
+    def _walk(self, outputs: list[torch.Tensor], names: dict[int, list[str]]) -> tuple[set[int], set[str], set[str]]:
+        """Units, parameters and modules that autograd reaches from `outputs`."""
+        parameters, modules = set(), set()
+        self.met = {self._place(tensor) for tensor in outputs if id(tensor) in self.leaves}
+        pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            modules |= self.produced.get(node, set())
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) in self.leaves:
+                    self.met.add(self._place(variable))
+                elif id(variable) in names:
+                    parameters.add(names[id(variable)][0])
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        return {unit for unit, _ in self.met}, parameters, modules
+
+    def _place(self, leaf: torch.Tensor) -> tuple[int, int]:
+        return self.leaves[id(leaf)], self.numbers[id(leaf)]
+
+
+def _plain(output: Any) -> Any:
+    """Output objects that pytree does not know (outputs of remote code) as the dict of their fields."""
+    if isinstance(output, dict):
+        return dict(output)
+    return output

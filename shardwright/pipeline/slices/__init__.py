@@ -1,0 +1,1 @@
+"""Microbatches cut along the sequence."""

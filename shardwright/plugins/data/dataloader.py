@@ -1,0 +1,229 @@
+"""Dataloaders that deal samples to data-parallel ranks, reshuffle every epoch and remember where they are."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ...utils.argument_types import check_arguments
+from ...utils.arguments import check_call
+from .dealing import DataParallelSampler, Dealer, DealtStream, SamplerDealer, Share, check_stream, is_stream
+
+
+class ShardedDataLoader(DataLoader):
+    """A DataLoader with a position: `state_dict()` after any batch, `load_state_dict()` to go on with the one after it.
+
+    `len()` counts the batches of the running pass, or of the next one when none is running: after `load_state_dict` in
+    the middle of an epoch it is what is left of that epoch, until that pass has been used up, then the whole epoch
+    again.
+    """
+
+    _pending: int | None = None  # item that the next pass begins at, after load_state_dict
+    _progress: _Progress | None = None  # of the pass begun last
+
+    def __init__(self, *args: Any, dealer: Dealer, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dealer = dealer
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        resumed = self._pending is not None
+        self._progress = _Progress(self._pending or 0)
+        self._pending = None
+        to_discard = self.dealer.begin(self._progress.start)
+        # A pass draws a seed for workers, which the interrupted one had drawn before it was saved.
+        with torch.random.fork_rng(devices=[]) if resumed and self.generator is None else nullcontext():
+            batches = super().__iter__()
+        return Batches(batches, self._progress, to_discard, self.dealer)
+
+    def __len__(self) -> int:
+        return self.dealer.batches(self._begins_at())
+
+    def _begins_at(self) -> int:
+        """Item at which the running pass began, or the next one will."""
+        if self._pending is not None:
+            return self._pending
+        return 0 if self._progress is None or self._progress.over else self._progress.start
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every data-parallel rank."""
+        if self._pending is not None:
+            return self.dealer.state(self._pending, running=False)
+        progress = self._progress
+        if progress is None or progress.over or progress.is_last(self.dealer):
+            return self.dealer.state(0, running=False)
+        return self.dealer.state(progress.item(self.dealer), running=True)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, also with another batch size or number of ranks: samples are dealt in one
+        global order.
+        """
+        self._pending = self.dealer.load(state)
+        self._progress = None
+
+
+class _Progress:
+    """How far one pass is: `taken` batches from item `start` on."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.taken = 0
+        self.over = False
+
+    def item(self, dealer: Dealer) -> int:
+        return self.start + self.taken * dealer.round
+
+    def is_last(self, dealer: Dealer) -> bool:
+        """Whether the batch taken last was the last of its pass, as far as anybody knows before asking for another."""
+        try:
+            return self.taken > 0 and self.taken >= dealer.batches(self.start)
+        except TypeError:
+            return False
+
+
+class Batches:
+    """The iterator over one pass of a `ShardedDataLoader`."""
+
+    def __init__(self, batches: Iterator[Any], progress: _Progress, to_discard: int, dealer: Dealer) -> None:
+        self._batches = batches
+        self._progress = progress
+        self._to_discard = to_discard
+        self._dealer = dealer
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            while self._to_discard:
+                self._to_discard -= 1
+                next(self._batches)
+            batch = next(self._batches)
+        except StopIteration:
+            self._progress.over = True
+            raise
+        self._progress.taken += 1
+        return batch
+
+    def __len__(self) -> int:
+        """Batches of the whole pass; where nobody can know, those taken so far."""
+        try:
+            return self._dealer.batches(self._progress.start)
+        except TypeError:
+            return self._progress.taken
+
+    def batch_is_used(self) -> None:
+        """The caller keeps no batch: the pass is over when the last one has been taken, and nobody needs to ask for
+        one more.
+        """
+        self._progress.over = self._progress.is_last(self._dealer)
+
+
+def build_dataloader(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    num_replicas: int,
+    rank: int,
+    shuffle: bool = False,
+    seed: int = 1024,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    distributed_sampler_cls: type[Sampler] | None = None,
+    **kwargs: Any,
+) -> DataLoader:
+    """A loader of this rank's share of `dataset`; `batch_size` is per data-parallel rank.
+
+    A stream (an IterableDataset, a streaming dataset of `datasets`) is read by every rank, which keeps its share; it
+    has no length. `kwargs` go to `torch.utils.data.DataLoader` (collate_fn, prefetch_factor, ...). Workers are seeded
+    by (seed, rank, worker).
+    """
+    check_call("prepare_dataloader", _ARGUMENTS, (), kwargs)
+    check_arguments(
+        build_dataloader, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    )
+    for name in ("sampler", "batch_sampler"):
+        if name in kwargs:
+            raise ValueError(
+                f"prepare_dataloader({name}=...): the plugin makes the sampler, because it must deal samples to "
+                "data-parallel ranks; pass distributed_sampler_cls=YourSampler instead, or give boost a DataLoader of "
+                "your own with that sampler"
+            )
+    if batch_size < 1:
+        raise ValueError(
+            f"batch_size={batch_size} must be at least 1; it is the number of samples per data-parallel rank"
+        )
+    kwargs.setdefault("worker_init_fn", _WorkerSeed(seed, rank))
+    kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
+    kwargs |= {"batch_size": batch_size, "drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers}
+    if is_stream(dataset):
+        _check_stream_options(dataset, shuffle, distributed_sampler_cls)
+        stream = DealtStream(dataset, Share(num_replicas, rank, batch_size, drop_last), num_workers)
+        return ShardedDataLoader(stream, dealer=stream, **kwargs)
+    samples = len(dataset)  # type: ignore[arg-type]
+    if samples == 0:
+        raise ValueError(f"dataset={type(dataset).__name__} has no samples: there is nothing to make batches of")
+    if drop_last and samples < num_replicas * batch_size:
+        raise ValueError(
+            f"the dataset has {samples} samples and drop_last=True drops all of them: {num_replicas} data-parallel "
+            f"ranks x batch_size={batch_size} need at least {num_replicas * batch_size}; use a smaller batch_size or "
+            "drop_last=False"
+        )
+    sampler_class: Callable[..., Sampler] = distributed_sampler_cls or DataParallelSampler
+    sampler = sampler_class(
+        dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
+    return ShardedDataLoader(dataset, sampler=sampler, dealer=SamplerDealer(sampler, batch_size, drop_last), **kwargs)
+
+
+# What `prepare_dataloader` takes: its own arguments, and those that it passes on.
+_ARGUMENTS = inspect.Signature(
+    [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in {
+            **inspect.signature(DataLoader).parameters,
+            **inspect.signature(build_dataloader).parameters,
+        }.items()
+        if name not in ("num_replicas", "rank", "kwargs")
+    ]
+)
+
+
+def _check_stream_options(dataset: Any, shuffle: bool, distributed_sampler_cls: Any) -> None:
+    check_stream(dataset, "dataset")
+    if getattr(dataset, "_distributed", None) is not None:  # what `datasets.distributed.split_dataset_by_node` leaves
+        raise ValueError(
+            f"dataset={type(dataset).__name__} has been split by split_dataset_by_node already, and would be dealt out "
+            "twice: pass it undivided"
+        )
+    if shuffle:
+        raise ValueError(
+            f"shuffle=True with a stream ({type(dataset).__name__}): nobody can draw from samples that are not there "
+            "yet. Shuffle the stream itself (a dataset of `datasets`: dataset.shuffle(seed=..., buffer_size=...)) and "
+            "leave shuffle out"
+        )
+    if distributed_sampler_cls is not None:
+        raise ValueError(
+            f"distributed_sampler_cls={distributed_sampler_cls.__name__} with a stream ({type(dataset).__name__}), "
+            "which has no indices to draw: leave it out"
+        )
+
+
+class _WorkerSeed:
+    """Seeds python, numpy and torch of a worker; a class because worker functions travel to other processes."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.seed, self.rank = seed, rank
+
+    def __call__(self, worker: int) -> None:
+        seed = (self.seed * 1_000_003 + self.rank * 1_009 + worker) % 2**32
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)

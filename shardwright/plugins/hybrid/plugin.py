@@ -1,0 +1,526 @@
+"""Tensor parallelism, pipelines, ZeRO and mixed precision in one plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ...checkpoint.position import Position
+from ...cluster.config import get_launch_config
+from ...cluster.mesh import ParallelMesh, validate_sizes
+from ...cluster.same_batch import SameBatch
+from ...interface import OptimizerWrapper
+from ...lazy.weights import LazyWeights, Materialization
+from ...pipeline.checkpointing import PipelineGradientCheckpointConfig
+from ...pipeline.cut.plan import CutModel, CutPlan
+from ...pipeline.cut.tied import create_tied_process_groups
+from ...pipeline.executor import PipelineExecutor
+from ...pipeline.schedules import get_placement, splits_backward
+from ...pipeline.stage import StagedModel
+from ...precision.optimizer import MixedPrecisionOptimizer
+from ...precision.policy import PRECISIONS, PrecisionPolicy
+from ...shardformer.config import ShardConfig
+from ...shardformer.deferring import let_weight_grads_wait
+from ...shardformer.documents import DocumentProbe
+from ...shardformer.model import split_heads
+from ...shardformer.rng import PlacedNumbers, uses_dropout
+from ...shardformer.sharder import ModelSharder
+from ...spec import ParamSpec, get_spec, set_spec
+from ...utils.device import get_current_device
+from ...zero.layout import BUCKET_SIZE_IN_M
+from ...zero.optimizer import ZeroOptimizer
+from ...zero.sharding import shard_untrained
+from ...zero.unit_gatherer import UnitGatherer
+from ..agreement import agree_on_arguments, agree_on_boost
+from ..base import Boosted, Plugin, mesh_position, require_process_group
+from ..lora import adapter_homes, add_lora, gather_adapters
+from ..settings import HybridSettings
+from ..shared_buffers import SharedBuffers, share_all
+from ..without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
+from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
+from .config_form import read_config
+from .model import HybridModel, OptimizerGroups, StageManager
+from .preflight import BatchShape, Preflight, preflight
+from .resolved import ResolvedLayout
+
+
+class HybridParallelPlugin(Plugin):
+    """Shards layers over `tp_size` ranks, cuts the model into `pp_size` stages, and spreads the data over what is left.
+
+    The arguments are documented where they live, by concern, in `shardwright.plugins.settings`. Bad ones raise a
+    ValueError that names field, value, rule and what would work, on every rank and before anything is communicated.
+    """
+
+    argument_advice: ClassVar[Mapping[str, str]] = {
+        "scheduler_nodes": 'leave it out: pp_style="zbv" plans itself',
+        "stage": "it is called zero_stage",
+        "dp_size": "leave it out: what the other sizes leave is data parallel",
+        "use_ddp": "leave it out",
+    }
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        sp_size: int | None = None,
+        precision: str = "bf16",
+        zero_stage: int = 0,
+        enable_all_optimization: bool = False,
+        enable_fused_normalization: bool = False,
+        enable_flash_attention: bool = False,
+        enable_jit_fused: bool = False,
+        enable_sequence_parallelism: bool = False,
+        sequence_parallelism_mode: str | None = None,
+        enable_sequence_overlap: bool = False,
+        parallel_output: bool = True,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0,
+        broadcast_buffers: bool = True,
+        ddp_bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        zero_bucket_size_in_m: float = BUCKET_SIZE_IN_M,
+        cpu_offload: bool = False,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        zero_group_size: int | None = None,
+        custom_policy: Any = None,
+        pp_style: str = "1f1b",
+        num_model_chunks: int = 1,
+        num_layers_per_stage: list[int] | None = None,
+        overlap_p2p: bool = True,
+        enable_metadata_cache: bool = True,
+        deferred_bytes: int | None = None,
+        gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
+        make_vocab_size_divisible_by: int = 64,
+        dp_outside: bool = True,
+        inner_ring_size: int | None = None,
+        fp8_communication: bool = False,
+        use_fp8: bool = False,
+        example_inputs: Any = None,
+        layer_costs: list[float] | None = None,
+        auto_memory: float = 1.5,
+        cut_memory: float | None = None,
+        gather_ahead: int | None = None,
+        offload_activations: float | list[float] | None = None,
+        num_sequence_slices: int = 1,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.settings = HybridSettings.deal(arguments)
+        require_process_group("HybridParallelPlugin")
+        validate_sizes(
+            dist.get_world_size(), pp=pp_size, tp=tp_size, sp=sp_size or 1, dp=None, zero_group_size=zero_group_size
+        )
+        agree_on_arguments("HybridParallelPlugin", arguments)
+        self.mesh = ParallelMesh(
+            pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size
+        )
+        self.policy = PrecisionPolicy(precision)
+        self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
+        self._units: UnitGatherer | None = None  # of a model that is boosted without an optimizer at stage 3
+        known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
+        placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
+        self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
+        sharing = self.mesh.size("zero")
+        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, sharing, self._postpones_weights, pp_style)
+        self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
+        tell(self.without_effect)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None = None, **overrides: Any) -> HybridParallelPlugin:
+        """The plugin that a configuration in dict form describes (see `plugins.hybrid.config_form`); by default the one
+        given to `launch`.
+
+        `overrides` are arguments of the plugin itself, for what the dict form cannot say.
+        """
+        flat, unused = read_config(get_launch_config() if config is None else config)
+        flat.update(overrides)
+        dp_size = flat.pop("dp_size", None)
+        if dp_size not in (None, -1, "auto"):
+            require_process_group("HybridParallelPlugin")
+            sizes = {axis: flat.get(f"{axis}_size") or 1 for axis in ("pp", "tp", "sp")}
+            left, _ = validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=None)
+            if dp_size != left:
+                raise ValueError(
+                    f"parallel.data={dp_size!r} does not fit: {dist.get_world_size()} ranks / (tensor {sizes['tp']} x "
+                    f"pipeline {sizes['pp']}) leave {left} data-parallel ranks; use data={left} or leave it out"
+                )
+        plugin = cls(**flat)
+        tell(unused)
+        plugin.without_effect += unused
+        return plugin
+
+    # Where this rank is.
+
+    @property
+    def tp_size(self) -> int:
+        return self.mesh.size("tp")
+
+    @property
+    def pp_size(self) -> int:
+        return self.mesh.size("pp")
+
+    @property
+    def sp_size(self) -> int:
+        return self.mesh.size("sp")
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.size("dp")
+
+    @property
+    def pg_mesh(self) -> ParallelMesh:
+        return self.mesh
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("tp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("pp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("dp")
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        return self.mesh.group("sp")
+
+    @property
+    def mixed_dp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters: data and sequence parallel."""
+        return self.mesh.group("dp_sp")
+
+    @property
+    def zero_stage(self) -> int:
+        return self.settings.reduction.zero_stage
+
+    @property
+    def precision(self) -> str:
+        return self.settings.precision.precision
+
+    @property
+    def enable_pipeline_parallelism(self) -> bool:
+        return self.pp_size > 1
+
+    @property
+    def steps_itself(self) -> bool:
+        return True
+
+    @property
+    def split(self) -> str:
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        return ", ".join([*parts, "zero_stage=3"] if self.zero_stage == 3 else parts)
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.pp_size > 1
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        return self.dp_size, self.mesh.coordinate("dp")
+
+    def position(self, model: nn.Module | None = None) -> Position:
+        """Where this rank stands; `model` tells of which tied parameters it holds copies."""
+        copies: set[str] = set()
+        if isinstance(model, HybridModel):
+            cut = model.cut
+            copies = {group.names[0] for group in cut.tied_groups if cut.rank in group.ranks[1:]}
+        return mesh_position(self.mesh, frozenset(copies))
+
+    @property
+    def _postpones_weights(self) -> bool:
+        """Whether weight gradients can be computed apart from those of the inputs, by the schedule or by one that a
+        search may choose.
+        """
+        style = self.settings.pipeline.pp_style
+        return self.pp_size > 1 and (style == "auto" or splits_backward(style))
+
+    def supported_precisions(self) -> list[str]:
+        return list(PRECISIONS)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def preflight(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        batch_size: int | None = None,
+        sequence_length: int | None = None,
+    ) -> ResolvedLayout:
+        """What this layout comes to for a whole model, which is left as it is; ValueError when it does not fit.
+
+        batch_size, sequence_length     of one data-parallel rank, for what depends on them
+        """
+        batch = BatchShape(batch_size, sequence_length)
+        return self._preflight(model, optimizer, self._sharder(model), batch).layout
+
+    def _preflight(
+        self, model: nn.Module, optimizer: Optimizer | None, sharder: ModelSharder | None, batch: BatchShape
+    ) -> Preflight:
+        found = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, batch)
+        return found._replace(layout=replace(found.layout, without_effect=tuple(map(str, self.without_effect))))
+
+    # Boosting: the order in which things are applied.
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        self._units = None
+        sharder = self._sharder(model)
+        plan, self.layout = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
+        self.stage_manager = StageManager(plan.placement, self.mesh.coordinate("pp"))
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+        if self.mesh.rank == 0:
+            for warning in self.layout.warnings:
+                warn_once(warning)
+            if self.settings.pipeline.offload_activations and get_current_device().type == "cpu":
+                warn_once(
+                    "offload_activations: what a CPU computes is in host memory anyway, so that it is copied and "
+                    "nothing is saved"
+                )
+        probe = DocumentProbe(model)
+        place = self._place() if uses_dropout(model) else None
+        adapters = adapter_homes(model, plan)
+        groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
+        weights = LazyWeights.of(model)
+        if sharder is not None:  # every layer over tp
+            sharder.shard(materialize=False)  # other stages' layers are never made
+            model = sharder.model
+        if self._postpones_weights and splits_backward(plan.pp_style):
+            let_weight_grads_wait(model)
+        working = self._working_dtypes(model)
+        cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
+        cut.staged.cast_released(working)
+        making = None
+        if weights is not None:
+            coordinates = {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}
+            making = Materialization(weights, model, coordinates, get_current_device())
+            making.make_replaced()
+        if self.zero_stage < 3:  # else unit by unit
+            if making is not None:
+                making.make(list(model.parameters()))
+            model.to(get_current_device())
+        if groups is not None:
+            groups.rebind(model)
+        tied = self._describe_tied(model, plan)
+        wrapped = self._optimizer(cut.staged, optimizer, tied, None if making is None else making.make)
+        if making is not None:
+            making.finish()
+        share_all(model, self.mixed_dp_group)
+        executor = self._executor(cut, wrapped, probe, PlacedNumbers(place, cut.staged.model))
+        waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
+        boosted = HybridModel(
+            model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits
+        )
+        return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
+
+    def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Dtype that every parameter will work in, by each of its names."""
+        dtypes = self.policy.dtypes(model)
+        by_param = {id(param): dtypes[name] for name, param in model.named_parameters()}
+        return {name: by_param[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+
+    def _sharder(self, model: nn.Module) -> ModelSharder | None:
+        options = self.settings.sharding
+        wanted = options.enable_all_optimization or options.enable_flash_attention or options.enable_fused_normalization
+        if self.tp_size == 1 and not wanted and options.custom_policy is None:
+            return None  # any model will do, also one that no policy knows
+        config = ShardConfig(
+            tensor_parallel_process_group=self.tp_group,
+            enable_tensor_parallelism=self.tp_size > 1,
+            enable_all_optimization=options.enable_all_optimization,
+            enable_fused_normalization=options.enable_fused_normalization,
+            enable_flash_attention=options.enable_flash_attention,
+            parallel_output=options.parallel_output,
+            make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+            example_inputs=self.settings.pipeline.example_inputs,
+        )
+        return ModelSharder(model, options.custom_policy, config)
+
+    def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
+        """Note on every parameter that other stages hold too which group that is; returns the process group of each."""
+        rank = self.mesh.coordinate("pp")
+        groups = create_tied_process_groups(plan.tied_groups, rank, self.mesh.tied_group)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        tied = {}
+        for group in plan.tied_groups:
+            if rank in group.ranks:
+                name = group.names[0]
+                param = params[name]
+                spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
+                set_spec(param, replace(spec, tied=name))
+                tied[name] = groups[group.ranks]
+        return tied
+
+    def _optimizer(
+        self,
+        staged: StagedModel,
+        optimizer: Optimizer | None,
+        tied: dict[str, dist.ProcessGroup],
+        make: Callable[[Sequence[nn.Parameter]], Any] | None,
+    ) -> OptimizerWrapper | None:
+        options, model = self.settings.reduction, staged.model
+        sections = sections_of(staged) if self.pp_size > 1 else None
+        if optimizer is None:
+            if self.zero_stage < 3:
+                self._only_cast(model)
+                return None
+            self._units = shard_untrained(
+                model,
+                self.mesh,
+                self.policy,
+                sections=sections,
+                offload=options.cpu_offload,
+                ahead=options.gather_ahead,
+                hooks=self.pp_size == 1,
+                make=make,
+            )
+            return None
+        return ZeroOptimizer(
+            optimizer,
+            model,
+            self.mesh,
+            stage=self.zero_stage,
+            precision=self.policy,
+            scaler=self.settings.precision.scaler,
+            max_norm=options.max_norm,
+            bucket_size_in_m=options.bucket_size_in_m,
+            communication_dtype=options.communication_dtype,
+            overlap_communication=options.overlap_communication,
+            overlap_allgather=options.overlap_allgather,
+            cpu_offload=options.cpu_offload,
+            launch_in_backward=self.pp_size == 1,
+            sections=sections,
+            tied_groups=tied,
+            gathered_ahead=options.gather_ahead,
+            make=make,
+        )
+
+    def _only_cast(self, model: nn.Module) -> None:
+        """A model without an optimizer: the working dtypes, and rank 0's weights on all data-parallel ranks."""
+        dtypes = self.policy.dtypes(model)
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtypes[name])
+            dist.broadcast(param.data, group=self.mesh.group("dp_sp"), group_src=0)
+        self.policy.cast_buffers(model)
+
+    def _buffer_sharing(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> Callable[[], None] | None:
+        """What a training forward begins with: rank 0's buffers, as DistributedDataParallel does outside of no_sync.
+        None: nothing.
+        """
+        buffers = SharedBuffers(model, self.mixed_dp_group)
+        if optimizer is None or not self.settings.reduction.broadcast_buffers or not buffers.are_needed:
+            return None
+
+        def share() -> None:
+            if getattr(optimizer, "require_sync", True):
+                buffers.share()
+
+        return share
+
+    def _place(self) -> int | None:
+        """A number for the samples and layers of this rank; None where all ranks have the same."""
+        axes = ("dp", "pp", "sp")
+        return self.mesh.coordinate(*axes) if self.mesh.size(*axes) > 1 else None
+
+    def _executor(
+        self, cut: CutModel, optimizer: OptimizerWrapper | None, probe: DocumentProbe, numbers: PlacedNumbers
+    ) -> PipelineExecutor:
+        units = optimizer.units if isinstance(optimizer, ZeroOptimizer) else self._units
+        return PipelineExecutor(
+            cut,
+            self.settings.pipeline.settings,
+            pipe_group=self.pp_group if self.pp_size > 1 else None,
+            message_groups=self.mesh.message_groups(cut.placement.channels),
+            loss_group=self.dp_group if self.dp_size > 1 else None,
+            reduction=ChunkReduction(optimizer) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
+            grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
+            postpone_weights=self._postpones_weights,
+            pairs=self.tp_size > 1,
+            gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
+            gathered=chunks_gathered(self.settings.reduction.gather_ahead),
+            split_heads=split_heads(cut.staged.model),
+            cast_inputs=self.policy.cast_inputs,
+            keeps_documents_apart=probe,
+            numbers=numbers,
+            equal_numbers=self.zero_stage >= 2 and self.dp_size > 1,
+            same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp"))
+            if self.pp_size * self.tp_size * self.sp_size > 1
+            else None,
+        )
+
+    # Training.
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """As `Booster.execute_pipeline`; without a criterion the loss is the model's own."""
+        if not isinstance(model, HybridModel):
+            raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.require_cleared()
+        if model.share_buffers is not None and optimizer is not None:
+            model.share_buffers()
+        trained = (
+            optimizer if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled() else None
+        )
+        if trained is not None:
+            trained.reopen()
+        with optimizer.plain_parameters() if isinstance(optimizer, OptimizerWrapper) else nullcontext():
+            result = model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
+        if trained is not None:
+            trained.note_step()
+        return result
+
+    @contextmanager
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
+        with optimizer.no_sync():
+            yield
+
+    def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
+        """See `plugins.lora.add_lora`."""
+        return add_lora(model, pretrained_dir, lora_config)
+
+    def adapter_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        if not isinstance(model, HybridModel):
+            raise ValueError(
+                f"save_lora_as_pretrained needs the model that boost returned, not a bare {type(model).__name__}"
+            )
+        return gather_adapters(model.unwrap(), model.adapters, self.mesh)

@@ -1,0 +1,135 @@
+"""Collectives of tensor parallelism and messages of pipelines in one step, counted from the plans.
+
+    column linears of one input     one all-reduce of its gradient       [T, in], backward
+    row linear                      one all-reduce of its output         [T, out], forward, and once more where it is
+                                    recomputed
+    vocabulary's table              one all-reduce of its output         [T, hidden], forward
+    vocabulary's head               one all-reduce of its input's gradient
+    cut behind a stage              every tensor that crosses it, forward, and its gradient, backward
+
+Left out is what carries a few numbers per token or less: the vocabulary-parallel loss, norms, flags, loss scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...pipeline.cut.plan import CutPlan
+from ...shardformer.layer.linear import input_size, is_linear, output_size
+from ...shardformer.plan import Decision
+from ...shardformer.styles import Column, PartialSum, Row, VocabEmbedding, VocabHead
+from .resolved import Traffic
+
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How much one step handles.
+
+    tokens          of all microbatches of one rank, None while the batch is not known
+    microbatches    None while the batch is not known
+    slices          of a microbatch, of which layers run one after the other
+    hidden          features of a token between layers, None where the config does not say
+    itemsize        bytes of an activation
+    """
+
+    tokens: int | None
+    microbatches: int | None
+    hidden: int | None
+    itemsize: int
+    slices: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        samples: int | None,
+        length: int | None,
+        microbatches: int | None,
+        itemsize: int,
+        slices: int = 1,
+    ) -> Tokens:
+        config: Any = getattr(model, "config", None)
+        get_text_config = getattr(config, "get_text_config", None)
+        config = get_text_config() if callable(get_text_config) else config
+        hidden = next((value for name in _HIDDEN if isinstance(value := getattr(config, name, None), int)), None)
+        return cls(samples * length if samples and length else None, microbatches, hidden, itemsize, slices)
+
+    def bytes(self, features: int | None) -> int | None:
+        """Of one activation of so many features, over the whole step."""
+        return None if self.tokens is None or features is None else self.tokens * features * self.itemsize
+
+
+def tensor_traffic(positions: Sequence[Sequence[Decision]], tokens: Tokens, recomputes: bool) -> list[Traffic]:
+    """All-reduces over tp, at the pipeline position that has most of them."""
+    of_position = [(_reduced_features(decisions), decisions) for decisions in positions]
+    found, busiest = max(of_position, key=lambda position: sum(position[0]), default=([], ()))
+    if not found:
+        return []
+    ranks = next(decision.site.parallel.size for decisions in positions for decision in decisions)
+    size = tokens.bytes(sum(found))
+    heads = sum(isinstance(decision.style, VocabHead) for decision in busiest)  # which run on the whole of a microbatch
+    rounds = (len(found) - heads) * tokens.slices + heads
+    calls = None if tokens.microbatches is None else rounds * tokens.microbatches
+    what = ("activations and their gradients, all-reduce") + (
+        " (without those that are recomputed)" if recomputes else ""
+    )
+    return [Traffic("tp", what, calls, None if size is None else 2 * (ranks - 1) * size // ranks)]
+
+
+def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
+    """Features of every activation that is all-reduced in one forward and backward."""
+    found: list[int] = []
+    inputs: set[tuple[int, int]] = set()
+    for decision in decisions:
+        style, module = decision.style, decision.site.module
+        if isinstance(style, VocabEmbedding):
+            found.append(module.get_parameter("weight").shape[1])
+        elif isinstance(style, VocabHead | Column) and is_linear(module):
+            key = (id(decision.site.parent), input_size(module))
+            if isinstance(style, VocabHead) or key not in inputs:
+                found.append(input_size(module))
+            inputs.add(key)
+        elif isinstance(style, Row) and is_linear(module):
+            found.append(output_size(module))
+        elif isinstance(style, PartialSum):
+            features = _features_of(module)
+            found += [features, features]
+    return found
+
+
+def _features_of(module: nn.Module) -> int:
+    sizes = [value for name in ("hidden_dim", "hidden_size") if isinstance(value := getattr(module, name, None), int)]
+    return sizes[0] if sizes else 0
+
+
+def pipeline_traffic(plan: CutPlan, tokens: Tokens) -> list[Traffic]:
+    """Messages that the busiest pipeline rank sends: outputs forward, gradients backward."""
+    if plan.survey is None:
+        return []
+    sends = [0] * plan.placement.num_ranks
+    calls = [0] * plan.placement.num_ranks
+    for stage, units in enumerate(plan.stages[:-1]):
+        here, there = plan.placement.rank_of(stage), plan.placement.rank_of(stage + 1)
+        if here == there:
+            continue
+        crossing = sum(plan.survey.template(unit).num_tensors for unit in plan.survey.boundary(units.stop))
+        for rank in (here, there):
+            sends[rank] += crossing
+            calls[rank] += 1
+    busiest = sends.index(max(sends))
+    size = tokens.bytes(tokens.hidden)
+    count = None if tokens.microbatches is None else calls[busiest] * tokens.microbatches * tokens.slices
+    return [
+        Traffic(
+            "pp",
+            "activations forward, gradients backward, sent to neighbours",
+            count,
+            None if size is None else sends[busiest] * size,
+        )
+    ]

@@ -1,1 +1,0 @@
-"""What transformers does not offer as data: loading by slices."""

@@ -1,0 +1,22 @@
+"""Parameters that no optimizer trains: the same on all ranks, in the dtypes that the model works in."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from ..precision.policy import PrecisionPolicy
+
+
+def settle_rest(
+    model: nn.Module, precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None
+) -> None:
+    """Parameters outside the optimizer: the first rank's values, in the working dtypes; buffers in theirs."""
+    dtypes = precision.dtypes(model) if precision is not None else {}
+    for name, param in model.named_parameters():
+        if param not in trained:
+            param.data = param.data.to(dtypes.get(name, param.dtype))
+            if group is not None:
+                dist.broadcast(param.data, group=group, group_src=0)
+    if precision is not None:
+        precision.cast_buffers(model)
