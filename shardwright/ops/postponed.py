@@ -129,6 +129,7 @@ class _Grouped(NamedTuple):
     """x [T, I], W [E, I, O]; `ends` [E] is where the rows of each group end."""
 
     ends: Tensor
+    by_columns: bool  # how W lies in memory
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
         return grouped_mm(x, weight, offs=self.ends)
@@ -137,6 +138,8 @@ class _Grouped(NamedTuple):
         return grouped_mm(dy, weight.transpose(1, 2), offs=self.ends)
 
     def weight_grad(self, x: Tensor, dy: Tensor, into: Tensor | None = None) -> Tensor | None:
+        if self.by_columns:  # as torch's own backward does: which factor comes first shows in the last bit
+            return grouped_mm(dy.t(), x, offs=self.ends).transpose(1, 2)
         return grouped_mm(x.t(), dy, offs=self.ends)
 
 
@@ -291,7 +294,7 @@ def _answer_grouped(
         or any(other is not None for other in others.values())
     ):
         return NotImplemented
-    return _Product.apply(mat_a, mat_b, use, _Grouped(offs))
+    return _Product.apply(mat_a, mat_b, use, _Grouped(offs, mat_b.stride(-2) == 1 and mat_b.stride(-1) > 1))
 
 
 def _answer_embedding(
