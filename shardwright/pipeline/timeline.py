@@ -162,9 +162,14 @@ class Timeline:
     def ideal(self) -> Timeline:
         """The same schedule as the simulator runs it with the measured mean costs: no jitter, transfers free."""
         compute = [[span.action for span in spans if span.action.kind in COMPUTE] for spans in self.ranks]
-        spans = simulate(Schedule(self.placement, compute), self.mean_costs()).spans
-        return Timeline(
-            self.placement, [[MeasuredSpan(a, start, start, end) for a, start, end in rank] for rank in spans]
+        return Timeline.simulated(Schedule(self.placement, compute), self.mean_costs())
+
+    @classmethod
+    def simulated(cls, schedule: Schedule, costs: Costs) -> Timeline:
+        """The timeline of a step that never ran, with costs in seconds."""
+        spans = simulate(schedule, costs).spans
+        return cls(
+            schedule.placement, [[MeasuredSpan(a, start, start, end) for a, start, end in rank] for rank in spans]
         )
 
     def summary(self) -> str:

@@ -113,6 +113,13 @@ STYLE = """
 """
 
 
+def drawing(timeline: Timeline) -> str:
+    """The timeline alone, as an SVG file that needs nothing beside it."""
+    svg = _svg(timeline, timeline.makespan)
+    start = svg.index(">") + 1
+    return f'{svg[:start]}<rect width="100%" height="100%" fill="#fff"/><style>{STYLE}</style>{svg[start:]}\n'
+
+
 def figure(timeline: Timeline) -> str:
     """Legend, the step as measured and the step as it would ideally be, as a piece of HTML that `STYLE` belongs to."""
     ideal = timeline.ideal()

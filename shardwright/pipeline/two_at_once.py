@@ -5,9 +5,8 @@ Both are ordinary Python: any model's forward, and autograd. So they run on two 
 the backward on one made for it, of which only one goes on at any time. The turn changes where a collective has been
 launched (`comm.turns`), strictly back and forth until one of the two has ended:
 
-    forward    compute, launch, pass on                          compute, launch, pass on
-               compute ...
-    backward                            compute, launch, pass on                          compute, launch, pass on
+    forward    compute, launch, pass on                             compute, launch, pass on
+    backward                               compute, launch, pass on                             compute, ...
 
 The order of everything, launches included, thus follows from the two computations alone and is the same on all ranks
 that share them. If the forward launches nothing, no other thread takes part: the backward then runs behind it.

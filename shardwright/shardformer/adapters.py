@@ -4,9 +4,10 @@ peft puts a wrapper in the place of a linear W [O, I]: `base_layer` (W), `lora_A
 per adapter. It computes y = W x + s B A x. A rule that names the linear is applied to the parts, so that every rank
 computes its share of the sum:
 
-    column    W and B by their outputs, A whole     y_local = W_local x + s B_local (A x); B sums the gradient of A x,
-              so that of A is whole
-    row       W and A by their inputs, B whole      y = sum(W_local x_local) + s B sum(A_local x_local)
+    column   W and B by their outputs, A whole   y_local = W_local x + s B_local (A x)
+    row      W and A by their inputs, B whole    y = sum(W_local x_local) + s B sum(A_local x_local)
+
+Under a column linear B sums the gradient of A x, so that of A is whole.
 
 Dropout in front of A sees what A sees: the same on all ranks for a column linear, each rank's own part for a row
 linear.

@@ -60,8 +60,7 @@ def compare_models(
     weights      False leaves the weights out
     tolerance    instead of that of each parameter's dtype
     gradient_floor  smallest scale of a gradient, as a share of the largest one of the model; 1 measures all against
-                    that one, which is
-                 what fp32 can promise after steps of Adam have carried rounding into the weights
+                    that one, which is what fp32 can promise after steps of Adam have carried rounding into the weights
     check        False returns the report of a comparison that failed, too
 
     A missing gradient equals a reference gradient that is missing or zero, nothing else.

@@ -2,12 +2,11 @@
 
 Ranks must draw the same, and a resumed run must draw again what the interrupted pass had drawn:
 
-    sampler has                              its order comes from                         noted for resuming
-    a generator of its own                   that, in rank 0's state on all ranks         the state when the pass began
-    `generator=None`, several processes      a seed agreed on at boost, plus the epoch    the seed
-    `generator=None`, one process            torch's global generator, as always          the seed that RandomSampler
-                                             drew
-    no `generator`                           whatever it does, alike on all ranks         the epoch, for its `set_epoch`
+    sampler has                           its order comes from                        noted for resuming
+    a generator of its own                that, in rank 0's state on all ranks        the state when the pass began
+    `generator=None`, several processes   a seed agreed on at boost, plus the epoch   the seed
+    `generator=None`, one process         torch's global generator, as always         the seed that RandomSampler drew
+    no `generator`                        whatever it does, alike on all ranks        the epoch, for its `set_epoch`
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Collectives of tensor parallelism and messages of pipelines in one step, counted from the plans.
 
     column linears of one input     one all-reduce of its gradient       [T, in], backward
-    row linear                      one all-reduce of its output         [T, out], forward, and once more where it is
-                                    recomputed
+    row linear                      one all-reduce of its output         [T, out], forward, again where recomputed
     vocabulary's table              one all-reduce of its output         [T, hidden], forward
     vocabulary's head               one all-reduce of its input's gradient
     cut behind a stage              every tensor that crosses it, forward, and its gradient, backward
