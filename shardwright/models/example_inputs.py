@@ -26,6 +26,9 @@ _FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token i
 _IGNORE = -100
 _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
+_SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
+_FRAMES_OF_SOUND = 32
+_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
 
 
 def example_batches(model: nn.Module) -> Iterator[Batch]:
@@ -36,7 +39,8 @@ def example_batches(model: nn.Module) -> Iterator[Batch]:
     if maker.main == "pixel_values" and "input_ids" not in maker.arguments:
         yield maker.placed(maker.images(zeros=True))
     elif maker.main == "input_features":
-        yield maker.placed({**maker.sound(zeros=True), **maker.decoder_ids()})
+        for heard in maker.spectra(zeros=True):
+            yield maker.placed({**heard, **maker.decoder_ids()})
     elif maker.main != "pixel_values":
         for shape in ((SAMPLES, _PLAIN_LENGTH), (1, _PLAIN_LENGTH), (SAMPLES, CHOICES, _PLAIN_LENGTH)):
             yield maker.placed(
@@ -101,14 +105,20 @@ def _counting_ids(*shape: int) -> torch.Tensor:
 class _Maker:
     """Makes the parts of a batch for one model.
 
-    arguments   names that its forward takes
+    arguments   names that its forward takes; `required` without a default
     text, vision, audio     the configs of these parts, the model's own where it has no such part
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = getattr(model, "config", None)
         self.main: str = getattr(model, "main_input_name", "input_ids")
-        self.arguments = set(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self.arguments = set(parameters)
+        self.required = [
+            name
+            for name, one in parameters.items()
+            if one.default is one.empty and one.kind < one.VAR_KEYWORD and one.kind != one.VAR_POSITIONAL
+        ]
         self.head = getattr(type(model), "native_class", type(model)).__name__
         param = next(model.parameters())
         self.device = param.device
@@ -134,9 +144,13 @@ class _Maker:
 
     def full(self) -> Iterator[Batch]:
         """Everything that the model takes, then less and less of it."""
+        for made in self._all():
+            yield {**made, **self._further_ids(made)}
+
+    def _all(self) -> Iterator[Batch]:
         takes_text = "input_ids" in self.arguments
-        pictures = [] if not set(_IMAGES) & self.arguments else [self.images(), self.videos()]
-        sounds = [] if not set(_SOUNDS) & self.arguments else [self.sound(), self.waveform()]
+        pictures = [] if not set(_IMAGES) & self.arguments else [*self.patches(), self.images(), self.videos()]
+        sounds = [] if not set(_SOUNDS) & self.arguments else [*self.spectra(), self.waveform()]
         for seen in filter(None, pictures):
             if takes_text:
                 yield {**seen, **self.words(self._image_places(seen))}
@@ -166,18 +180,20 @@ class _Maker:
     def words(self, places: int = 0, ragged: bool = True) -> Batch:
         """ids and mask [B, S], the last sample padded at its end; `places` ids in front stand for images."""
         ids = self._random_ids(SAMPLES, _LENGTH)
-        end = getattr(self.text, "eos_token_id", None)
+        end = self._special("eos_token_id")
         mask = torch.ones_like(ids)
         if ragged:
-            ids[-1, -3:] = getattr(self.text, "pad_token_id", None) or 0
+            ids[-1, -3:] = self._special("pad_token_id") or 0
             mask[-1, -3:] = 0
-        if isinstance(end, int):
+        if end is not None:
             ids[0, -1] = ids[-1, -4 if ragged else -1] = end
         if places:
             token = next(value for name in _PLACEHOLDERS if (value := getattr(self.config, name, None)) is not None)
             ids = torch.cat([torch.full((SAMPLES, places), token), ids], 1)
             mask = torch.cat([torch.ones(SAMPLES, places, dtype=mask.dtype), mask], 1)
         extra: Batch = {"bbox": torch.zeros(*ids.shape, 4, dtype=torch.long)} if "bbox" in self.arguments else {}
+        if "mm_token_type_ids" in self.arguments:
+            extra["mm_token_type_ids"] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape).contiguous()
         return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self.arguments else {}), **extra}
 
     def choices(self) -> Batch:
@@ -187,6 +203,24 @@ class _Maker:
     def decoder_ids(self) -> Batch:
         takes = getattr(self.config, "is_encoder_decoder", False) or "decoder_input_ids" in self.arguments
         return {"decoder_input_ids": _counting_ids(SAMPLES, _PLAIN_LENGTH)} if takes else {}
+
+    def patches(self) -> Iterator[Batch]:
+        """Images that were cut before: patches of all of them [P, d] and a grid (t, h, w) for each, or [B, P, d]."""
+        size = getattr(self.vision, "patch_size", None)
+        if not isinstance(size, int):
+            return
+        features = _channels(self.vision) * size * size
+        if "image_grid_thw" in self.arguments:
+            side = 2 * (_size(self.vision, "spatial_merge_size") or 1)
+            frames = _size(self.vision, "temporal_patch_size") or 1
+            grid = torch.tensor([[1, side, side]] * SAMPLES)
+            yield {"pixel_values": self._noise(SAMPLES * side * side, frames * features), "image_grid_thw": grid}
+        if "spatial_shapes" in self.arguments:
+            side = round((_size(self.vision, "num_patches") or 16) ** 0.5)
+            mask = torch.ones(SAMPLES, side * side, dtype=torch.long)
+            shown = {"pixel_attention_mask": mask} if "pixel_attention_mask" in self.arguments else {}
+            shapes = torch.tensor([[side, side]] * SAMPLES)
+            yield {"pixel_values": self._noise(SAMPLES, side * side, features), "spatial_shapes": shapes, **shown}
 
     def images(self, zeros: bool = False) -> Batch:
         """[B, C, H, W]"""
@@ -201,35 +235,24 @@ class _Maker:
         name = "pixel_values" if "pixel_values" in self.arguments else "pixel_values_videos"
         return {name: self._noise(SAMPLES, frames, _channels(self.vision), *_image_size(self.vision))}
 
-    def sound(self, zeros: bool = False) -> Batch:
-        """Spectra: [B, mels, F] for encoders that halve a fixed number of frames, else [B, F, mels]."""
-        bins = next(
-            (
-                size
-                for name in ("num_mel_bins", "input_feat_per_channel", "feature_size")
-                if (size := _size(self.audio, name))
-            ),
-            80,
-        )
-        positions = _size(self.audio, "max_source_positions")
+    def spectra(self, zeros: bool = False) -> Iterator[Batch]:
+        """[B, mels, F] for encoders that halve a fixed number of frames, [B, F, mels] for the others."""
+        homes = (self.audio, _part(self.config, "encoder_config"))
+        bins = next((size for home in homes for name in _BINS if (size := _size(home, name))), 80)
         make = torch.zeros if zeros else self._noise
         if "input_features" in self.arguments:
-            halves = positions is not None and _size(self.audio, "input_feat_per_channel") is None
-            return {
-                "input_features": make(SAMPLES, bins, 2 * positions)
-                if halves and positions
-                else make(SAMPLES, 32, bins)
-            }
+            positions = _size(self.audio, "max_source_positions")
+            if positions and _size(self.audio, "input_feat_per_channel") is None:
+                yield {"input_features": make(SAMPLES, bins, 2 * positions)}
+            yield {"input_features": make(SAMPLES, _FRAMES_OF_SOUND, bins)}
+            return
         frames = _size(self.audio, "max_length")
-        return (
-            {"input_values": make(SAMPLES, frames, bins)}
-            if frames is not None and _size(self.audio, "num_mel_bins")
-            else {}
-        )
+        if frames is not None and _size(self.audio, "num_mel_bins"):
+            yield {"input_values": make(SAMPLES, frames, bins)}
 
     def waveform(self) -> Batch:
         """[B, samples]"""
-        return {"input_values": self._noise(SAMPLES, 2000)} if "input_values" in self.arguments else {}
+        return {"input_values": self._noise(SAMPLES, _SAMPLES_OF_SOUND)} if "input_values" in self.arguments else {}
 
     def points(self) -> Batch:
         """One point to segment at per sample, where the model is asked with points."""
@@ -296,10 +319,18 @@ class _Maker:
             labels = labels.masked_fill(inputs["attention_mask"] == 0, _IGNORE)
         return labels.masked_fill(labels >= _LAST_WORD + 1, _IGNORE)
 
+    def _further_ids(self, made: Batch) -> Batch:
+        """Other texts that the forward insists on."""
+        missing = [name for name in self.required if name.endswith("input_ids") and name not in made]
+        return {name: self._random_ids(SAMPLES, _PLAIN_LENGTH) for name in missing}
+
     def _image_places(self, seen: Batch) -> int:
         """How many ids of a text stand for one image; 0 where none do."""
         if all(getattr(self.config, name, None) is None for name in _PLACEHOLDERS):
             return 0
+        if "image_grid_thw" in seen:
+            merged = _size(self.vision, "spatial_merge_size") or 1
+            return int(seen["image_grid_thw"][0].prod()) // merged**2
         queries = (
             _size(self.config, "num_query_tokens")
             or _size(self.config, "image_seq_length")
@@ -311,6 +342,11 @@ class _Maker:
         # The numbers of a model that was made small may still be those of large images.
         is_stale = queries is not None and "num_query_tokens" not in vars(self.config) and patches < queries
         return patches if queries is None or is_stale else queries
+
+    def _special(self, name: str) -> int | None:
+        """A token that the text's config names; None where its vocabulary has no such token."""
+        token, size = _size(self.text, name), _size(self.text, "vocab_size")
+        return token if token is not None and (size is None or 0 <= token < size) else None
 
     def _random_ids(self, *shape: int) -> torch.Tensor:
         last = min(_size(self.text, "vocab_size") or _LAST_WORD, _LAST_WORD)

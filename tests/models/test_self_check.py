@@ -31,6 +31,7 @@ SHARDED_AT_LEAST |= {
     "DebertaV2ForQuestionAnswering": 0.3,
     "DebertaV2ForMultipleChoice": 0.3,
     "VideoMAEForVideoClassification": 0.35,
+    "Wav2Vec2ForSequenceClassification": 0.3,
 }
 
 

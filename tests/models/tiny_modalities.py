@@ -89,6 +89,30 @@ _DEBERTA = _TEXT | {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
 }
+_WAVES: dict[str, Any] = _SIZES | {
+    "vocab_size": 32,
+    "num_feat_extract_layers": 3,
+    "conv_dim": [16, 16, 16],
+    "conv_stride": [5, 4, 4],
+    "conv_kernel": [10, 8, 4],
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "classifier_proj_size": 24,
+    "mask_time_prob": 0.0,
+    "layerdrop": 0.0,
+    "num_labels": 5,
+    "initializer_range": 0.15,
+}
+_CUT_IMAGE: dict[str, Any] = _SIZES | {"patch_size": 4, "num_patches": 16, "vision_use_head": False}
+_GRIDS: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 48,
+    "num_heads": 4,
+    "mlp_ratio": 2,
+    "patch_size": 4,
+    "initializer_range": 0.15,
+}
 _LLAMA = _TEXT | {"model_type": "llama", "num_key_value_heads": 2}
 
 # Class -> class of the config, its arguments.
@@ -133,6 +157,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DebertaV2ForQuestionAnswering": ("DebertaV2Config", _DEBERTA | {"num_labels": 2}),
     "DebertaV2ForMultipleChoice": ("DebertaV2Config", _DEBERTA),
     "VideoMAEForVideoClassification": ("VideoMAEConfig", _IMAGE | {"num_frames": 4, "tubelet_size": 2}),
+    "Wav2Vec2ForSequenceClassification": ("Wav2Vec2Config", _WAVES),
+    "Siglip2ForImageClassification": (
+        "Siglip2Config",
+        {"vision_config": _CUT_IMAGE, "text_config": _TEXT, "num_labels": 5, "initializer_factor": 0.3},
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        "Qwen2VLConfig",
+        {
+            "vision_config": _GRIDS,
+            "text_config": _TEXT
+            | {
+                "num_key_value_heads": 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+            },
+            "image_token_id": 100,
+            "video_token_id": 99,
+            "vision_start_token_id": 98,
+        },
+    ),
     "LlavaForConditionalGeneration": (
         "LlavaConfig",
         {
@@ -194,6 +237,23 @@ def batch(name: str) -> dict[str, Any]:
         if name.endswith("TokenClassification"):
             return {**text, "labels": labels.where(labels == -100, labels % 5)}
         return {**text, "labels": classes} if name.endswith("SequenceClassification") else text
+    if family == "Wav2Vec2":
+        return {"input_values": noise(1200), "labels": classes}
+    if family == "Siglip2":
+        mask = torch.ones(samples, 16, dtype=torch.long)
+        mask[1, 8:] = 0
+        shapes = torch.tensor([[4, 4], [2, 4], [4, 4]])
+        return {
+            "pixel_values": noise(16, 48),
+            "pixel_attention_mask": mask,
+            "spatial_shapes": shapes,
+            "labels": classes,
+        }
+    if family == "Qwen2VL":
+        seen = with_places(4)
+        kinds = (seen["input_ids"] == 100).long()
+        grid = torch.tensor([[1, 4, 4]] * samples)
+        return {**seen, "mm_token_type_ids": kinds, "pixel_values": noise(16, 96).flatten(0, 1), "image_grid_thw": grid}
     if family == "Whisper":
         return {"input_features": noise(12, 32), "labels": labels if name.endswith("Generation") else classes}
     if family == "CLIP":
