@@ -34,7 +34,8 @@ _WIDTHS = {
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"), 2),
+    **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     "qk_rope_head_dim": 8,
 }
@@ -42,6 +43,8 @@ _HIDDEN = (
     *("hidden_size", "d_model", "n_embd", "embed_dim", "encoder_hidden_size"),
     *("pooler_hidden_size", "projection_size", "output_channels"),
 )
+# Layers of a state space: their heads, the features of one; all heads together are as wide as the layer inside.
+_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 # What inputs have to fit.
 _VOCABULARY, _PIXELS = 128, 64
 _LENGTHS = {"max_position_embeddings": 64, "n_positions": 64, "max_source_positions": 32}
@@ -107,6 +110,8 @@ def _shrink(config: Any, ranks: int, narrow: bool, keep_inputs: bool) -> None:
 
 def _shorten(config: Any) -> None:
     values = vars(config)
+    if any(values.get(name) for name in ("backbone_out_indices", "_out_indices", "out_indices")):
+        return  # another part of the model reads layers of this one by their numbers
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), None)
     depths = values.get("depths")
     for name, value in list(values.items()):
@@ -128,7 +133,7 @@ def _shrink_inputs(config: Any) -> None:
             is_place = name.startswith(("image", "video", "audio"))
             setattr(config, name, spare if is_place else 0)
             spare -= is_place
-        elif name in ("vocab_size", "decoder_vocab_size"):
+        elif name in ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"):
             setattr(config, name, min(value, _VOCABULARY))
         elif name in _LENGTHS:
             setattr(config, name, min(value, _LENGTHS[name]))
@@ -150,6 +155,7 @@ def _narrow(config: Any, ranks: int) -> None:
             ratio = 1 if grouped == values[name] else (heads if grouped == 1 else 2)
             break
     stages = values.get("num_heads")
+    latent = values.get("qk_rope_head_dim") is not None and values.get("head_dim") == values["qk_rope_head_dim"]
     for name, value in list(values.items()):
         if not isinstance(value, int) or isinstance(value, bool):
             continue
@@ -159,6 +165,9 @@ def _narrow(config: Any, ranks: int) -> None:
             setattr(config, name, heads // ratio)
         elif name in _WIDTHS and value > _WIDTHS[name]:
             setattr(config, name, 16 * heads if name in _HIDDEN else _WIDTHS[name])
+    if latent:  # the size of a head is that of its rotary part, by another name
+        config.head_dim = config.qk_rope_head_dim
+    _narrow_states(config)
     # sine and cosine of every feature make a channel
     if hasattr(config, "output_channels") and hasattr(config, "num_pos_feats"):
         config.num_pos_feats = config.output_channels // 2
@@ -167,3 +176,16 @@ def _narrow(config: Any, ranks: int) -> None:
         if hasattr(config, "hidden_size") and hasattr(config, "embed_dim"):
             config.embed_dim = min(config.embed_dim, 8 * heads)
             config.hidden_size = config.embed_dim * 2 ** (len(stages) - 1)
+
+
+def _narrow_states(config: Any) -> None:
+    values = vars(config)
+    expand = values.get("mamba_expand", values.get("expand"))
+    hidden = values.get("hidden_size")
+    if not isinstance(expand, int) or not isinstance(hidden, int):
+        return
+    for heads, features in _STATE_HEADS:
+        if isinstance(values.get(heads), int) and isinstance(values.get(features), int):
+            setattr(config, heads, max(1, expand * hidden // 16))
+            setattr(config, features, expand * hidden // getattr(config, heads))
+            return

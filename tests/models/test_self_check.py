@@ -100,6 +100,11 @@ REAL_SIZES = {
     "Gemma2ForSequenceClassification": "Gemma2Config",
     "DebertaV2ForSequenceClassification": "DebertaV2Config",
     "BartForConditionalGeneration": "BartConfig",
+    "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "BambaForCausalLM": "BambaConfig",
+    "GPTJForCausalLM": "GPTJConfig",
+    "DPTForDepthEstimation": "DPTConfig",
+    "Wav2Vec2ForXVector": "Wav2Vec2Config",
 }
 
 
