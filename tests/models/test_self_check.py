@@ -113,7 +113,7 @@ def test_a_small_copy_of_a_model_of_real_size_runs_on_a_guessed_batch(model: str
     with torch.device("meta"):
         real = getattr(transformers, model)(getattr(transformers, config)())
     small = next(small_copies(real, 2))
-    assert sum(param.numel() for param in small.parameters()) < 3_000_000
+    assert sum(param.numel() for param in small.parameters()) < 20_000_000
 
     def runs(batch: Any) -> bool:
         try:
