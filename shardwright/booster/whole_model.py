@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..interface.model import Answer, ModelWrapper, count_parameters
+from ..models.config import text_config
 from ..plugins.base import Plugin, unwrapped
 from ..precision.optimizer import MixedPrecisionOptimizer
 from ..utils.errors import nearest
@@ -238,7 +239,7 @@ class WholeModel:
     def _refuse_change(self, name: str, module: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
         if name == "resize_token_embeddings":
             wanted = kwargs.get("new_num_tokens", args[0] if args else None)
-            if wanted in (None, module.config.get_text_config().vocab_size) and not kwargs.get("pad_to_multiple_of"):
+            if wanted in (None, text_config(module).vocab_size) and not kwargs.get("pad_to_multiple_of"):
                 return module.get_input_embeddings()  # nothing would change
         raise ValueError(
             f"{name} after boost: the layout of the model and the optimizer's parameters are settled, and what it "

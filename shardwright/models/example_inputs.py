@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..utils.tensors import map_tensors
+from .config import text_part
 
 Batch = dict[str, Any]
 SAMPLES, CHOICES = 2, 2
@@ -125,7 +126,7 @@ class _Maker:
         self.dtype = next(
             (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
         )
-        self.text = _text_config(self.config)
+        self.text = text_part(self.config)
         self.vision = _part(self.config, "vision_config")
         self.audio = _part(self.config, "audio_config")
         self._generator = torch.Generator().manual_seed(2)
@@ -354,10 +355,6 @@ class _Maker:
 
     def _noise(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _part(config: Any, name: str) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS
 from ..spec import PADDING, ParamSpec
-from .heads import HEADS_PER_KEY, KEY_VALUE_HEADS, QUERY_HEADS, HeadGeometry
+from .heads import HEADS_PER_KEY, HeadGeometry
 from .layer.parallel_module import ParallelModule, native_class
 from .styles import Site, Style
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
+from ..models.config import QUERY_HEADS, first_int
 from .attention import LocalHeads
-from .heads import QUERY_HEADS, HeadGeometry, first_int
+from .heads import HeadGeometry
 from .hf_plan import Proposal, shape_of_name
 from .layer.linear import input_size, is_linear, output_size
 from .rules import Rules, latent_attention_rules

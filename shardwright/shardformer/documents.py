@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from .small_copy import build_small, native_class
+from .layer.parallel_module import native_class
+from .small_copy import build_small
 
 _LENGTHS = (5, 7)
 

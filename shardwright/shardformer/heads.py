@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.nn as nn
 
+from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int
 from ..spec import PADDING
 
-# Names under which attention modules of transformers keep their counts.
-QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads")
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
+# Names under which attention modules of transformers keep this count, beside those that configs use too.
 HEADS_PER_KEY = ("num_key_value_groups", "num_kv_groups", "n_rep")
 
 
@@ -126,11 +125,3 @@ def _queries(group: HeadGroup, shift: int) -> Iterator[tuple[int, int]]:
 
 def _keys(group: HeadGroup, position: int) -> Iterator[tuple[int, int]]:
     yield (PADDING if group.kv == PADDING else position), 1
-
-
-def first_int(holder: Any, names: Sequence[str]) -> int | None:
-    for name in names:
-        value = getattr(holder, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from ..models.config import text_part
 from .attention import LocalHeads
 from .rules import Rules
 from .splits import Heads, Packed
@@ -92,7 +93,7 @@ def _translate(style: str, param: nn.Parameter | None, module: nn.Module | None,
         }
         return styles.get(style)
     if style == "mla_kv_a_proj":
-        return LatentKeyValue(getattr(config, "get_text_config", lambda: config)().qk_rope_head_dim)
+        return LatentKeyValue(text_part(config).qk_rope_head_dim)
     named: dict[str, Style | str] = {
         "colwise": "colwise",
         "rowwise": "rowwise",

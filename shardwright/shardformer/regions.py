@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from .heads import QUERY_HEADS, first_int
+from ..models.config import QUERY_HEADS, first_int
 from .layer.linear import input_size, is_linear, output_size
 from .styles import Decision, Replaced
 

@@ -9,40 +9,31 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..models.config import EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, KEY_VALUE_HEADS, LAYERS, QUERY_HEADS, parts
+from .layer.parallel_module import native_class
+
 SMALL_ENOUGH = 3_000_000  # parameters; a model below is copied as it is
 _DEPTH = 4
-_LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_decoder_layers",
+_LAYERS = (*LAYERS, "encoder_layers", "decoder_layers", "num_decoder_layers")
+_HEADS = (*QUERY_HEADS, "encoder_attention_heads", "decoder_attention_heads")
+_HIDDEN = (
+    *HIDDEN,
+    *("embed_dim", "encoder_hidden_size", "pooler_hidden_size", "projection_size", "output_channels"),
 )
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "encoder_hidden_size"), 64
-    ),
-    **dict.fromkeys(("pooler_hidden_size", "projection_size", "output_channels"), 64),
+    **dict.fromkeys((*_HIDDEN, "word_embed_proj_dim"), 64),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96
     ),
     "shared_expert_intermediate_size": 96,
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"), 2),
+    **dict.fromkeys(EXPERTS, 4),
+    **dict.fromkeys(EXPERTS_PER_TOKEN, 2),
     **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     "qk_rope_head_dim": 8,
 }
-_HIDDEN = (
-    *("hidden_size", "d_model", "n_embd", "embed_dim", "encoder_hidden_size"),
-    *("pooler_hidden_size", "projection_size", "output_channels"),
-)
 # Layers of a state space: their heads, the features of one; all heads together are as wide as the layer inside.
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 # What inputs have to fit.
@@ -65,10 +56,6 @@ def small_copies(model: nn.Module, ranks: int, keep_inputs: bool = False) -> Ite
             yield copied
 
 
-def native_class(model: nn.Module) -> type[nn.Module]:
-    return getattr(type(model), "native_class", type(model))
-
-
 def build_small(
     native: type[nn.Module], config: Any, size: int, ranks: int, narrow: bool = True, keep_inputs: bool = False
 ) -> nn.Module | None:
@@ -78,9 +65,8 @@ def build_small(
     """
     if size > SMALL_ENOUGH:
         _shrink(config, ranks, narrow, keep_inputs)
-    for part in (config, getattr(config, "text_config", None)):
-        if part is not None:
-            part._experts_implementation = "eager"  # the grouped kernels have no double precision
+    for part in parts(config):
+        part._experts_implementation = "eager"  # the grouped kernels have no double precision
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -98,14 +84,12 @@ def build_small(
 
 
 def _shrink(config: Any, ranks: int, narrow: bool, keep_inputs: bool) -> None:
-    for name in getattr(config, "sub_configs", {}):
-        if getattr(config, name, None) is not None:
-            _shrink(getattr(config, name), ranks, narrow, keep_inputs)
-    _shorten(config)
-    if not keep_inputs:
-        _shrink_inputs(config)
-    if narrow:
-        _narrow(config, ranks)
+    for part in parts(config):
+        _shorten(part)
+        if not keep_inputs:
+            _shrink_inputs(part)
+        if narrow:
+            _narrow(part, ranks)
 
 
 def _shorten(config: Any) -> None:
@@ -151,7 +135,7 @@ def _narrow(config: Any, ranks: int) -> None:
     ratio = 1
     for name in _HEADS:
         if isinstance(values.get(name), int):
-            grouped = next((values[kv] for kv in _KV_HEADS if isinstance(values.get(kv), int)), values[name])
+            grouped = next((values[kv] for kv in KEY_VALUE_HEADS if isinstance(values.get(kv), int)), values[name])
             ratio = 1 if grouped == values[name] else (heads if grouped == 1 else 2)
             break
     stages = values.get("num_heads")
@@ -161,7 +145,7 @@ def _narrow(config: Any, ranks: int) -> None:
             continue
         if name in _HEADS:
             setattr(config, name, heads)
-        elif name in _KV_HEADS:
+        elif name in KEY_VALUE_HEADS:
             setattr(config, name, heads // ratio)
         elif name in _WIDTHS and value > _WIDTHS[name]:
             setattr(config, name, 16 * heads if name in _HIDDEN else _WIDTHS[name])

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...models.config import HIDDEN, LAYERS, QUERY_HEADS, config_of, first_int, hidden_size, text_config, visited_share
 from ..checkpointing import PipelineGradientCheckpointConfig
 from ..planning.placement import Placement
 from .balance import ChainCosts, MemoryBound, balance
@@ -64,8 +65,7 @@ def chain_costs(
     attention = attention_costs(model, survey.num_units, length)
     forward = [layer + extra for layer, extra in zip(layers, attention, strict=True)]
     forward[0] += head
-    hidden = getattr(text_config(model), "hidden_size", 0)
-    passing = CHEAP_BYTES * BYTE * (hidden if isinstance(hidden, int) else 0)
+    passing = CHEAP_BYTES * BYTE * (hidden_size(model) or 0)
     cheap = [min(passing, layer + extra) for layer, extra in zip(layers, attention, strict=True)]
     if config is None:
         return ChainCosts([*forward, tail], head)
@@ -145,8 +145,9 @@ def attention_costs(model: nn.Module, num_units: int, length: int | None) -> lis
     little.
     """
     config = text_config(model)
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if length is None or not isinstance(heads, int) or not isinstance(hidden, int):
+    heads, hidden = first_int(config, QUERY_HEADS), first_int(config, HIDDEN)
+    is_a_part = config is not config_of(model)  # then the layers may be those of another one, of images for one
+    if length is None or heads is None or hidden is None or (is_a_part and first_int(config, LAYERS) != num_units):
         return [0.0] * num_units
     size = getattr(config, "head_dim", None) or hidden // heads
     kinds = getattr(config, "layer_types", None)
@@ -185,33 +186,6 @@ def lookup_tables(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Embedding)
         for parameter, _ in module.named_parameters(recurse=False)
     }
-
-
-def visited_share(model: nn.Module) -> float:
-    """Share of the experts that one token visits; 1 for models without experts."""
-    config, experts = text_config(model), num_experts(model)
-    chosen = next(
-        (
-            n
-            for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-            if (n := getattr(config, key, None))
-        ),
-        None,
-    )
-    return min(1.0, chosen / experts) if experts is not None and isinstance(chosen, int) else 1.0
-
-
-def num_experts(model: nn.Module) -> int | None:
-    """Of every layer that has some; None for models without experts."""
-    names = ("num_local_experts", "n_routed_experts", "num_experts")
-    found = next((n for name in names if (n := getattr(text_config(model), name, None))), None)
-    return found if isinstance(found, int) else None
-
-
-def text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    gettext_config = getattr(config, "gettext_config", None)
-    return gettext_config() if callable(gettext_config) else config
 
 
 def partition_units(

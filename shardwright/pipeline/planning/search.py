@@ -28,10 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from ...models.config import hidden_size, num_experts
 from .. import schedules
 from ..cut.balance import ChainCosts, MemoryBound, NoCutError
 from ..cut.entry import ENTRY
-from ..cut.partition import num_experts, text_config, unit_costs
+from ..cut.partition import unit_costs
 from ..cut.survey import Survey
 from ..schedules import Schedule
 from .placement import Placement
@@ -116,9 +117,8 @@ def transfers(
     """What layers and stages exchange; `copies` ranks share the arithmetic, and each sends all. `routers`: see
     `Transfers`.
     """
-    hidden = getattr(text_config(model), "hidden_size", 0)
     unit = sum(costs.forward) / sum(unit_costs(model, survey)) if measured else 1.0
-    features = hidden * copies * unit if isinstance(hidden, int) else 0.0
+    features = (hidden_size(model) or 0) * copies * unit
     logits = MESSAGE_COST * (num_experts(model) or 0) * copies * unit
     return Transfers(
         MESSAGE_COST * features, 2 * COLLECTIVE_COST * features * 2 * (copies - 1) / copies, measured, logits, routers

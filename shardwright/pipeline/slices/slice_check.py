@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...models.config import config_of, is_encoder_decoder, text_config
 from ...models.dry_run import forward_defaults, meta_copy, weight_sharing_copy, without_data
 from ...models.layer_chain import find_units
 from ...utils import pytree
 from ...utils.tensors import map_tensors
 from ..batch.microbatch import batch_size
-from ..cut.partition import attention_costs, layer_costs, text_config
+from ..cut.partition import attention_costs, layer_costs
 from ..cut.survey import Survey
 from .past_keys import Past
 from .sequence_slices import SliceRule
@@ -74,11 +75,10 @@ class _Check:
         return replace(self._rule, joined=tuple(joined))
 
     def _refuse_from_outside(self) -> None:
-        config = text_config(self._model)
-        if getattr(config, "is_encoder_decoder", False):
+        if is_encoder_decoder(self._model):
             raise self._refusal("its encoder looks at the whole sequence at once")
         for name in ("vision_config", "audio_config"):
-            if getattr(getattr(self._model, "config", None), name, None) is not None:
+            if getattr(config_of(self._model), name, None) is not None:
                 raise self._refusal(
                     f"it takes more than text ({name}), and which slice an image or a sound belongs to is not known"
                 )

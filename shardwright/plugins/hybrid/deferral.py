@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...pipeline.cut.partition import lookup_tables, visited_share
+from ...models.config import visited_share
+from ...pipeline.cut.partition import lookup_tables
 from ...pipeline.cut.plan import CutPlan
 from ...pipeline.planning.simulate import Costs
 from ...shardformer.deferring import can_wait

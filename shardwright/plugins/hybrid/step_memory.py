@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ...models.config import is_encoder_decoder
 from ...pipeline.cut.activations import Activations, count_activations
 from ...pipeline.cut.plan import CutPlan
 from ...pipeline.planning.actions import ActionList
@@ -43,7 +44,7 @@ def held_note(
         return None
     ids = torch.ones(shape, dtype=torch.int64)
     batch = {"input_ids": ids}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         batch["decoder_input_ids"] = ids
     recomputed = [plan.checkpointed[plan.placement.rank_of(stage)].of(stage) for stage in range(len(plan.stages))]
     try:

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
+from ...models.config import first_int, hidden_size
 from ...pipeline.cut.plan import CutPlan
 from ...shardformer.layer.linear import input_size, is_linear, output_size
 from ...shardformer.plan import Decision
 from ...shardformer.styles import Column, PartialSum, Row, VocabEmbedding, VocabHead
 from .resolved import Traffic
-
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,8 @@ class Tokens:
         itemsize: int,
         slices: int = 1,
     ) -> Tokens:
-        config: Any = getattr(model, "config", None)
-        get_text_config = getattr(config, "get_text_config", None)
-        config = get_text_config() if callable(get_text_config) else config
-        hidden = next((value for name in _HIDDEN if isinstance(value := getattr(config, name, None), int)), None)
-        return cls(samples * length if samples and length else None, microbatches, hidden, itemsize, slices)
+        tokens = samples * length if samples and length else None
+        return cls(tokens, microbatches, hidden_size(model), itemsize, slices)
 
     def bytes(self, features: int | None) -> int | None:
         """Of one activation of so many features, over the whole step."""
@@ -103,8 +98,7 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
 
 
 def _features_of(module: nn.Module) -> int:
-    sizes = [value for name in ("hidden_dim", "hidden_size") if isinstance(value := getattr(module, name, None), int)]
-    return sizes[0] if sizes else 0
+    return first_int(module, ("hidden_dim", "hidden_size")) or 0
 
 
 def pipeline_traffic(plan: CutPlan, tokens: Tokens) -> list[Traffic]:
