@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..models.blocks import move_buffers
 from ..spec import ParamSpec, get_spec
+from ..utils.device import move_buffers
 from .context import Notes, notes_of
 
 _WEIGHTS: weakref.WeakKeyDictionary[nn.Module, LazyWeights] = weakref.WeakKeyDictionary()

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn
+
+_MARKER = "GradientCheckpointingLayer"
+Is = Callable[[nn.Module], bool]
+
+
+def declared_by(model: nn.Module) -> Is:
+    """Whether a module is a layer by the model's own account: of a class that it names in `_no_split_modules`, or that
+    transformers marks by a base class.
+    """
+    named = set(getattr(model, "_no_split_modules", None) or ())
+
+    def is_layer(module: nn.Module) -> bool:
+        kind = type(module)
+        return kind.__name__ in named or any(base.__name__ == _MARKER for base in kind.__mro__)
+
+    return is_layer
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated layers of `model`, outermost only, in module order: the units of wrapping and checkpointing.
 
-    A block is an instance of a class the model names in `_no_split_modules` or that transformers marks as a gradient
-    checkpointing layer. A model that says neither has its blocks in the `ModuleList`s whose two or more children share
-    a class.
+    A model that declares none has its blocks in the `ModuleList`s whose two or more children share a class.
     """
-    named = set(getattr(model, "_no_split_modules", None) or ())
-
-    def declared(module: nn.Module) -> bool:
-        return type(module).__name__ in named or any(
-            base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__
-        )
-
-    blocks = list(_outermost(model, declared))
+    blocks = list(_outermost(model, declared_by(model)))
     if blocks:
         return blocks
     repeated = {
@@ -53,18 +59,10 @@ def separable_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if all(len(owners[id(param)]) == 1 for param in block.parameters())]
 
 
-def move_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """As `model.to(device)`, for the buffers alone."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _outermost(model: nn.Module, wanted: object, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _outermost(model: nn.Module, wanted: Is, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in model.named_children():
         full = f"{prefix}{name}"
-        if wanted(child):  # type: ignore[operator]
+        if wanted(child):
             yield full, child
         else:
             yield from _outermost(child, wanted, f"{full}.")

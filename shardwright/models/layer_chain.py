@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-_MARKER = "GradientCheckpointingLayer"  # base class by which transformers marks a layer
+from .blocks import declared_by
+from .config import LAYERS, config_of, first_int, is_encoder_decoder
 
 
 class Unit(NamedTuple):
@@ -63,7 +64,7 @@ def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
             "class named in _no_split_modules, derived from GradientCheckpointingLayer, or of config.num_hidden_layers "
             "equal children. Use pp_size=1, or name the lists in layer_lists of a policy: custom_policy="
         )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         encoders = [item for item in candidates if "encoder" in item[0].split(".")]
         decoders = [item for item in candidates if "decoder" in item[0].split(".")]
         if encoders and decoders:
@@ -73,11 +74,7 @@ def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """All outermost ModuleLists of transformer layers."""
-    declared = set(getattr(model, "_no_split_modules", None) or ())
-
-    def is_layer(module: nn.Module) -> bool:
-        return type(module).__name__ in declared or any(base.__name__ == _MARKER for base in type(module).__mro__)
-
+    is_layer = declared_by(model)
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
@@ -90,8 +87,7 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
             found.append((name, module))
     if found:
         return found
-    config = getattr(model, "config", None)
-    depth = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layer", None)
+    depth = first_int(config_of(model), LAYERS)
     for name, module in model.named_modules():
         alike = (
             isinstance(module, nn.ModuleList) and len(module) == depth and len({type(child) for child in module}) == 1

@@ -1,8 +1,9 @@
-"""Which device this process computes on."""
+"""Which device this process computes on, and getting there."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 
 def accelerator_type() -> str:
@@ -20,3 +21,11 @@ def get_current_device() -> torch.device:
 def device_type_of_backend(backend: str) -> str:
     """Device type that tensors of a process group's collectives live on."""
     return "cuda" if "nccl" in backend else "cpu"
+
+
+def move_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """As `model.to(device)`, for the buffers alone."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

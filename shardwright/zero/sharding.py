@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from ..cluster.mesh import ParallelMesh
-from ..models.blocks import move_buffers
 from ..precision.policy import PrecisionPolicy
 from ..spec import ParamSpec, get_spec
-from ..utils.device import get_current_device
+from ..utils.device import get_current_device, move_buffers
 from .data_writes import DataWrites
 from .groups import Groups, zero_groups
 from .layout import FROZEN, BucketPlan, Entry, Family, plan_unit_buckets
