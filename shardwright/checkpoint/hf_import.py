@@ -14,7 +14,7 @@ from torch import nn
 
 from ..files.boxes import Box, parts_of
 from ..files.errors import CheckpointMismatch
-from ..files.hf_names import bind, ignored
+from ..files.hf_names import ignored
 from ..files.huggingface import HfFiles, HfSource
 from .agreement import Agreement, attempt
 from .held import Held, held_tensors
@@ -51,7 +51,7 @@ class _IndexSource:
 
     def __init__(self, path: Path, agreement: Agreement, rank: int) -> None:
         self._index = find(path, agreement, rank)[0].index
-        self.keys = sorted(name.removeprefix("weights/") for name in self._index.entries if name.startswith("weights/"))
+        self.keys = [name.removeprefix("weights/") for name in self._index.entries if name.startswith("weights/")]
 
     def __contains__(self, name: str) -> bool:
         return f"weights/{name}" in self._index
@@ -71,6 +71,7 @@ class _StateSource:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
+        self.keys = list(tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -97,13 +98,11 @@ def load_model(
     source: Any
     if path.is_dir() and (path / MARKER).exists():
         source = _IndexSource(path, agreement, position.rank)
-        keys = source.keys
     else:
-        names = {alias: item.name for item in held for alias in (item.name, *item.aliases)}
-        source, error = attempt(lambda: _open(path, model, names))
+        names = [alias for item in held for alias in (item.name, *item.aliases)]
+        source, error = attempt(lambda: HfSource(HfFiles(path), model, names))
         agreement.check(error, f"loading {path}")
-        keys = sorted(source.files_keys)
-    return _take(source, keys, path, held, model, optimizer, position, agreement, strict)
+    return _take(source, path, held, model, optimizer, position, agreement, strict)
 
 
 def load_state(
@@ -112,14 +111,11 @@ def load_state(
     """As `load_model`, from the state dict of a whole model, which every rank has."""
     source = _StateSource({name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)})
     held = held_tensors(model, position)
-    return _take(
-        source, sorted(source.tensors), Path("the state dict"), held, model, optimizer, position, agreement, strict
-    )
+    return _take(source, Path("the state dict"), held, model, optimizer, position, agreement, strict)
 
 
 def _take(
     source: Any,
-    keys: list[str],
     path: Path,
     held: list[Held],
     model: nn.Module,
@@ -140,6 +136,7 @@ def _take(
     missing = [item.name for item in held if item.name not in found and not any(map(may_miss, item.aliases))]
     mismatched = [f"{name} (file {shapes[name]}, model {item.spec.full_shape})" for name, item in wrong.items()]
     used = {key for alias in aliases if alias in source for key in source.keys_of(alias)}
+    keys = sorted(source.keys)
     claimed = agreement.union([key in used or may_have(key) for key in keys])
     lists = agreement.gather([missing, mismatched])
     report = LoadReport(
@@ -157,17 +154,6 @@ def _take(
     if parts is not None:
         parts.publish_masters()
     return report
-
-
-class _Files(HfSource):
-    files_keys: list[str]
-
-
-def _open(path: Path, model: nn.Module, names: dict[str, str]) -> HfSource:
-    files = HfFiles(path)
-    source = _Files(files, model, bind(model, files.keys, names))
-    source.files_keys = files.keys
-    return source
 
 
 def _fill(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def is_transformers(model: nn.Module) -> bool:
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
-def bind(model: nn.Module, keys: Sequence[str], names: Mapping[str, Any]) -> dict[str, Stored]:
+def bind(model: nn.Module, keys: Sequence[str], names: Iterable[str]) -> dict[str, Stored]:
     """For names of the model, where their values are among the `keys` of files. `names` are this rank's; foreign
     keys are left alone.
     """
@@ -46,7 +46,7 @@ def bind(model: nn.Module, keys: Sequence[str], names: Mapping[str, Any]) -> dic
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state: Any = dict(names)
+    state: Any = dict.fromkeys(names)
     stored: dict[str, Stored] = {}
     collected: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(keys, key=dot_natural_key):
@@ -64,12 +64,12 @@ def bind(model: nn.Module, keys: Sequence[str], names: Mapping[str, Any]) -> dic
     return stored
 
 
-def convert(model: nn.Module, name: str, stored: Stored, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The full tensor `name` from the tensors that it is stored as."""
+def convert(config: Any, name: str, stored: Stored, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The full tensor `name` of a model with this config from the tensors that it is stored as."""
     converter = deepcopy(stored.converter)
     for key, pattern in stored.keys:
         converter.add_tensor(stored.target, key, pattern, lambda key=key: fetch(key))
-    made = converter.convert(stored.target, config=model.config)
+    made = converter.convert(stored.target, config=config)
     full = made[name]
     result: torch.Tensor = full[0] if isinstance(full, list) else full
     return result

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .boxes import Box
+from ..models.config import config_of
+from ..spec import ParamSpec
+from .boxes import Box, parts_of
 from .errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
-from .hf_names import Stored, convert
+from .hf_names import bind, convert
+from .merged import MergedTensor
 from .paths import inside, read_json
-from .tensor_file import TensorFile
+from .tensor_file import StoredTensor, TensorFile
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -92,18 +96,54 @@ class HfFiles:
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         self._file(key).read(key, box, out)
 
+    def described(self, key: str) -> StoredTensor:
+        return self._file(key).tensors[key]
+
     def shape(self, key: str) -> tuple[int, ...]:
-        return self._file(key).tensors[key].shape
+        return self.described(key).shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.described(key).dtype
+
+    def floating_dtype(self) -> torch.dtype:
+        """Of the first floating tensor: what transformers takes when the config names none."""
+        dtypes = (self.dtype(key) for key in self.keys)
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
+
+    def close(self) -> None:
+        """Files are opened again when something in them is read again."""
+        self._open.clear()
 
 
 class HfSource:
-    """The tensors of a model, by their names in memory."""
+    """The tensors of a model in files, by their names in memory.
 
-    def __init__(self, files: HfFiles, model: nn.Module, stored: dict[str, Stored]) -> None:
+    A tensor is read by boxes where the files hold it as it is, or in parts that are merged (see `merged`). Where
+    transformers converts in other ways (split projections, permuted ones), its sources are read whole, converted by
+    transformers' own converter and cut; one such tensor is kept, as its boxes are read one after the other.
+
+    names   of the tensors of the model, or of this rank's part of it
+    """
+
+    def __init__(self, files: HfFiles, model: nn.Module, names: Iterable[str]) -> None:
         self._files = files
-        self._model = model
-        self._stored = stored
-        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))  # parts of one tensor are read one after the other
+        self._config = config_of(model)  # not the model, which may own this source
+        self._stored = bind(model, self.keys, names)
+        self._merged: dict[str, MergedTensor | None] = {}
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HfSource:
+        return self  # copies of a model read the same files
+
+    @property
+    def keys(self) -> list[str]:
+        """Names in the files."""
+        return self._files.keys
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names in memory of all that the files hold, whether or not the model has them."""
+        return self._stored
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -112,23 +152,46 @@ class HfSource:
         return [key for key, _ in self._stored[name].keys]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored = self._stored[name]
-        return (
-            tuple(self._converted(name).shape) if stored.converter is not None else self._files.shape(stored.keys[0][0])
-        )
+        return tuple(self._described(name).shape)
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        whole = self._described(name)
+        if isinstance(whole, torch.Tensor):
+            out.copy_(box.view(whole, (0,) * whole.ndim))
+        elif isinstance(whole, MergedTensor):
+            whole.read(box, out)
+        else:
+            self._files.read(self.keys_of(name)[0], box, out)
+
+    def shard(self, spec: ParamSpec, coordinate: int) -> torch.Tensor:
+        """The shard at `coordinate`, on the CPU and in the dtype of the files; padding is zero."""
+        whole = self._described(spec.name)
+        if tuple(whole.shape) != spec.full_shape:
+            raise ValueError(
+                f"{spec.name} is {spec.full_shape} in the model and {tuple(whole.shape)} in {self._files.path}; the "
+                "config does not fit the weights"
+            )
+        local = torch.zeros(spec.local_shape(coordinate), dtype=whole.dtype)
+        for part in parts_of(spec, coordinate, local.shape, 0, local.numel(), owned=False):
+            self.read(spec.name, part.box, part.view(local.view(-1)))
+        return local
+
+    def close(self) -> None:
+        """Free what reading has cached; reading again opens the files again."""
+        self._files.close()
+        self._last = None
+
+    def _described(self, name: str) -> StoredTensor | MergedTensor | torch.Tensor:
         stored = self._stored[name]
         if stored.converter is None:
-            self._files.read(stored.keys[0][0], box, out)
-        else:
-            full = self._converted(name)
-            out.copy_(box.view(full, (0,) * full.ndim))
-
-    def _converted(self, name: str) -> torch.Tensor:
-        if self._last[0] != name:
-            self._last = (
-                name,
-                convert(self._model, name, self._stored[name], lambda key: self._files.tensor(key).clone()),
-            )
+            return self._files.described(stored.keys[0][0])
+        if name not in self._merged:
+            self._merged[name] = MergedTensor.of(self._files, stored)
+        merged = self._merged[name]
+        if merged is not None:
+            return merged
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made
+            whole = convert(self._config, name, stored, lambda key: self._files.tensor(key).clone())
+            self._last = (name, whole)
         return self._last[1]

@@ -46,7 +46,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor of a file: where its bytes are, from the beginning of the file."""
 
     dtype: torch.dtype
@@ -193,7 +193,7 @@ def _run(box: Box, shape: tuple[int, ...]) -> tuple[int, int] | None:
     return first, box.numel
 
 
-def _read_header(file: Any, size: int, path: Path) -> dict[str, Stored]:
+def _read_header(file: Any, size: int, path: Path) -> dict[str, StoredTensor]:
     if size < 8:
         raise CheckpointDamaged(path, f"is cut short: {size} bytes")
     (length,) = struct.unpack("<Q", file.read(8))
@@ -205,7 +205,7 @@ def _read_header(file: Any, size: int, path: Path) -> dict[str, Stored]:
         raise UnsafeCheckpoint(f"{path}: the header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise UnsafeCheckpoint(f"{path}: the header is not a table")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -223,5 +223,5 @@ def _read_header(file: Any, size: int, path: Path) -> dict[str, Stored]:
             raise UnsafeCheckpoint(
                 f"{path}: {name!r} of shape {shape} and dtype {entry['dtype']} cannot have {stop - start} bytes"
             )
-        tensors[name] = Stored(dtype, shape, 8 + length + start, 8 + length + stop)
+        tensors[name] = StoredTensor(dtype, shape, 8 + length + start, 8 + length + stop)
     return tensors

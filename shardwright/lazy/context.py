@@ -23,14 +23,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_NOTES = "_shardwright_notes"
-_ALIAS = "_shardwright_alias"
+from .notes import Alias, Notes, Step, alias_of, notes_of, set_alias, set_notes
+from .weights import LazyWeights
+
 _SMALL = 65536
 
 _IN_PLACE_OPERATORS = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"))
@@ -53,76 +54,6 @@ _ALIASING = frozenset(
 )
 _WITHOUT_VALUES = frozenset(("requires_grad_", "share_memory_", "detach_", "rename_"))
 _OVERWRITING = frozenset(("normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "bernoulli_"))
-
-
-class Step(NamedTuple):
-    """One noted call: `func(target, *args, **kwargs)` with the target at position or keyword `place`."""
-
-    func: Callable[..., Any]
-    place: int | str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    path: tuple[Callable[[Any], Any], ...] = ()  # from the parameter to the view that is the target
-
-    def run(self, full: Tensor) -> None:
-        target: Any = full
-        for step in self.path:
-            target = step(target)
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if isinstance(self.place, int):
-            args[self.place] = target
-        else:
-            kwargs[self.place] = target
-        self.func(*args, **kwargs)
-
-
-class Notes:
-    """How to make one parameter at full size.
-
-    seed, device    as given to the `LazyInitContext`
-    obstacle        why it cannot be made, or None
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device | str | None
-    ) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.seed, self.device = seed, device
-        self.steps: list[Step] = []
-        self.obstacle: str | None = "was never initialised"
-
-    def add(self, step: Step, overwrites: bool, obstacle: str | None = None) -> None:
-        if overwrites:
-            self.steps, self.obstacle = [], None
-        self.steps.append(step)
-        self.obstacle = obstacle or self.obstacle
-
-    @torch.no_grad()
-    def make(self, seed: int, full: Tensor) -> Tensor:
-        """Fill `full`, of this parameter's shape and dtype on the CPU; the global generator stays as it was."""
-        assert self.obstacle is None
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)
-        try:
-            for step in self.steps:
-                step.run(full)
-        finally:
-            torch.set_rng_state(state)
-        return full
-
-
-class Alias(NamedTuple):
-    """A tensor that shares the memory of a noted parameter."""
-
-    notes: Notes
-    path: tuple[Callable[[Any], Any], ...]
-    whole: bool
-
-
-def notes_of(param: Tensor) -> Notes | None:
-    """How to make `param`, or None when it was not built lazily."""
-    notes: Notes | None = getattr(param, _NOTES, None)
-    return notes
 
 
 class LazyInitContext:
@@ -151,6 +82,7 @@ class LazyInitContext:
             for name in [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]:
                 stack.enter_context(_patched(nn.init, name, _noting(getattr(nn.init, name))))
             if "transformers" in sys.modules:
+                # Not at module level: it imports transformers, and a script that has not builds none of its models.
                 from .from_pretrained import lazy_transformers
 
                 stack.enter_context(lazy_transformers(_noting))
@@ -163,8 +95,6 @@ class LazyInitContext:
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
         """Make all weights of a model that is not going to be sharded; returns `module`."""
-        from .weights import LazyWeights
-
         weights = LazyWeights.of(module)
         if weights is not None:
             made = weights.materialize(module)
@@ -199,7 +129,7 @@ class _Recorder(TorchFunctionMode):
         place: int | str = "out" if "out" in kwargs else "tensor" if "tensor" in kwargs else 0
         target = kwargs.get(str(place)) if place else (args[0] if args else None)
         if (in_place or place == "out") and isinstance(target, Tensor):
-            alias = _alias_of(target)
+            alias = alias_of(target)
             if alias is None:
                 self._forget(target)
                 return func(*args, **kwargs)
@@ -207,7 +137,7 @@ class _Recorder(TorchFunctionMode):
             _note(alias, func, place, args, kwargs, whole)
             return target
         result = func(*args, **kwargs)
-        if name in _ALIASING and args and isinstance(args[0], Tensor) and (alias := _alias_of(args[0])) is not None:
+        if name in _ALIASING and args and isinstance(args[0], Tensor) and (alias := alias_of(args[0])) is not None:
             _tag(result, alias, func, name, args, kwargs)
         return result
 
@@ -236,11 +166,6 @@ _FACTORIES: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], f
 }
 
 
-def _alias_of(tensor: Tensor) -> Alias | None:
-    notes = getattr(tensor, _NOTES, None)
-    return Alias(notes, (), True) if notes is not None else getattr(tensor, _ALIAS, None)
-
-
 def _tag(
     result: Any, alias: Alias, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
@@ -257,11 +182,11 @@ def _tag(
         and tuple(result.shape) == alias.notes.shape
     )
     if isinstance(result, Tensor) and result.is_meta:
-        setattr(result, _ALIAS, Alias(alias.notes, (*alias.path, view), whole))
+        set_alias(result, Alias(alias.notes, (*alias.path, view), whole))
     elif isinstance(result, (tuple, list)):
         for number, part in enumerate(result):
             if isinstance(part, Tensor):
-                setattr(part, _ALIAS, Alias(alias.notes, (*alias.path, view, operator.itemgetter(number)), False))
+                set_alias(part, Alias(alias.notes, (*alias.path, view, operator.itemgetter(number)), False))
 
 
 def _note(
@@ -290,7 +215,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def init(*args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs["tensor"]
-        alias = _alias_of(tensor)
+        alias = alias_of(tensor)
         if alias is None:
             return function(*args, **kwargs)
         place = 0 if args else "tensor"
@@ -328,7 +253,7 @@ def _make_lazy(param: nn.Parameter, recorder: _Recorder) -> None:
         )
         lazy.__dict__.update(param.__dict__)
         torch.utils.swap_tensors(param, lazy)
-    setattr(param, _NOTES, notes)
+    set_notes(param, notes)
 
 
 @contextmanager

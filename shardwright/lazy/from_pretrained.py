@@ -1,37 +1,26 @@
-"""HuggingFace checkpoints for lazily built models: `from_pretrained` that reads nothing, and weights read by slices.
-
-Most families store a parameter as it is in memory, perhaps under another name; its slices are read straight from the
-file, and so are those of experts that are stored one by one and fused in memory (see `merged`). Where transformers
-converts in other ways (split projections, permuted ones), the sources of one parameter are read whole, converted by
-transformers' own converter and cut.
-
-Uses `transformers.core_model_loading` and `conversion_mapping`, checked on transformers 5.17 and 5.23.
+"""transformers models built lazily: initialisation that is noted, and a `from_pretrained` that reads no weight, only
+where each of them is (see `files.huggingface`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import initialization
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
+from ..files.errors import CheckpointNotFound
+from ..files.hf_names import ignored
+from ..files.huggingface import HfFiles, HfSource
 from ..logging import get_dist_logger
-from ..spec import ParamSpec
-from ..utils.paths import inside
-from .merged import MergedSources
 from .weights import SOURCE
 
 # Arguments of from_pretrained that say how to read files; there is nothing to decide for a local directory.
@@ -103,148 +92,48 @@ def _from_pretrained(
             f"{directory} is quantised: quantised weights cannot be sharded by slices; use a checkpoint "
             "in bf16, fp16 or fp32"
         )
-    weights = PretrainedWeights(directory)
+    files = _files(directory)
     if dtype in ("auto", None):
-        dtype = config.dtype or weights.dtype()
+        dtype = config.dtype or files.floating_dtype()
     model = cls._from_config(config, dtype=dtype, **options)
-    weights.bind(model)
-    weights.check(model)
-    setattr(model, SOURCE, weights)
+    source = HfSource(files, model, model.state_dict())
+    _check(source, model, directory)
+    setattr(model, SOURCE, source)
     if model.can_generate() and (directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model.eval()
 
 
-class _Stored(NamedTuple):
-    """Where one parameter comes from: a single tensor as it is, or several through a converter."""
+def _files(directory: Path) -> HfFiles:
+    try:
+        return HfFiles(directory)
+    except CheckpointNotFound as error:
+        raise ValueError(str(error)) from None
 
-    keys: tuple[tuple[str, str], ...]  # (name in the files, pattern of the converter)
-    converter: Any = None
-    target: str = ""  # the name under which the converter collects
 
-
-class PretrainedWeights:
-    """The safetensors files of a local HuggingFace checkpoint."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._file_of = _index(directory)
-        self._stored: dict[str, _Stored] = {}
-        self._config: Any = None
-        self._model: nn.Module | None = None
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def dtype(self) -> torch.dtype:
-        """Of the first floating tensor: what transformers takes when the config names none."""
-        for key in self._file_of:
-            found = (
-                self._open(key).get_slice(key)[:1]
-                if self._open(key).get_slice(key).get_shape()
-                else self._open(key).get_tensor(key)
-            )
-            if found.is_floating_point():
-                return cast(torch.dtype, found.dtype)
-        return torch.get_default_dtype()
-
-    def bind(self, model: nn.Module) -> None:
-        """Find for every tensor of the unsharded model where its values are stored."""
-        hf = cast(PreTrainedModel, model)
-        self._config = hf.config
-        mapping = get_model_conversion_mapping(hf)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        state = hf.state_dict()
-        collected: dict[str, list[tuple[str, str]]] = {}
-        for key in sorted(self._file_of, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, hf.base_model_prefix, state)
-            if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], hf.base_model_prefix, state)
-            if pattern is None:
-                self._stored[name] = _Stored(((key, ""),))
-            else:
-                collected.setdefault(name, []).append((key, pattern))
-        for name, keys in collected.items():
-            converter = by_pattern[keys[0][1]]
-            for target in converter.target_patterns:
-                full_name = name.replace(converter.target_patterns[0], target, 1)
-                self._stored[full_name] = _Stored(tuple(keys), converter, name)
-
-    def check(self, model: nn.Module) -> None:
-        """Say what the files and the model have not in common, as transformers does; ValueError where it is layers."""
-        hf: Any = model
-        state = hf.state_dict()
-        held = {id(tensor) for name, tensor in _tensors(model) if self.holds(name)}
-        missing = [name for name, tensor in _tensors(model) if name in state and id(tensor) not in held]
-        missing = _without(missing, getattr(hf, "_keys_to_ignore_on_load_missing", None))
-        unexpected = [stored.keys[0][0] for name, stored in self._stored.items() if name not in state]
-        unexpected = _without(
-            unexpected, [*(getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+def _check(source: HfSource, model: Any, directory: Path) -> None:
+    """Say what the files and the model have not in common, as transformers does; ValueError where it is layers."""
+    state = model.state_dict()
+    may_miss, may_have = ignored(model, "missing"), ignored(model, "unexpected")
+    held = {id(tensor) for name, tensor in _tensors(model) if name in source}
+    missing = [name for name, tensor in _tensors(model) if name in state and id(tensor) not in held]
+    missing = [name for name in missing if not may_miss(name)]
+    unexpected = [source.keys_of(name)[0] for name in source.names if name not in state]
+    unexpected = [key for key in unexpected if not may_have(key) and not key.endswith("rotary_emb.inv_freq")]
+    layers = [
+        next((name for name in names if re.search(r"(^|\.)\d+\.", name)), None) for names in (missing, unexpected)
+    ]
+    kind = type(model).__name__
+    if None not in layers:
+        raise ValueError(
+            f"{directory} does not fit {kind}: it has no {_shown(missing)}, and {kind} has no place for "
+            f"{_shown(unexpected)}. These layers would be random numbers. Use the class that wrote the files "
+            "(AutoModel... finds it), or rename the tensors"
         )
-        layers = [
-            next((name for name in names if re.search(r"(^|\.)\d+\.", name)), None) for names in (missing, unexpected)
-        ]
-        kind = type(model).__name__
-        if None not in layers:
-            raise ValueError(
-                f"{self.directory} does not fit {kind}: it has no {_shown(missing)}, and {kind} has no place for "
-                f"{_shown(unexpected)}. These layers would be random numbers. Use the class that wrote the files "
-                "(AutoModel... finds it), or rename the tensors"
-            )
-        if missing or unexpected:
-            parts = [f"not in the files and initialised anew: {_shown(missing)}"] if missing else []
-            parts += [f"in the files and not used: {_shown(unexpected)}"] if unexpected else []
-            get_dist_logger().warning(f"{kind} from {self.directory}: {'; '.join(parts)}", ranks=[0])
-
-    def holds(self, name: str) -> bool:
-        return name in self._stored
-
-    def read(self, spec: ParamSpec, coordinate: int) -> Tensor:
-        stored = self._stored[spec.name]
-        if stored.converter is not None:
-            merged = MergedSources.of(stored.converter, stored.keys, lambda key: self._open(key).get_slice(key))
-            if merged is not None:
-                _check_shape(spec, merged.shape, self.directory)
-                return merged.read(spec, coordinate)
-            full = self._converted(spec.name, stored)
-            _check_shape(spec, tuple(full.shape), self.directory)
-            return spec.shard(full, coordinate)
-        key = stored.keys[0][0]
-        view = self._open(key).get_slice(key)
-        _check_shape(spec, tuple(view.get_shape()), self.directory)
-        if spec.dim is None:
-            return cast(Tensor, self._open(key).get_tensor(key)).clone()
-        before = (slice(None),) * spec.dim
-        parts: list[Tensor] = []
-        for piece in spec.pieces[coordinate]:
-            if piece.is_padding:
-                shape = list(spec.full_shape)
-                shape[spec.dim] = piece.length
-                parts.append(torch.zeros(shape, dtype=parts[0].dtype if parts else view[before + (slice(0, 0),)].dtype))
-            else:
-                parts.append(view[before + (slice(piece.start, piece.start + piece.length),)])
-        # A slice may be a view of the whole tensor in the mapped file: copy, so that only what is used becomes
-        # resident.
-        return torch.cat(parts, spec.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
-
-    def close(self) -> None:
-        self._stack.close()
-        self._files.clear()
-
-    def _converted(self, name: str, stored: _Stored) -> Tensor:
-        converter = deepcopy(stored.converter)
-        for key, pattern in stored.keys:
-            converter.add_tensor(stored.target, key, pattern, lambda key=key: self._open(key).get_tensor(key))
-        made: Mapping[str, Any] = converter.convert(stored.target, config=self._config)
-        full = made[name]
-        return cast(Tensor, full[0] if isinstance(full, list) else full)
-
-    def _open(self, key: str) -> Any:
-        file = self._file_of[key]
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(safe_open(self.directory / file, framework="pt"))
-        return self._files[file]
+    if missing or unexpected:
+        parts = [f"not in the files and initialised anew: {_shown(missing)}"] if missing else []
+        parts += [f"in the files and not used: {_shown(unexpected)}"] if unexpected else []
+        get_dist_logger().warning(f"{kind} from {directory}: {'; '.join(parts)}", ranks=[0])
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -253,32 +142,5 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _without(names: list[str], patterns: Iterable[str] | None) -> list[str]:
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
-
-
 def _shown(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _index(directory: Path) -> dict[str, str]:
-    """File of every stored tensor."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists():
-        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {key: inside(directory, file).name for key, file in file_of.items()}
-    if single.exists():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single.name)
-    raise ValueError(
-        f"{directory} has neither {single.name} nor {index.name}; save the model with safetensors "
-        "(save_pretrained does)"
-    )
-
-
-def _check_shape(spec: ParamSpec, shape: tuple[int, ...], directory: Path) -> None:
-    if shape != spec.full_shape:
-        raise ValueError(
-            f"{spec.name} is {spec.full_shape} in the model and {shape} in {directory}; the config does "
-            "not fit the weights"
-        )

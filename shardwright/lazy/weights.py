@@ -16,33 +16,17 @@ import hashlib
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..files.huggingface import HfSource
 from ..spec import ParamSpec, get_spec
 from ..utils.device import move_buffers
-from .context import Notes, notes_of
+from .notes import Notes, notes_of
 
 _WEIGHTS: weakref.WeakKeyDictionary[nn.Module, LazyWeights] = weakref.WeakKeyDictionary()
-SOURCE = "_shardwright_weight_source"
-
-
-class WeightSource(Protocol):
-    """Where weights can be read instead of made (see `modeling.pretrained.PretrainedWeights`)."""
-
-    def bind(self, model: nn.Module) -> None:
-        """Look at the unsharded model; called once."""
-
-    def holds(self, name: str) -> bool:
-        """Whether `read` can give the tensor that the model calls `name`."""
-
-    def read(self, spec: ParamSpec, coordinate: int) -> Tensor:
-        """The shard at `coordinate`, on the CPU."""
-
-    def close(self) -> None:
-        """Free what reading has cached."""
+SOURCE = "_shardwright_weight_source"  # an HfSource, on models whose weights are read instead of made
 
 
 Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, and its names there
@@ -51,7 +35,7 @@ Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, and its n
 class LazyWeights:
     """The weights that a lazily built model would have, by full name."""
 
-    def __init__(self, model: nn.Module, source: WeightSource | None) -> None:
+    def __init__(self, model: nn.Module, source: HfSource | None) -> None:
         self._notes: dict[str, Notes] = {}
         self._canonical: dict[str, str] = {}  # one name for all names of a tied parameter
         first: dict[int, str] = {}
@@ -62,8 +46,6 @@ class LazyWeights:
                 self._canonical[name] = first.setdefault(id(param), name)
         self._room: Tensor | None = None
         self._source = source
-        if source is not None:
-            source.bind(model)
 
     @classmethod
     def of(cls, model: nn.Module) -> LazyWeights | None:
@@ -114,8 +96,8 @@ class LazyWeights:
         """Give buffers the values of the checkpoint, and free what making weights needed."""
         for name, buffer in model.named_buffers():
             spec = get_spec(buffer) or ParamSpec(name, tuple(buffer.shape))
-            if self._source is not None and self._source.holds(spec.name):
-                buffer.copy_(self._source.read(spec, _coordinate(spec, coordinates)))
+            if self._source is not None and spec.name in self._source:
+                buffer.copy_(self._source.shard(spec, _coordinate(spec, coordinates)))
         target = device or next((notes.device for notes in self._notes.values() if notes.device is not None), None)
         if target is not None:
             move_buffers(model, target)
@@ -127,7 +109,7 @@ class LazyWeights:
         """Everything that can go wrong is found before the first weight is made."""
         spec = get_spec(param)
         full_name = spec.name if spec is not None else name
-        if self._source is not None and self._source.holds(self._canonical.get(full_name, full_name)):
+        if self._source is not None and self._canonical.get(full_name, full_name) in self._source:
             return
         notes = self._notes.get(full_name)
         if notes is None:
@@ -143,8 +125,8 @@ class LazyWeights:
 
     def _make(self, spec: ParamSpec, coordinate: int) -> Tensor:
         name = self._canonical.get(spec.name, spec.name)
-        if self._source is not None and self._source.holds(name):
-            return self._source.read(spec.renamed(name), coordinate)
+        if self._source is not None and name in self._source:
+            return self._source.shard(spec.renamed(name), coordinate)
         notes = self._notes[name]
         digest = hashlib.blake2b(f"{notes.seed}:{name}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1

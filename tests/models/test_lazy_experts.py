@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
+from shardwright.files.boxes import Box, parts_of
+from shardwright.files.huggingface import HfFiles, HfSource
 from shardwright.lazy import LazyInitContext
-from shardwright.lazy.from_pretrained import PretrainedWeights
 from shardwright.lazy.weights import SOURCE
 from shardwright.shardformer.splits import Even, Packed, Split
 from shardwright.spec import ParamSpec
@@ -39,45 +41,28 @@ CUTS: dict[str, list[tuple[int, Split]]] = {
 }
 
 
-class Counted:
-    """A slice of safetensors that counts what is read of it."""
-
-    def __init__(self, view: Any, count: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._view, self._count = view, count
-
-    def get_shape(self) -> list[int]:
-        return list(self._view.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._count(self._view[index])
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_are_read_by_slices(name: str, tmp_path: Path) -> None:
+def test_experts_are_read_by_slices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = MODELS[name]()
     whole.save_pretrained(tmp_path)
     with LazyInitContext():
         lazy = type(whole).from_pretrained(tmp_path)
-    weights = getattr(lazy, SOURCE)
-    assert isinstance(weights, PretrainedWeights)
-    weights.bind(lazy)
+    source = getattr(lazy, SOURCE)
+    assert isinstance(source, HfSource)
     read: list[int] = []
+    original = HfFiles.read
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        read.append(tensor.numel())
-        return tensor
+    def reading(self: HfFiles, key: str, box: Box, out: torch.Tensor) -> None:
+        assert box.size == out.shape
+        read.append(out.numel())
+        original(self, key, box, out)
 
-    opened = weights._open
+    def converting(self: HfFiles, key: str) -> NoReturn:
+        raise AssertionError(f"{key} is read whole")
 
-    class File:
-        def __init__(self, key: str) -> None:
-            self._file = opened(key)
-
-        def get_slice(self, key: str) -> Counted:
-            return Counted(self._file.get_slice(key), count)
-
-    weights._open = File  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(HfFiles, "read", reading)
+    monkeypatch.setattr(HfFiles, "tensor", converting)
     expected = dict(whole.named_parameters())
     checked = 0
     for full_name, param in expected.items():
@@ -86,11 +71,47 @@ def test_experts_are_read_by_slices(name: str, tmp_path: Path) -> None:
                 spec = ParamSpec(full_name, tuple(param.shape), dim, split.pieces(param.shape[dim], ranks, whole))
                 for rank in range(ranks):
                     read.clear()
-                    local = weights.read(spec, rank)
+                    local = source.shard(spec, rank)
                     assert torch.equal(local, spec.shard(param.data, rank))
-                    assert sum(read) == local.numel(), "what other ranks hold was read too"
+                    real = spec.shard(torch.ones_like(param), rank).count_nonzero()
+                    assert sum(read) == real, "what other ranks hold was read too"
                     checked += 1
         if ".experts." in full_name:
-            assert torch.equal(weights.read(ParamSpec(full_name, tuple(param.shape)), 0), param.data)
+            assert torch.equal(source.shard(ParamSpec(full_name, tuple(param.shape)), 0), param.data)
     assert checked == 2 * 5 * 7
-    weights.close()
+    source.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flat_ranges_of_experts(name: str, tmp_path: Path) -> None:
+    """Those that a rank of ZeRO holds begin and end anywhere."""
+    torch.manual_seed(0)
+    whole = MODELS[name]()
+    whole.save_pretrained(tmp_path)
+    source = HfSource(HfFiles(tmp_path), whole, whole.state_dict())
+    for full_name, param in whole.named_parameters():
+        if ".experts." not in full_name:
+            continue
+        spec = ParamSpec(full_name, tuple(param.shape), 1, Packed(2).pieces(param.shape[1], 2, whole))
+        local = spec.shard(param.data, 1)
+        for start, stop in ((0, 7), (5, local.numel() - 3), (local.numel() // 2 - 1, local.numel())):
+            flat = torch.full((stop - start,), 9.0)
+            for part in parts_of(spec, 1, local.shape, start, stop, owned=False):
+                source.read(full_name, part.box, part.view(flat))
+            assert torch.equal(flat, local.flatten()[start:stop])
+
+
+def test_an_expert_that_is_missing_or_odd_is_not_passed_over(tmp_path: Path) -> None:
+    whole = MODELS["mixtral"]()
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    (odd,) = [key for key in tensors if "layers.0" in key and "experts.2.w3" in key]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    spec = ParamSpec(name, tuple(whole.get_parameter(name).shape))
+    for change in (None, tensors[odd][:-1].clone(), tensors[odd][:, :-1].clone()):
+        changed = {key: tensor for key, tensor in tensors.items() if key != odd}
+        save_file(changed if change is None else {**changed, odd: change}, file, metadata={"format": "pt"})
+        source = HfSource(HfFiles(tmp_path), whole, whole.state_dict())
+        with pytest.raises((ValueError, RuntimeError)):
+            source.shard(spec, 0)

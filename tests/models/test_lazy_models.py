@@ -15,8 +15,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from shardwright.files.huggingface import HfSource
 from shardwright.lazy import LazyInitContext
-from shardwright.lazy.from_pretrained import PretrainedWeights
 from shardwright.lazy.weights import LazyWeights
 from shardwright.spec import ParamSpec, even_pieces, set_spec
 
@@ -127,9 +127,9 @@ def test_only_own_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     specs = _shard(model, 2, 1)
     del model.model.layers[0]
     read: list[tuple[str, int]] = []
-    original = PretrainedWeights.read
+    original = HfSource.shard
 
-    def reading(self: PretrainedWeights, spec: ParamSpec, coordinate: int) -> torch.Tensor:
+    def reading(self: HfSource, spec: ParamSpec, coordinate: int) -> torch.Tensor:
         tensor = original(self, spec, coordinate)
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), (
             "a slice keeps the whole tensor alive"
@@ -137,7 +137,7 @@ def test_only_own_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read.append((spec.name, tensor.numel()))
         return tensor
 
-    monkeypatch.setattr(PretrainedWeights, "read", reading)
+    monkeypatch.setattr(HfSource, "shard", reading)
     weights.materialize(model, 1)
     names = [name for name, _ in read]
     assert len(names) == len(set(names)) == len(list(model.parameters()))

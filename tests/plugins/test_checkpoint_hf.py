@@ -15,6 +15,8 @@ from safetensors import safe_open
 from torch import nn
 
 from shardwright import Booster
+from shardwright.files.boxes import Box
+from shardwright.files.huggingface import HfFiles
 from shardwright.plugins import HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.testing import adamw, compare_models, run_ranks, zoo
 from shardwright.utils.tensors import local_tensor
@@ -160,6 +162,44 @@ def variants(rank: int, world: int, path: Path) -> None:
 
 def test_variants(tmp_path: Path) -> None:
     run_ranks(variants, 2, tmp_path)
+
+
+def count_expert_reads(rank: int, world: int, name: str, path: Path) -> tuple[int, int]:
+    """Elements of experts that this rank has read, and that it holds."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", tp_size=2))
+    model, *_ = booster.boost(zoo.build(name, dtype=torch.float32))
+    experts = {key: param for key, param in model.unwrap().named_parameters() if ".experts." in key}
+    found: list[int] = []
+    read, view = HfFiles.read, HfFiles.tensor
+
+    def reading(self: HfFiles, key: str, box: Box, out: torch.Tensor) -> None:
+        found.append(out.numel() if ".experts." in key else 0)
+        read(self, key, box, out)
+
+    def viewing(self: HfFiles, key: str) -> torch.Tensor:  # by which whole tensors are converted
+        tensor = view(self, key)
+        found.append(tensor.numel() if ".experts." in key else 0)
+        return tensor
+
+    wipe(model.unwrap())
+    HfFiles.read, HfFiles.tensor = reading, viewing  # type: ignore[method-assign]
+    try:
+        assert booster.load_model(model, path).fits
+    finally:
+        HfFiles.read, HfFiles.tensor = read, view  # type: ignore[method-assign]
+    whole = zoo.build(name, dtype=torch.float32)
+    compare_models(whole, model, coordinate=coordinate_of(booster), gradients=False, tolerance=0.0)
+    assert experts
+    return sum(found), sum(param.numel() for param in experts.values())
+
+
+@pytest.mark.parametrize("name", ["mixtral-causal-lm", "qwen3-moe-causal-lm"])
+def test_a_rank_reads_its_part_of_fused_experts_alone(name: str, tmp_path: Path) -> None:
+    whole = zoo.build(name, dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    size = sum(param.numel() for key, param in whole.named_parameters() if ".experts." in key)
+    for read, held in run_ranks(count_expert_reads, 2, name, tmp_path):
+        assert read == held == size // 2
 
 
 def misfit(rank: int, world: int, path: Path) -> tuple[list[str], list[str], list[str]]:
