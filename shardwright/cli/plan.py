@@ -18,6 +18,8 @@ from .presets import PRESETS
 
 HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
 
+# torch, transformers and what imports them are imported in functions, so that `--help` answers at once.
+
 # Options that are arguments of HybridParallelPlugin, by type; their defaults are the plugin's.
 _WHOLE = (
     "tp_size",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -11,17 +10,14 @@ import torch.nn as nn
 from ..lazy.weights import LazyWeights
 from ..spec import ParamSpec, get_spec, set_spec
 from .adapters import native_model
+from .apply import adopt_root, apply_decisions
 from .config import ShardConfig
-from .layer.embedding import LogitsParallel
 from .layer.norm import fuse_norms, has_fusable_norms
-from .layer.parallel_module import ParallelGroup
 from .lowering import Lowered, lower
-from .model import GeneratingModel, ShardedModel
 from .plan import Plan
 from .policies.auto import get_autopolicy
 from .policies.base import Policy, require_policy
 from .regions import Region, find_regions
-from .rng import make_sharded_region, synchronize_rng, uses_dropout
 from .styles import Decision
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,9 +91,9 @@ class ModelSharder:
         weights = LazyWeights.of(self.model)
         decisions = self.prepare()
         shared = policy.get_shared_params()
-        _apply(self._native, decisions, self._regions, config.parallel)
+        apply_decisions(self._native, decisions, self._regions, config.parallel)
         if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
-            _adopt_root(self.model, config.parallel)
+            adopt_root(self.model, config.parallel)
         self._lowered.change()
         _use_optimizations(self._native, config)
         self._take(policy.finished_model())
@@ -116,39 +112,6 @@ class ModelSharder:
                 "carries adapters"
             )
         self._native = native
-
-
-def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
-    """Shard `model` in place; raises ValueError, with the model untouched, when the plan does not fit it."""
-    decisions = plan.decide(model, parallel)
-    _apply(model, decisions, find_regions(model, decisions), parallel)
-
-
-def _apply(model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region], parallel: ParallelGroup) -> None:
-    for decision in decisions:
-        try:
-            decision.style.convert(decision.site, decision.specs)
-        except ValueError as error:
-            site = decision.site
-            raise ValueError(f"{site.name} ({type(site.module).__name__}), rule {decision.rule!r}: {error}") from None
-    if parallel.size > 1 and decisions:
-        _divide_dropout(regions, parallel)
-    _adopt_root(model, parallel)
-
-
-def _adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
-    if any(isinstance(module, LogitsParallel) for module in model.modules()):
-        (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
-
-
-def _divide_dropout(regions: Sequence[Region], parallel: ParallelGroup) -> None:
-    """Dropout between the opening and the closing of a region draws per rank, all other draws the same on every
-    rank.
-    """
-    for region in regions:
-        if region.opens and uses_dropout(region.module):
-            make_sharded_region(region.module, parallel.group, region.opens, region.closes)
-    synchronize_rng(parallel.group)
 
 
 def _describe_parameters(model: nn.Module) -> None:

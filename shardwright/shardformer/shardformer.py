@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..cluster.coordinator import DistCoordinator
+from ..cluster.launch import launch_from_torch
 from .config import ShardConfig
 from .gradients import follow_gradients
 from .layer.parallel_module import native_class
@@ -75,8 +76,6 @@ class ShardFormer:
     @staticmethod
     def init_distributed(seed: int = 1024, backend: str | None = None) -> DistCoordinator:
         """Start the processes that torchrun launched, if that was not done yet."""
-        from ..cluster.launch import launch_from_torch
-
         launch_from_torch(seed=seed, backend=backend)
         return DistCoordinator()
 

@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,15 +58,29 @@ PRIVATE_TORCH_ALLOWED = {
     "plugins/data/input_limits": "asserting on the device without waiting for it, which has no public name",
     "utils/pytree": "pytree functions and dispatch modes, which have no public name in torch 2.11",
 }
+# File and why it imports parts of the package in functions. Elsewhere that would hide who needs whom.
+DEFERRED_ALLOWED = {
+    "cli/plan": "`--help` and a mistyped option do not wait for torch",
+    "cli/demo/command": "as cli/plan",
+    "cli/demo/layout": "as cli/plan",
+    "cli/demo/training": "one rank writes the results, and every rank's start would wait for what writes them",
+    "lazy/context": "the file imports transformers, which a script that has not imported it does not need",
+}
 HEAVY = ("transformers", "datasets", "deepspeed", "xformers", "flash_attn", "triton")
 
 
 class Import(NamedTuple):
-    """`module` is absolute and includes the imported name ("torch.nn.Linear"), since that may be a module too."""
+    """`module` is absolute and includes the imported name ("torch.nn.Linear"), since that may be a module too.
+
+    deferred    stands in a function, so importing the file does not import the module
+    for_types   stands behind TYPE_CHECKING
+    """
 
     file: str
     line: int
     module: str
+    deferred: bool = False
+    for_types: bool = False
 
     def __str__(self) -> str:
         return f"shardwright/{self.file}:{self.line} imports {self.module}"
@@ -82,13 +96,21 @@ def read_imports(path: Path) -> Iterator[Import]:
     """
     file = path.relative_to(PACKAGE).as_posix()
     package = ["shardwright", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+
+    def of(node: ast.AST, deferred: bool, for_types: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+            yield from (Import(file, node.lineno, alias.name, deferred, for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             start = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (Import(file, node.lineno, f"{start}.{alias.name}") for alias in node.names)
+            names = [f"{start}.{alias.name}" for alias in node.names]
+            yield from (Import(file, node.lineno, name, deferred, for_types) for name in names)
+        deferred |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for_types |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.iter_child_nodes(node):
+            yield from of(child, deferred, for_types)
+
+    return of(ast.parse(path.read_text()), False, False)
 
 
 def room(file: str) -> str:
@@ -124,6 +146,76 @@ def test_imports_go_down_the_levels() -> None:
         if LEVELS[there] > LEVELS[here] or (here in STRANGERS and there in STRANGERS):
             wrong.append(f"{found} (level {LEVELS[here]} -> {LEVELS[there]})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_imports_of_the_package_stand_at_the_top() -> None:
+    wrong = [
+        str(found)
+        for found in ALL
+        if found.deferred and starts_with(found.module, "shardwright") and not is_allowed(found.file, DEFERRED_ALLOWED)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_allowed(file: str, allowed: Iterable[str]) -> bool:
+    return file.removesuffix(".py") in allowed
+
+
+def import_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
+    """Module of the package -> those that importing it imports first; a package is its __init__."""
+    names = {path: path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in sources()}
+    modules = {name.removesuffix(".__init__") for name in names.values()}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for found in imports:
+        if found.deferred or found.for_types or not starts_with(found.module, "shardwright"):
+            continue
+        here = names[PACKAGE / found.file].removesuffix(".__init__")
+        there = found.module
+        while there not in modules:  # a name in a module
+            there = there.rpartition(".")[0]
+        graph[here] |= {there} - {here}
+        while there := there.rpartition(".")[0]:
+            if not starts_with(here, there):  # its own packages are there already
+                graph[here].add(there)
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module, by Tarjan's algorithm."""
+    found: list[list[str]] = []
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in number:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], number[other])
+        if lowest[module] == number[module]:
+            place = stack.index(module)
+            component = stack[place:]
+            del stack[place:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in graph:
+        if module not in number:
+            visit(module)
+    return sorted(found)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}) == [
+        ["a", "b", "c"],
+        ["d", "e"],
+    ]
+    wrong = circles(import_graph(ALL))
+    assert not wrong, "\n".join(" - ".join(circle) for circle in wrong)
 
 
 def test_a_bare_import_of_the_package_is_only_in_the_command_line() -> None:
@@ -206,6 +298,8 @@ def test_no_allowance_outlives_its_use() -> None:
     importing = {found.file for found in ALL if starts_with(found.module, "transformers")}
     private = {found.file for path in sources() for found in torch_names(path) if is_private(found.module)}
     unused = [entry for entry in TRANSFORMERS_ALLOWED if not any(file.startswith(entry) for file in importing)]
+    deferring = {found.file for found in ALL if found.deferred and starts_with(found.module, "shardwright")}
+    unused += [entry for entry in DEFERRED_ALLOWED if not any(is_allowed(file, [entry]) for file in deferring)]
     unused += [entry for entry in PRIVATE_TORCH_ALLOWED if not any(file.startswith(entry) for file in private)]
     unused += [
         name for name in LEVELS if name not in {room(path.relative_to(PACKAGE).as_posix()) for path in sources()}

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if inside_launcher():
-        from .training import train
+        from .training import train  # imports torch, for which `--help` does not wait
 
         train(_settings(args, int(os.environ["WORLD_SIZE"])))
         return 0

@@ -41,7 +41,7 @@ class Layout:
         return self.batch_size % self.dp == 0
 
     def plugin(self) -> Any:
-        from ...plugins import HybridParallelPlugin
+        from ...plugins import HybridParallelPlugin  # imports torch, for which `--help` does not wait
 
         return HybridParallelPlugin(
             tp_size=self.tp,

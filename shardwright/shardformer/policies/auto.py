@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from ..layer.parallel_module import native_class
 from .base import Policy
+from .generic import GenericPolicy
 
 # model_type of the config -> module of this package, class
 _OWN = {
@@ -84,6 +85,4 @@ def get_autopolicy(model: nn.Module) -> Policy:
             f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the "
             "plugin custom_policy=, or name one for its class with shardwright.shardformer.register_policy"
         )
-    from .generic import GenericPolicy
-
     return GenericPolicy()

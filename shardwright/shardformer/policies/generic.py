@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch.nn as nn
 
+from ..apply import apply_plan
 from ..attention import LocalHeads
 from ..conventions import conventional_regions
 from ..hf_plan import Proposal, plan_regions, shape_of_name
@@ -152,8 +153,6 @@ class GenericPolicy(Policy):
         return None
 
     def _apply(self, copied: nn.Module, rules: Rules) -> None:
-        from ..sharder import apply_plan
-
         apply_plan(copied, Plan(rules, type(self).__name__), self.shard_config.parallel)
 
     def _completed(self, rules: Rules) -> Rules:

@@ -1,0 +1,50 @@
+"""Do to a model what was decided about its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn as nn
+
+from .layer.embedding import LogitsParallel
+from .layer.parallel_module import ParallelGroup
+from .model import GeneratingModel, ShardedModel
+from .plan import Plan
+from .regions import Region, find_regions
+from .rng import make_sharded_region, synchronize_rng, uses_dropout
+from .styles import Decision
+
+
+def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
+    """Shard `model` in place; raises ValueError, with the model untouched, when the plan does not fit it."""
+    decisions = plan.decide(model, parallel)
+    apply_decisions(model, decisions, find_regions(model, decisions), parallel)
+
+
+def apply_decisions(
+    model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region], parallel: ParallelGroup
+) -> None:
+    for decision in decisions:
+        try:
+            decision.style.convert(decision.site, decision.specs)
+        except ValueError as error:
+            site = decision.site
+            raise ValueError(f"{site.name} ({type(site.module).__name__}), rule {decision.rule!r}: {error}") from None
+    if parallel.size > 1 and decisions:
+        _divide_dropout(regions, parallel)
+    adopt_root(model, parallel)
+
+
+def adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
+    if any(isinstance(module, LogitsParallel) for module in model.modules()):
+        (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
+
+
+def _divide_dropout(regions: Sequence[Region], parallel: ParallelGroup) -> None:
+    """Dropout between the opening and the closing of a region draws per rank, all other draws the same on every
+    rank.
+    """
+    for region in regions:
+        if region.opens and uses_dropout(region.module):
+            make_sharded_region(region.module, parallel.group, region.opens, region.closes)
+    synchronize_rng(parallel.group)
