@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,13 +139,13 @@ def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
         _LOGGER.info(f"{source}.module_policy: {type(model).__name__} has no {', '.join(nothing)}")
     lowered = Lowered()
     for key, found in matches.items():
+        _check_attributes([module for _, module in found], descriptions[key], source)
         for name, module in found:
             for child in descriptions[key].sub_module_replacement:
                 suffix = _suffix(name, module, child, source)
                 if suffix is not None:
                     full_name = f"{name}.{suffix}".removeprefix(".")
                     lowered.rules[full_name] = _style(full_name, module.get_submodule(suffix), child, source)
-            _check_attributes(name or type(model).__name__, module, descriptions[key], source)
             lowered.changes.append((module, descriptions[key]))
     return lowered
 
@@ -183,18 +183,17 @@ def _style(name: str, native: nn.Module, child: SubModuleReplacementDescription,
         ) from None
 
 
-def _check_attributes(name: str, module: nn.Module, description: ModulePolicyDescription, source: str) -> None:
-    """Say which attributes nothing may read. Policies name attributes of parts that only some models have, which
-    nobody misses.
+def _check_attributes(modules: Sequence[nn.Module], description: ModulePolicyDescription, source: str) -> None:
+    """Warn of attributes that none of the modules of a class has, as nothing may read them. Those of parts that only
+    some models have, such as cross attention, nobody misses.
     """
     for attribute in description.attribute_replacement:
-        holder, last = _holder(module, attribute)
-        if holder is None:
-            _LOGGER.info(f"{source}: {name} has nothing under the name of attribute_replacement {attribute!r}")
-        elif not hasattr(holder, last):
+        holders = [_holder(module, attribute) for module in modules]
+        there = [(holder, last) for holder, last in holders if holder is not None]
+        if there and not any(hasattr(holder, last) for holder, last in there):
             _LOGGER.warning(
-                f"{source}: attribute_replacement {attribute!r} of {name}: {type(holder).__name__} has no {last!r} to "
-                "be replaced, so nothing of its own reads it"
+                f"{source}: attribute_replacement {attribute!r} of {native_class(modules[0]).__name__}: "
+                f"{type(there[0][0]).__name__} has no {there[0][1]!r} to be replaced, so nothing of its own reads it"
             )
 
 

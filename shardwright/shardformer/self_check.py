@@ -185,7 +185,7 @@ def _agree_on_batches(group: dist.ProcessGroup, failure: Exception | None, batch
     for rank, (error, _) in zip(ranks, found, strict=True):
         if error is not None:
             raise ValueError(
-                f"rank {rank} has no batch for the check that ranks do together, and others do: {error}. Give all "
+                f"rank {rank} has no batch for the check that ranks do together: {error}. Give all "
                 "ranks that share the model the same example_inputs="
             ) from failure
     for rank, (_, described) in zip(ranks, found, strict=True):

@@ -242,7 +242,7 @@ def test_classes_that_a_model_does_not_have(alone: Any, caplog: pytest.LogCaptur
         prepare({Split: described, "NoSuch": described})
     caplog.clear()
     prepare({Block: ModulePolicyDescription(attribute_replacement={"heads": 2}, sub_module_replacement=linears())})
-    assert "attribute_replacement 'heads' of layers.0: Block has no 'heads' to be replaced" in caplog.text
+    assert "attribute_replacement 'heads' of Block: Block has no 'heads' to be replaced" in caplog.text
 
 
 def test_numbers_of_a_lazy_model_cannot_be_changed(alone: Any) -> None:
