@@ -64,6 +64,17 @@ def training_batches(model: nn.Module) -> Iterator[Batch]:
         yield maker.placed({**inputs, **maker.switches()})
 
 
+def check_example(batch: Any) -> None:
+    """ValueError unless `batch`, which a user gave as example_inputs, may be a batch."""
+    if batch is None or isinstance(batch, Mapping | tuple | list | torch.Tensor):
+        return
+    meant = "; call it" if callable(batch) else ""
+    raise ValueError(
+        f"example_inputs={batch!r} must be a batch as the model takes it: a dict of keyword arguments, a list or tuple "
+        f"of positional ones, or one tensor; next(iter(dataloader)) is one{meant}"
+    )
+
+
 def loss_of(outputs: Any) -> torch.Tensor:
     """The loss of a model's outputs; for a model without one, a fixed function of all its floating point outputs.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..models.example_inputs import check_example
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..pipeline.schedules import get_placement
 from ..pipeline.settings import PipelineSettings
@@ -198,13 +199,7 @@ class PipelineOptions:
             raise ValueError(
                 f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None"
             )
-        if self.example_inputs is not None and not isinstance(
-            self.example_inputs, Mapping | tuple | list | torch.Tensor
-        ):
-            raise ValueError(
-                f"example_inputs={self.example_inputs!r} must be a batch as the model takes it: a dict of keyword "
-                "arguments, a list or tuple of positional ones, or one tensor; next(iter(dataloader)) is one"
-            )
+        check_example(self.example_inputs)
         if self.pp_style == "auto":
             self._check_search(pp_size)
         else:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.nn as nn
 
+from .layer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from .layer.parallel_module import ParallelGroup
-from .rng import DropoutForParallelInput, DropoutForReplicatedInput
 from .styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
 
 

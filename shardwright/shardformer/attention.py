@@ -15,7 +15,7 @@ import torch.nn as nn
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS
 from ..spec import PADDING, ParamSpec
 from .heads import HEADS_PER_KEY, HeadGeometry
-from .layer.parallel_module import ParallelModule, native_class
+from .layer.parallel_module import ParallelModule, native_class, own_forward
 from .styles import Site, Style
 
 Slicer = Callable[[torch.Tensor, "LocalHeadIndex"], torch.Tensor]
@@ -136,7 +136,7 @@ class LocalConfig:
 
 def _reads_counts_from_config(module: nn.Module) -> bool:
     try:
-        source = inspect.getsource(native_class(module).forward)
+        source = inspect.getsource(inspect.unwrap(own_forward(module)))
     except (OSError, TypeError):
         return False
     return any(f"config.{name}" in source for name in QUERY_HEADS + KEY_VALUE_HEADS)

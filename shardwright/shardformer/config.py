@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from ..models.example_inputs import check_example
 from ..utils.argument_types import check_types
 from ..utils.arguments import ExplainedArguments
 from .layer.parallel_module import ParallelGroup, group_or_all
@@ -69,6 +70,15 @@ class ShardConfig(metaclass=ExplainedArguments):
 
     def __post_init__(self) -> None:
         check_types(ShardConfig, vars(self))
+        check_example(self.example_inputs)
+        for name in ("tensor_parallel_process_group", "sequence_parallel_process_group"):
+            if getattr(self, name) is not None:
+                try:
+                    group_or_all(getattr(self, name))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+        if not isinstance(self.extra_kwargs, dict):
+            raise ValueError(f"extra_kwargs={self.extra_kwargs!r} must be a dict, which policies of your own may read")
         if self.enable_all_optimization:
             self.enable_fused_normalization = True
         multiple = self.make_vocab_size_divisible_by
@@ -103,3 +113,10 @@ class ShardConfig(metaclass=ExplainedArguments):
     @property
     def expert_parallel_size(self) -> int:
         return 1
+
+
+def require_config(config: Any) -> None:
+    if isinstance(config, type) and issubclass(config, ShardConfig):
+        raise ValueError("shard_config=ShardConfig is the class; pass an instance: ShardConfig()")
+    if not isinstance(config, ShardConfig):
+        raise ValueError(f"shard_config={config!r} must be a ShardConfig, such as ShardConfig()")

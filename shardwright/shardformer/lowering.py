@@ -3,25 +3,28 @@
 `module_policy` says for a class of modules which children become which layers. A layer of `shardformer.layer` stands
 for a style, so every child is a rule under its full name, which joins the rules of the policy's plan and overrides them
 where both name a module: ties, regions, dropout and the vocabulary's loss are seen to once, for all policies. What else
-a description says (attributes, parameters, methods) is done to the modules once they are sharded.
+a description says (first attributes, then parameters, then methods) is done to the modules while they are whole.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
 
+from .layer.conv1d import GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row
 from .layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row
-from .layer.parallel_module import native_class
+from .layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row, parts_of_sizes
+from .layer.parallel_module import native_class, with_methods
 from .policies.base import ModulePolicyDescription, SubModuleReplacementDescription
-from .splits import EVEN, Packed, Split
+from .splits import EVEN, Split
 from .styles import Column, HiddenEmbedding, Replaced, Row, Style, VocabEmbedding, VocabHead
 
+_LOGGER = logging.getLogger(__name__)
 Descriptions = Mapping[type[nn.Module] | str, ModulePolicyDescription]
 
 
@@ -34,11 +37,15 @@ def _row(split: Split | None = None, parallel_input: bool = True) -> Style:
 
 
 def _fused_column(split_sizes: list[int], gather_output: bool = False) -> Style:
-    return Column(Packed(tuple(split_sizes)), gather_output)
+    return Column(parts_of_sizes(split_sizes), gather_output)
 
 
 def _fused_row(split_sizes: list[int], parallel_input: bool = True) -> Style:
-    return Row(Packed(tuple(split_sizes)), split_input=not parallel_input)
+    return Row(parts_of_sizes(split_sizes), split_input=not parallel_input)
+
+
+def _conv_row(parallel_input: bool = True) -> Style:
+    return Row(EVEN, split_input=not parallel_input)
 
 
 def _vocab_embedding(make_vocab_size_divisible_by: int = 64) -> Style:
@@ -60,6 +67,8 @@ _STYLES: dict[Any, Callable[..., Style]] = {
     Linear1D_Row: _row,
     FusedLinear1D_Col: _fused_column,
     FusedLinear1D_Row: _fused_row,
+    GPT2FusedLinearConv1D_Col: _fused_column,
+    GPT2FusedLinearConv1D_Row: _conv_row,
     VocabParallelEmbedding1D: _vocab_embedding,
     VocabParallelLMHead1D: _vocab_head,
     Embedding1D: _hidden_embedding,
@@ -88,10 +97,29 @@ class Lowered:
             if isinstance(style, Replaced) and style.role in (None, "unknown")
         }
 
+    @property
+    def changes_parameters(self) -> bool:
+        return any(description.param_replacement for _, description in self.changes)
+
     def change(self) -> None:
-        """Attributes, parameters and methods."""
+        """Attributes, parameters and methods, module after module."""
         for module, description in self.changes:
-            _change(module, description)
+            for attribute, value in description.attribute_replacement.items():
+                _set(module, attribute, value)
+            for replace in description.param_replacement:
+                replace(module)
+            if description.method_replacement:
+                with_methods(module, description.method_replacement)
+
+    def attributes_of(self, holders: Container[int]) -> list[tuple[Any, str, Any]]:
+        """(module, name, value) of the attributes that change in the modules with these ids, as they are now."""
+        found = []
+        for module, description in self.changes:
+            for attribute in description.attribute_replacement:
+                holder, last = _holder(module, attribute)
+                if id(holder) in holders and hasattr(holder, last):
+                    found.append((holder, last, getattr(holder, last)))
+        return found
 
 
 def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
@@ -101,13 +129,17 @@ def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
         for key, found in matches.items():
             if native_class(module) is key or native_class(module).__name__ == key:
                 found.append((name, module))
+    nothing = [key if isinstance(key, str) else key.__name__ for key, found in matches.items() if not found]
+    if nothing and len(nothing) == len(matches):
+        raise ValueError(
+            f"{source}.module_policy describes {', '.join(nothing)}, but {type(model).__name__} has no such module; "
+            f"its modules are {_classes_in(model)}"
+        )
+    if nothing:
+        _LOGGER.info(f"{source}.module_policy: {type(model).__name__} has no {', '.join(nothing)}")
     lowered = Lowered()
     for key, found in matches.items():
-        if not found:
-            shown = key if isinstance(key, str) else key.__name__
-            raise ValueError(
-                f"{source}.module_policy describes {shown}, but {type(model).__name__} has no such module; remove it"
-            )
+        _check_attributes([module for _, module in found], descriptions[key], source)
         for name, module in found:
             for child in descriptions[key].sub_module_replacement:
                 suffix = _suffix(name, module, child, source)
@@ -116,6 +148,12 @@ def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
                     lowered.rules[full_name] = _style(full_name, module.get_submodule(suffix), child, source)
             lowered.changes.append((module, descriptions[key]))
     return lowered
+
+
+def _classes_in(model: nn.Module) -> str:
+    """The model's own ones, without those of torch."""
+    classes = dict.fromkeys(native_class(module) for module in model.modules())
+    return ", ".join(cls.__name__ for cls in classes if not cls.__module__.startswith("torch."))
 
 
 def _suffix(name: str, module: nn.Module, child: SubModuleReplacementDescription, source: str) -> str | None:
@@ -135,11 +173,6 @@ def _suffix(name: str, module: nn.Module, child: SubModuleReplacementDescription
 
 def _style(name: str, native: nn.Module, child: SubModuleReplacementDescription, source: str) -> Style:
     target, kwargs = child.target_module, child.kwargs
-    if not hasattr(target, "from_native_module"):
-        raise ValueError(
-            f"{source}: target_module {target!r} of {child.suffix!r} has no from_native_module; use a layer of "
-            "shardformer.layer"
-        )
     if target not in _STYLES:
         return Replaced(target, kwargs)
     try:
@@ -150,21 +183,30 @@ def _style(name: str, native: nn.Module, child: SubModuleReplacementDescription,
         ) from None
 
 
-def _change(module: nn.Module, description: ModulePolicyDescription) -> None:
-    for attribute, value in description.attribute_replacement.items():
-        owner, _, last = attribute.rpartition(".")
-        holder: Any = module
-        for part in owner.split(".") if owner else ():
-            holder = getattr(holder, part)
+def _check_attributes(modules: Sequence[nn.Module], description: ModulePolicyDescription, source: str) -> None:
+    """Warn of attributes that none of the modules of a class has, as nothing may read them. Those of parts that only
+    some models have, such as cross attention, nobody misses.
+    """
+    for attribute in description.attribute_replacement:
+        holders = [_holder(module, attribute) for module in modules]
+        there = [(holder, last) for holder, last in holders if holder is not None]
+        if there and not any(hasattr(holder, last) for holder, last in there):
+            _LOGGER.warning(
+                f"{source}: attribute_replacement {attribute!r} of {native_class(modules[0]).__name__}: "
+                f"{type(there[0][0]).__name__} has no {there[0][1]!r} to be replaced, so nothing of its own reads it"
+            )
+
+
+def _holder(module: nn.Module, attribute: str) -> tuple[Any, str]:
+    """What holds an attribute with a dotted name, None where there is no such thing, and its last name."""
+    holder: Any = module
+    *parts, last = re.sub(r"\[(\d+)\]", r".\1", attribute).split(".")
+    for part in parts:
+        holder = getattr(holder, part, None)
+    return holder, last
+
+
+def _set(module: nn.Module, attribute: str, value: Any) -> None:
+    holder, last = _holder(module, attribute)
+    if holder is not None:
         setattr(holder, last, value)
-    for replace in description.param_replacement:
-        replace(module)
-    if description.method_replacement:
-        # On a subclass rather than on the instance: activation checkpointing and `super()` go through the class.
-        native = type(module)
-        methods = {
-            **description.method_replacement,
-            "__module__": native.__module__,
-            "native_class": native_class(module),
-        }
-        module.__class__ = type(native.__name__, (native,), methods)

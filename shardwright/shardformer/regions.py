@@ -69,10 +69,14 @@ def undecided_parameters(regions: Iterable[Region]) -> list[str]:
 
 
 def unclosed(model: nn.Module, regions: Sequence[Region], decisions: Sequence[Decision]) -> Region | None:
-    """A region that opens and that nothing closes: what comes out of it is taken for whole and is not.
+    """A region that opens and that nothing closes: what comes out of it is taken for whole and is not."""
+    return next((region for region, around in ends(model, regions, decisions) if around is None), None)
 
-    A region without closing modules of its own is closed by one without opening modules near by: in the smallest module
-    around both, and within one element of a list of layers.
+
+def ends(model: nn.Module, regions: Sequence[Region], decisions: Sequence[Decision]) -> list[tuple[Region, str | None]]:
+    """Where regions end that open and have no closing modules of their own: the name of the smallest module around
+    such a region and one that closes without opening, within one element of a list of layers. None where there is
+    none; its own name where a layer of the user's is near by, which may close it.
     """
     unknown = {decision.site.name for decision in decisions if decision.style.role == "unknown"}
     closing = {
@@ -80,24 +84,37 @@ def unclosed(model: nn.Module, regions: Sequence[Region], decisions: Sequence[De
         for region in regions
         if region.closes and not region.opens
     }
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = _lists(model)
     taken: set[str] = set()
+    found: list[tuple[Region, str | None]] = []
     for region in sorted(regions, key=lambda region: -region.name.count(".")):
         if not region.opens or region.closes:
             continue
         widths = {output_size(module) for module in region.opens}
+        end = None
         for around in _ancestors(region.name, lists):
-            if any(_is_within(name, around) for name in unknown):
+            if any(is_within(name, around) for name in unknown):
+                end = region.name
                 break
             near = [
-                name for name in closing if _is_within(name, around) and (name not in taken or closing[name] & widths)
+                name for name in closing if is_within(name, around) and (name not in taken or closing[name] & widths)
             ]
             if near:
                 taken.add(min(near, key=lambda name: name in taken))
+                end = around
                 break
-        else:
-            return region
-    return None
+        found.append((region, end))
+    return found
+
+
+def list_element(model: nn.Module, name: str) -> str:
+    """The element of a list of layers that the module is in, by name; the model itself where it is in none."""
+    lists = _lists(model)
+    return list(_ancestors(name, lists))[-1]
+
+
+def _lists(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 
 
 def _ancestors(name: str, lists: set[str]) -> Iterable[str]:
@@ -110,7 +127,7 @@ def _ancestors(name: str, lists: set[str]) -> Iterable[str]:
         name = parent
 
 
-def _is_within(name: str, around: str) -> bool:
+def is_within(name: str, around: str) -> bool:
     return not around or name == around or name.startswith(f"{around}.")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..utils.generators import States, accelerator_module, get_states, set_states
 
@@ -188,54 +188,6 @@ def uses_dropout(module: nn.Module) -> bool:
         for part in module.modules()
         for name, value in [*vars(part).items(), (type(part).__name__, getattr(part, "p", None))]
     )
-
-
-class DropoutForParallelInput(nn.Dropout):
-    """Dropout on a sharded activation: every rank of `process_group` has its own mask."""
-
-    def __init__(self, p: float = 0.5, inplace: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(p, inplace)
-        self.process_group = process_group
-
-    @classmethod
-    def from_native_module(
-        cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None
-    ) -> DropoutForParallelInput:
-        return cls(module.p, module.inplace, process_group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return super().forward(x)
-        with sharded_rng(_or_world(self.process_group)).fork():
-            return super().forward(x)
-
-
-class DropoutForReplicatedInput(nn.Dropout):
-    """Dropout on a replicated activation: all ranks of `process_group` have the same mask, inside a sharded region
-    too.
-    """
-
-    def __init__(self, p: float = 0.5, inplace: bool = False, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(p, inplace)
-        self.process_group = process_group
-
-    @classmethod
-    def from_native_module(
-        cls, module: nn.Dropout, process_group: dist.ProcessGroup | None = None
-    ) -> DropoutForReplicatedInput:
-        return cls(module.p, module.inplace, process_group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return super().forward(x)
-        with sharded_rng(_or_world(self.process_group)).replicated():
-            return super().forward(x)
-
-
-def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    world = group or dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _seed(seed: int) -> None:

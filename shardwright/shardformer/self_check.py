@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..spec import get_spec
 from ..utils.tensors import map_tensors
 from .layer.parallel_module import ParallelGroup
 from .model import gathered_logits
+from .same_weights import hash_of
 
 TOLERANCE = 1e-4  # relative; models cast to single precision inside
 _SAMPLES = 2  # of a user's batch
@@ -35,12 +36,17 @@ class SelfCheck:
     copies          whole models; the first that a batch runs on is taken
     example_inputs  the user's batch; None tries those that fit the kind of model
 
-    Raises ValueError on every rank when no batch runs on any copy.
+    Raises ValueError on every rank when no batch runs on any copy of some rank, or when their batches differ.
     """
 
     def __init__(self, copies: Iterable[nn.Module], parallel: ParallelGroup, example_inputs: Any = None) -> None:
         self.parallel = parallel
-        self._take(copies, example_inputs)
+        failure = None
+        try:
+            self._take(copies, example_inputs)
+        except Exception as error:  # of this rank alone, maybe
+            failure = error
+        _agree_on_batches(parallel.group, failure, getattr(self, "_batch", None))
         try:
             self._count_collectives(self.whole)
             self._runs_without_data = True
@@ -162,6 +168,38 @@ class SelfCheck:
             actual = param.grad if param.grad is not None else torch.zeros_like(param)
             scale = max(float(expected.abs().max()), 1e-3 * largest, 1e-12)
             error[index[name]] = float((actual - local).abs().max()) / scale
+
+
+def _agree_on_batches(group: dist.ProcessGroup, failure: Exception | None, batch: Any) -> None:
+    """Every rank raises where some rank has failed, or where they have different batches. Collective."""
+    said = (
+        None if failure is None else f"{type(failure).__name__ * (type(failure) is not ValueError)} {failure}".strip()
+    )
+    mine = (said, _described(batch) if failure is None else "")
+    found: list[tuple[str | None, str]] = [mine] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    if all(error is not None and error == said for error, _ in found):
+        assert failure is not None
+        raise failure
+    for rank, (error, _) in zip(ranks, found, strict=True):
+        if error is not None:
+            raise ValueError(
+                f"rank {rank} has no batch for the check that ranks do together: {error}. Give all "
+                "ranks that share the model the same example_inputs="
+            ) from failure
+    for rank, (_, described) in zip(ranks, found, strict=True):
+        if described != found[0][1]:
+            raise ValueError(
+                f"example_inputs differs between ranks that share one model: rank {ranks[0]} has {found[0][1]}, rank "
+                f"{rank} has {described}; give all of them the same batch"
+            )
+
+
+def _described(batch: Any) -> str:
+    """The batch in words, which differ where batches do."""
+    words = map_tensors(lambda tensor: f"{list(tensor.shape)} {tensor.dtype} ({hash_of(tensor)})", batch)
+    return str(dict(words) if isinstance(words, Mapping) else words).replace("torch.", "")
 
 
 class _DryRunError(Exception):

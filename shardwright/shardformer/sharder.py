@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -11,7 +12,9 @@ from ..lazy.weights import LazyWeights
 from ..spec import ParamSpec, get_spec, set_spec
 from .adapters import native_model
 from .apply import adopt_root, apply_decisions
-from .config import ShardConfig
+from .attention import LocalHeads
+from .config import ShardConfig, require_config
+from .dropouts import regions_for_dropout
 from .layer.norm import fuse_norms, has_fusable_norms
 from .lowering import Lowered, lower
 from .plan import Plan
@@ -32,6 +35,7 @@ class ModelSharder:
 
     def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
         require_policy(policy)
+        require_config(shard_config)
         self.model = model
         self.shard_config = shard_config
         self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
@@ -39,6 +43,8 @@ class ModelSharder:
         self._decisions: list[Decision] | None = None
         self._regions: list[Region] = []
         self._lowered = Lowered()
+        self._plan = Plan({})
+        self._attributes: list[tuple[Any, str, Any]] = []
 
     def layer_lists(self, pipeline: bool) -> list[str] | None:
         """Names of the ModuleLists that the policy wants the model cut along; None leaves finding them to the
@@ -72,14 +78,24 @@ class ModelSharder:
             _check_optimizations(self._native, config)
             source = type(policy).__name__
             self._lowered = lower(self._native, policy.replacements(), source)
+            if self._lowered.changes_parameters and LazyWeights.of(self.model) is not None:
+                raise ValueError(
+                    f"{source}.module_policy: param_replacement changes numbers, which a model that was built in a "
+                    "LazyInitContext does not have yet; build it without one"
+                )
             if config.enable_tensor_parallelism and config.parallel.size > 1:
-                plan = policy.whole_plan().extended(self._lowered.rules)
+                self._plan = policy.whole_plan().extended(self._lowered.rules)
             else:
-                plan = Plan(self._lowered.replacing, source)
-            self._decisions = plan.decide(self._native, config.parallel, complete=False)
-            self._regions = find_regions(self._native, self._decisions)
-            plan.check(self._native, self._decisions, self._regions)
+                self._plan = Plan(self._lowered.replacing, source)
+            self._decisions = self._decide()
         return self._decisions
+
+    def _decide(self) -> list[Decision]:
+        decisions = self._plan.decide(self._native, self.shard_config.parallel, complete=False)
+        regions = find_regions(self._native, decisions)
+        self._plan.check(self._native, decisions, regions)
+        self._regions = regions_for_dropout(self._native, decisions, regions, self._plan.source)
+        return decisions
 
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
         """Returns the parameters that pipeline stages share (see `Policy.get_shared_params`).
@@ -91,16 +107,35 @@ class ModelSharder:
         weights = LazyWeights.of(self.model)
         decisions = self.prepare()
         shared = policy.get_shared_params()
+        decisions = self._change(decisions)
         apply_decisions(self._native, decisions, self._regions, config.parallel)
         if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
             adopt_root(self.model, config.parallel)
-        self._lowered.change()
+        for module, name, value in self._attributes:
+            setattr(module, name, value)
         _use_optimizations(self._native, config)
         self._take(policy.finished_model())
         _describe_parameters(self.model)
         if materialize and weights is not None:
             weights.materialize(self.model, config.parallel.rank if config.enable_tensor_parallelism else 0)
         return shared
+
+    def _change(self, decisions: list[Decision]) -> list[Decision]:
+        """What a policy changes in whole modules; the decisions, which are others where shapes have changed.
+
+        A rule that counts the heads of a module must see those that the model has, and what the policy says of them
+        holds afterwards.
+        """
+        counted = {id(decision.site.module) for decision in decisions if isinstance(decision.style, LocalHeads)}
+        before = self._lowered.attributes_of(counted)
+        shapes = _shapes(self._native)
+        self._lowered.change()
+        self._attributes = self._lowered.attributes_of(counted)
+        for module, name, value in before:
+            setattr(module, name, value)
+        if _shapes(self._native) != shapes:
+            decisions = self._decisions = self._decide()
+        return decisions
 
     def _take(self, native: nn.Module) -> None:
         """Go on with what the policy made of the model."""
@@ -112,6 +147,10 @@ class ModelSharder:
                 "carries adapters"
             )
         self._native = native
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def _describe_parameters(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.launch import launch_from_torch
-from .config import ShardConfig
+from .config import ShardConfig, require_config
 from .gradients import follow_gradients
 from .layer.parallel_module import native_class
 from .model import ShardedModel
@@ -35,6 +35,7 @@ class ShardFormer:
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
+        require_config(shard_config)
         self.shard_config = shard_config
         self.coordinator = DistCoordinator()
 
@@ -47,6 +48,8 @@ class ShardFormer:
 
         Returns the model and the parameters that pipeline stages share.
         """
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"ShardFormer.optimize: model={model!r} must be a model, such as BertForMaskedLM(config)")
         if any(isinstance(module, Part) for module in model.modules()):
             raise ValueError(
                 f"ShardFormer.optimize: this {native_class(model).__name__} is already sharded; go on with it as it "

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from ..ops.collective import copy_all_to_group, copy_to_group, reduce_from_group
 from ..spec import ParamSpec
+from .layer.dropout import DropoutForParallelInput
 from .layer.embedding import (
     LogitsParallel,
     VocabParallel,
@@ -38,7 +39,7 @@ from .layer.linear import (
     row_specs,
     shape_of,
 )
-from .layer.norm import FusedLayerNorm, FusedRMSNorm
+from .layer.norm import FusedLayerNorm, FusedRMSNorm, RMSNorm
 from .layer.parallel_module import ParallelGroup, ParallelModule, shard_parameters
 from .splits import EVEN, Heads, Packed, Pieces, Split, Vocabulary
 
@@ -349,7 +350,7 @@ class Replaced(Style):
     @property
     def role(self) -> Role | None:
         kind = self.target if isinstance(self.target, type) else object
-        if issubclass(kind, LogitsParallel | VocabParallel | FusedLayerNorm | FusedRMSNorm | nn.Dropout):
+        if issubclass(kind, LogitsParallel | VocabParallel | FusedLayerNorm | FusedRMSNorm | RMSNorm | nn.Dropout):
             return None
         return "opens" if issubclass(kind, ColumnParallel) else "closes" if issubclass(kind, RowParallel) else "unknown"
 
@@ -359,6 +360,13 @@ class Replaced(Style):
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         made = self.target.from_native_module(site.module, site.parallel.group, **self.kwargs)
+        if not isinstance(made, nn.Module):
+            raise ValueError(
+                f"{getattr(self.target, '__name__', self.target)}.from_native_module returned {made!r}; it must return "
+                "the module that takes the place of the one it is given"
+            )
+        if isinstance(made, DropoutForParallelInput):
+            made.in_region = True
         setattr(site.parent, site.name.rpartition(".")[2], made)
 
 

@@ -33,7 +33,7 @@ def check_call(
     if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > len(positional):
         raise ValueError(
             f"{name} got {len(args)} positional arguments and takes at most {len(positional)}: give them by name "
-            f"({', '.join(f'{key}=...' for key in positional[:3])})"
+            f"({', '.join(f'{key}=...' for key in (positional or list(parameters))[:3])})"
         )
     twice = [key for key in positional[: len(args)] if key in kwargs]
     if twice:

@@ -11,7 +11,7 @@ import shardwright
 from shardwright.booster import Booster
 from shardwright.pipeline.schedules.phases import B, F, times
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.shardformer import ModelSharder, Policy, ShardConfig, ShardFormer
+from shardwright.shardformer import ModelSharder, ModulePolicyDescription, Policy, ShardConfig, ShardFormer
 from shardwright.shardformer.layer import Linear1D_Col
 from tests.mistakes.table import mistake, refused
 
@@ -99,6 +99,68 @@ def schedule_with_a_hole(rank: int, world: int) -> None:
     model = Pair()
     with refused("pp_style='forgetful', which was registered: ", "B"):
         Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+
+
+@mistake(
+    symptom="a registered schedule whose function returns something else than phases, such as `[F(), B()]` or `None`",
+    gets="refused with the name of the schedule, the rank and the number of microbatches",
+    fix="a list of phases: `[times(num_microbatches, F(), B())]`",
+    worlds=(2, 4),
+)
+def schedule_of_letters(rank: int, world: int) -> None:
+    shardwright.register_schedule("letters", lambda placement, rank, num_microbatches: [F(), B()])  # type: ignore[list-item]
+    plugin = HybridParallelPlugin(
+        pp_size=world,
+        num_microbatches=4,
+        pp_style="letters",
+        precision="fp32",
+        custom_policy=PairPolicy(),
+        example_inputs=torch.randn(4, 4),
+    )
+    model = Pair()
+    with refused("pp_style='letters', which was registered, for rank 0 and ", "0 is no phase", r"\[times\("):
+        Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+
+
+class PortedPolicy(Policy):
+    def __init__(self, *keys: Any) -> None:
+        self.keys = keys
+
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        return {key: ModulePolicyDescription() for key in self.keys}
+
+
+@mistake(
+    symptom="a `module_policy` for classes that the model does not have",
+    gets="refused with the classes of the model when none of them is there; where some are, the others are logged",
+    fix="the class, or its name, as transformers calls it",
+)
+def classes_of_another_model(rank: int, world: int) -> None:
+    with refused("describes BertLayer, LlamaAttention, but Pair has no such module; its modules are Pair"):
+        ShardFormer(ShardConfig()).optimize(Pair(), PortedPolicy("BertLayer", "LlamaAttention"))
+
+
+@mistake(
+    symptom="ranks that share a model and were given different `example_inputs`, or one rank's batch does not run",
+    gets="refused on all ranks, with the rank and its error",
+    fix="the same batch on all ranks of a tensor-parallel group",
+    worlds=(2, 4),
+)
+def batches_that_differ(rank: int, world: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class AnotherConfig(LlamaConfig):
+        model_type = "another"
+
+    sizes: dict[str, Any] = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(AnotherConfig(**sizes, num_attention_heads=4))
+    ids = torch.arange(8).view(1, 8)
+    for mine, words in (
+        ({"input_ids": ids + rank, "labels": ids}, "example_inputs differs between ranks that share one model: rank 0"),
+        ({"input_ids": ids + 1000 * (rank == 1), "labels": ids}, "rank 1 has no batch for the check.*IndexError"),
+    ):
+        with refused(words):
+            ShardFormer(ShardConfig(example_inputs=mine)).optimize(model)
 
 
 @mistake(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -217,3 +218,34 @@ def one_rank_fails(rank: int, world_size: int) -> list[Any]:
 
 def test_a_plan_that_fails_on_one_rank_alone_is_rejected_on_all_and_the_next_one_is_tried() -> None:
     assert run_ranks(one_rank_fails, 2, timeout=30) == [[[], None, None, []]] * 2
+
+
+def disagreeing(rank: int, world_size: int) -> list[str]:
+    """Ranks whose batches are not one: each refusal comes on all ranks, and none waits."""
+    short = {"input_ids": torch.ones(2, 3, dtype=torch.long)}  # which does not run
+    found = []
+    for batches in ((own_batch(), short), (short, own_batch()), (own_batch(), None), (own_batch(), other_batch())):
+        with pytest.raises(ValueError) as caught:
+            sharded(steered(), example_inputs=batches[rank])
+        found.append(str(caught.value))
+    return found
+
+
+def other_batch() -> dict[str, torch.Tensor]:
+    return {**own_batch(), "strength": torch.arange(2.0, 7.0)}
+
+
+def test_ranks_agree_on_a_batch_before_anything_is_run_together() -> None:
+    first, second = run_ranks(disagreeing, 2, timeout=60)
+    for found, words in zip(
+        zip(first, second, strict=True),
+        (
+            r"rank 1 has no batch .*: example_inputs: a small copy of Steered does not run on it .*missing 1 required",
+            r"rank 0 has no batch .*: example_inputs: a small copy of Steered does not run on it .*missing 1 required",
+            r"rank 1 has no batch .*: Steered has no policy of its own.*Give all ranks that share the model the same",
+            r"example_inputs differs between ranks .*: rank 0 has {'input_ids': '\[2, 9\] int64 .*; give all of them",
+        ),
+        strict=True,
+    ):
+        assert found[0] == found[1]
+        assert re.search(words, found[0]), found[0]

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.shardformer.layer import DropoutForParallelInput, DropoutForReplicatedInput
 from shardwright.shardformer.rng import (
-    DropoutForParallelInput,
-    DropoutForReplicatedInput,
     make_sharded_region,
     sharded_rng,
     synchronize_rng,

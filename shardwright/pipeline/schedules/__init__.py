@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+from ...utils.argument_types import check_arguments
 from ...utils.errors import one_of
 from ..planning.actions import Action, separate, validate
 from ..planning.placement import STYLES as PLACEMENTS
@@ -15,6 +18,7 @@ from .forward_only import forward_only as _forward_only
 from .gpipe import gpipe
 from .interleaved import interleaved
 from .one_f_one_b import one_f_one_b
+from .own import own_phases
 from .phases import Letters, number
 from .zero_bubble import zero_bubble
 from .zero_bubble_v import zero_bubble_v
@@ -61,12 +65,14 @@ def register_schedule(
         raise ValueError(
             f"name={name!r} of a schedule must be a text that is not taken by {', '.join(map(repr, [*STYLES, 'auto']))}"
         )
-    if not callable(function):
+    if not callable(function) or not _takes_three(function):
         raise ValueError(
-            f"function={function!r} must be a function (placement, rank, num_microbatches) -> list of phases"
+            f"function={function!r} of schedule {name!r} must be a function (placement, rank, num_microbatches) -> "
+            "list of phases"
         )
     if placement not in PLACEMENTS:
         raise one_of("placement", placement, PLACEMENTS)
+    check_arguments(register_schedule, {"num_model_chunks": num_model_chunks, "splits_backward": splits_backward})
     if (
         num_model_chunks < 1
         or (placement == "linear" and num_model_chunks != 1)
@@ -77,6 +83,16 @@ def register_schedule(
             "2, 'round_robin' any"
         )
     STYLES[name] = Style(function, placement, num_model_chunks, num_model_chunks, splits_backward, own=True)
+
+
+def _takes_three(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, 0, 1)
+    except TypeError:
+        return False
+    except ValueError:  # of some that are written in C
+        return True
+    return True
 
 
 def splits_backward(pp_style: str) -> bool:
@@ -129,11 +145,14 @@ def get(
     placement = get_placement(pp_style, num_ranks, num_model_chunks)
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: a step needs at least 1 microbatch")
-    build = _forward_only if forward_only else STYLES[pp_style].build
+    style = STYLES[pp_style]
+    build = _forward_only if forward_only else style.build
+    if style.own and not forward_only:
+        build = partial(own_phases, pp_style, style.build, style.splits)
     lists: list[Sequence[Action]] = [
         number(build(placement, rank, num_microbatches), placement, rank, num_microbatches) for rank in range(num_ranks)
     ]
-    if STYLES[pp_style].own:
+    if style.own:
         try:
             validate(lists, placement, num_microbatches, forward_only)
         except ValueError as error:

@@ -68,6 +68,12 @@ def in_turn(first: Letters, second: Letters) -> Letters:
     return np.stack([first, second], axis=1).ravel()
 
 
+def kinds_and_chunks(letters: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """Each letter as it is written for chunk 0, and its chunk."""
+    chunks, kinds = np.divmod(letters, len(_COMPUTE))
+    return kinds, chunks
+
+
 def number(phases: Sequence[Letters], placement: Placement, rank: int, num_microbatches: int) -> ActionList:
     """The actions of a rank: every letter takes the microbatches in order. Letters beyond the last microbatch are
     left out.

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from ...ops.vocab_shard import VocabShard
 from ...spec import ParamSpec
 from ..splits import Even, Pieces, Split, Vocabulary
 from .linear import ColumnParallel, gather_features, join_name, shape_of, shard_column
-from .parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
+from .parallel_module import Groups, ParallelGroup, ParallelModule, constructor, own_forward, shard_parameters
 
 
 class VocabParallel(ParallelModule):
@@ -48,7 +47,7 @@ class VocabParallel(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         shard = self.vocabulary
-        if native_class(self).forward is nn.Embedding.forward:
+        if own_forward(self) is nn.Embedding.forward:
             return vocab_embedding(ids, self.weight, shard, self.global_padding_idx)
         # A subclass does something of its own to the rows (scales them): let it, on this rank's rows.
         foreign = (ids < shard.start) | (ids >= shard.start + shard.length)
@@ -120,6 +119,7 @@ class Embedding1D(HiddenParallel, nn.Embedding):
     gather_output   whether the output has all columns on every rank
     """
 
+    @constructor
     def __init__(
         self,
         num_embeddings: int,
@@ -127,7 +127,7 @@ class Embedding1D(HiddenParallel, nn.Embedding):
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups | None = None,
         gather_output: bool = True,
     ) -> None:
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
@@ -147,6 +147,7 @@ class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):
     `make_vocab_size_divisible_by` rows.
     """
 
+    @constructor
     def __init__(
         self,
         num_embeddings: int,
@@ -154,7 +155,8 @@ class VocabParallelEmbedding1D(VocabParallel, nn.Embedding):
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups | None = None,
+        *,
         make_vocab_size_divisible_by: int = 64,
     ) -> None:
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
@@ -175,14 +177,16 @@ class VocabParallelLMHead1D(LogitsParallel, nn.Linear):
     gather_output   whether the logits of the whole vocabulary come out on every rank
     """
 
+    @constructor
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        bias: bool = False,
+        bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups | None = None,
+        *,
         gather_output: bool = False,
         make_vocab_size_divisible_by: int = 64,
     ) -> None:

@@ -8,6 +8,7 @@ Shapes, with T tokens in any number of leading dims, O and I the full sizes, o a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -19,8 +20,9 @@ from ...ops import compiled
 from ...ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
 from ...ops.linear import column_linear, row_linear
 from ...spec import ParamSpec
+from ...utils.argument_types import is_whole
 from ..splits import Even, Packed, Pieces, Split
-from .parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
+from .parallel_module import Groups, ParallelGroup, ParallelModule, constructor, own_forward, shard_parameters
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -40,7 +42,7 @@ def computes_plainly(module: nn.Module) -> bool:
     """Whether a linear's native forward is y = x W^T + b and nothing else, so that the fused operations can stand in
     for it.
     """
-    forward = getattr(native_class(module), "forward", None)
+    forward = own_forward(module)
     return forward is nn.Linear.forward or getattr(forward, "__qualname__", "") == "Conv1D.forward"
 
 
@@ -192,6 +194,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
     `from_native_module` shards one that exists. The result holds weight [out/n, in] and bias [out/n].
     """
 
+    @constructor
     def __init__(
         self,
         in_features: int,
@@ -199,7 +202,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups | None = None,
         gather_output: bool = False,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
@@ -218,6 +221,7 @@ class Linear1D_Row(RowParallel, nn.Linear):
     parallel_input  whether the input already is this rank's slice; if not, it is split first
     """
 
+    @constructor
     def __init__(
         self,
         in_features: int,
@@ -225,7 +229,8 @@ class Linear1D_Row(RowParallel, nn.Linear):
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Groups | None = None,
+        *,
         parallel_input: bool = True,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
@@ -247,11 +252,26 @@ class FusedLinear1D_Col(Linear1D_Col):
     split_sizes     the size of every part
     """
 
+    @constructor
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        split_sizes: list[int],
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        process_group: Groups | None = None,
+        gather_output: bool = False,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        type(self).from_native_module(self, process_group, split_sizes=split_sizes, gather_output=gather_output)
+
     @classmethod
     def _from_native(  # type: ignore[override]
         cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], gather_output: bool = False
     ) -> nn.Module:
-        return shard_column(module, parallel, Packed(tuple(split_sizes)), gather_output)
+        return shard_column(module, parallel, parts_of_sizes(split_sizes), gather_output)
 
 
 class FusedLinear1D_Row(Linear1D_Row):
@@ -260,16 +280,34 @@ class FusedLinear1D_Row(Linear1D_Row):
     split_sizes     the size of every part
     """
 
+    @constructor
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        split_sizes: list[int],
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        process_group: Groups | None = None,
+        *,
+        parallel_input: bool = True,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        type(self).from_native_module(self, process_group, split_sizes=split_sizes, parallel_input=parallel_input)
+
     @classmethod
     def _from_native(  # type: ignore[override]
         cls, module: nn.Module, parallel: ParallelGroup, *, split_sizes: list[int], parallel_input: bool = True
     ) -> nn.Module:
-        return super()._from_native(module, parallel, split=Packed(tuple(split_sizes)), parallel_input=parallel_input)
+        split = parts_of_sizes(split_sizes)
+        return super()._from_native(module, parallel, split=split, parallel_input=parallel_input)
 
 
-# GPT-2's Conv1D is a linear like any other here.
-GPT2FusedLinearConv1D_Col = FusedLinear1D_Col
-GPT2FusedLinearConv1D_Row = Linear1D_Row
+def parts_of_sizes(split_sizes: Sequence[int]) -> Packed:
+    if not isinstance(split_sizes, list | tuple) or not split_sizes or not all(map(is_whole, split_sizes)):
+        raise ValueError(f"split_sizes={split_sizes!r} must be the sizes of the parts, such as [64, 64, 64]")
+    return Packed(tuple(split_sizes))
 
 
 def shard_column(

@@ -12,7 +12,18 @@ from torch import Tensor
 from .parallel_module import ParallelGroup, ParallelModule, combined_class, native_class
 
 
-class FusedLayerNorm(ParallelModule):
+class _Norm(ParallelModule):
+    """Norms that are made from those that exist."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        name = type(self).__name__
+        native = "nn.RMSNorm" if "RMS" in name else "nn.LayerNorm"
+        raise ValueError(
+            f"{name} is not built by itself: build the norm, and give it to {name}.from_native_module({native}(8))"
+        )
+
+
+class FusedLayerNorm(_Norm):
     """A layer norm. torch's own is one kernel already, so a native one is only checked and returned."""
 
     @classmethod
@@ -26,15 +37,17 @@ class LayerNorm(FusedLayerNorm):
     """The same: a layer norm stays as it is."""
 
 
-class RMSNorm(ParallelModule):
+class RMSNorm(_Norm):
     """An RMS norm stays as it is."""
 
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
+        if any(param.ndim > 1 for param in module.parameters()):
+            raise ValueError(f"{cls.__name__} takes RMS norms, not {type(module).__name__}")
         return module
 
 
-class FusedRMSNorm(ParallelModule):
+class FusedRMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight in one kernel; x [..., H], weight [H].
 
     Takes any module that computes just this. Variants (weight + 1, no weight, other dims) are recognised by trying, and

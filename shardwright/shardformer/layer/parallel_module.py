@@ -8,8 +8,9 @@ working, optimizers built on the parameters stay valid, ties stay ties.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ...spec import ParamSpec, get_spec, set_spec
+from ...utils.argument_types import checks_of
+from ...utils.arguments import check_call
 
 
 @dataclass(frozen=True)
@@ -57,33 +60,63 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
     "overlap": (_ANY, ""),
     "async_communication": (_ANY, ""),
     "stream_chunk_num": (_ANY, ""),
-    "weight": (None, "the layer takes the module's weight"),
-    "bias_": (None, "the layer takes the module's bias"),
+    "weight": (None, "from_native_module shards the weight of a layer that exists"),
+    "bias_": (None, "from_native_module shards the bias of a layer that exists"),
+    "weight_initializer": (None, "from_native_module shards a layer with the weight that it was given"),
+    "bias_initializer": (None, "from_native_module shards a layer with the bias that it was given"),
 }
+Groups = dist.ProcessGroup | list[dist.ProcessGroup] | tuple[dist.ProcessGroup, ...]
 
 
 def own_arguments(layer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """`kwargs` for `layer.from_native_module` without what asks for nothing here; ValueError for what it cannot
     take.
     """
-    taken = dict(kwargs)
     if not isinstance(layer, type) or not issubclass(layer, ParallelModule):
-        return taken  # of the user's own
-    known = inspect.signature(layer._from_native).parameters
-    for name in [name for name in taken if name not in known]:
-        neutral, why = _FOREIGN.get(name, (None, ""))
-        if name not in _FOREIGN:
-            names = ", ".join(list(known)[2:]) or "no arguments of its own"
+        return dict(kwargs)  # of the user's own
+    known = list(inspect.signature(layer._from_native).parameters)[2:]
+    taken = _without_foreign(layer.__name__, kwargs, known)
+    for name in taken:
+        if name not in known:
+            names = ", ".join(known) or "no arguments of its own"
             raise ValueError(f"{layer.__name__}.from_native_module takes no {name}={taken[name]!r}; it takes {names}")
-        value = taken.pop(name)
-        if neutral is not _ANY and value is not neutral:
-            raise ValueError(f"{layer.__name__}: {name}={value!r} cannot be had: {why}; leave it out, or use {neutral}")
     return taken
 
 
-def group_or_all(
-    group: dist.ProcessGroup | list[dist.ProcessGroup] | tuple[dist.ProcessGroup, ...] | None,
-) -> dist.ProcessGroup:
+def constructor(init: Callable[..., None]) -> Callable[..., None]:
+    """A layer's `__init__` that also takes what asks for nothing here, and names the argument that is wrong."""
+    signature = inspect.signature(init)
+    signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    known, checks = list(signature.parameters), checks_of(signature)
+
+    @wraps(init)
+    def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        name = type(self).__name__
+        kwargs = _without_foreign(name, kwargs, known)
+        check_call(name, signature, args, kwargs)
+        for key, value in (*zip(known, args, strict=False), *kwargs.items()):
+            if key in checks:
+                checks[key](value)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}; it takes {', '.join(known)}") from None
+        init(self, *args, **kwargs)
+
+    return build
+
+
+def _without_foreign(layer: str, kwargs: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """`kwargs` without those of other frameworks' layers, which must ask for nothing."""
+    taken = dict(kwargs)
+    for name in [name for name in taken if name in _FOREIGN and name not in known]:
+        value, (neutral, why) = taken.pop(name), _FOREIGN[name]
+        if neutral is not _ANY and value is not neutral:
+            raise ValueError(f"{layer}: {name}={value!r} cannot be had: {why}; leave it out, or use {neutral}")
+    return taken
+
+
+def group_or_all(group: Groups | None) -> dist.ProcessGroup:
     """`group`, the only one of a list, or all ranks when it is None."""
     if isinstance(group, list | tuple):
         if len(group) != 1:
@@ -95,6 +128,13 @@ def group_or_all(
     if group is None:
         raise ValueError(
             "process_group=None means all ranks, but there are none yet; call shardwright.launch_from_torch() first"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("process_group is one that this rank is not in; shard the layer on the ranks of the group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group={group!r} must be a torch.distributed.ProcessGroup, such as torch.distributed.new_group "
+            "returns, or None for all ranks"
         )
     return group
 
@@ -108,10 +148,10 @@ class ParallelModule(nn.Module):
     parallel: ParallelGroup
 
     @classmethod
-    def from_native_module(
-        cls, module: nn.Module, process_group: dist.ProcessGroup | list[dist.ProcessGroup] | None = None, **kwargs: Any
-    ) -> nn.Module:
+    def from_native_module(cls, module: nn.Module, process_group: Groups | None = None, **kwargs: Any) -> nn.Module:
         """Shard `module` over `process_group` (the default group when None) in place and return it."""
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"{cls.__name__}.from_native_module: module={module!r} must be a module")
         kwargs = own_arguments(cls, kwargs)
         parallel = ParallelGroup(group_or_all(process_group))
         return cls._from_native(module, parallel, **kwargs)
@@ -150,9 +190,25 @@ def _combine(mixin: type, native: type) -> type:
     return type(native.__name__, (mixin, native), {**names, "native_class": getattr(native, "native_class", native)})
 
 
+def with_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Let functions take the place of methods of this module.
+
+    On a subclass rather than on the instance: activation checkpointing and `super()` go through the class.
+    """
+    native = type(module)
+    names = {"__module__": native.__module__, "native_class": native_class(module), "changed_methods": True}
+    module.__class__ = type(native.__name__, (native,), {**names, **methods})
+
+
 def native_class(module: nn.Module) -> Any:
     """The class that the module had before it was sharded."""
     return getattr(type(module), "native_class", type(module))
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward that the module had before it was sharded: its class', or what a policy put in its place."""
+    changed = (cls for cls in type(module).__mro__ if "changed_methods" in vars(cls) and "forward" in vars(cls))
+    return getattr(next(changed, native_class(module)), "forward", None)
 
 
 def shard_parameters(module: nn.Module, specs: Mapping[str, ParamSpec], coordinate: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 
 import torch.nn as nn
@@ -53,18 +54,40 @@ def register_policy(model_type_or_class: str | type[nn.Module], policy_class: ty
     """Let models of a class (and its subclasses), or of a `model_type`, be sharded by `policy_class` where no other is
     passed.
 
-    A class counts before a model type, a nearer base class before a farther one, and both before the policies that come
-    with the package. Registering again replaces the policy.
+    A class may be named instead ("LlamaForCausalLM", or with its module in front). It counts before a model type, a
+    nearer base class before a farther one, and both before the policies that come with the package. Registering again
+    replaces the policy.
     """
     key = model_type_or_class
-    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+    is_class = isinstance(key, type) and issubclass(key, nn.Module) and key is not nn.Module
+    if not is_class and not (isinstance(key, str) and key.strip()):
+        meant = "; the policy comes second" if _is_policy(key) else ""
+        meant = f"; use its class, {type(key).__name__}" if isinstance(key, nn.Module) else meant
         raise ValueError(
             f"model_type_or_class={key!r} must be the model_type of a config, such as 'llama', or a class of models"
+            f"{meant}"
         )
     if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
         meant = f"; pass the class: {type(policy_class).__name__}" if isinstance(policy_class, Policy) else ""
         raise ValueError(f"policy_class={policy_class!r} must be a subclass of shardwright.shardformer.Policy{meant}")
+    if policy_class is Policy or inspect.isabstract(policy_class):
+        raise ValueError(f"policy_class={policy_class.__name__} says nothing about a model; derive one from it")
+    required = [
+        name
+        for name, parameter in inspect.signature(policy_class).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise ValueError(
+            f"policy_class={policy_class.__name__} is built without arguments, and needs {', '.join(required)}; give "
+            "them defaults, or pass an instance: policy=, to the plugin custom_policy="
+        )
     _registered[key] = policy_class
+
+
+def _is_policy(value: object) -> bool:
+    return isinstance(value, Policy) or (isinstance(value, type) and issubclass(value, Policy))
 
 
 def get_autopolicy(model: nn.Module) -> Policy:
@@ -74,7 +97,8 @@ def get_autopolicy(model: nn.Module) -> Policy:
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    for key in (*native_class(model).__mro__, kind):
+    classes = native_class(model).__mro__
+    for key in (*(key for cls in classes for key in (cls, cls.__name__, f"{cls.__module__}.{cls.__name__}")), kind):
         if key in _registered:
             return _registered[key]()
     if kind in _OWN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from ...utils.arguments import ExplainedArguments
 from ..config import ShardConfig
 from ..layer.linear import is_linear
 from ..layer.parallel_module import own_arguments
@@ -19,7 +21,7 @@ from ..styles import Style, VocabEmbedding, VocabHead
 
 
 @dataclass
-class SubModuleReplacementDescription:
+class SubModuleReplacementDescription(metaclass=ExplainedArguments):
     """A child module to be sharded in place of the original.
 
     suffix                  name of the child below the described module ("mlp.dense_1", "layers[0].mlp")
@@ -36,10 +38,23 @@ class SubModuleReplacementDescription:
 
     def __post_init__(self) -> None:
         self.kwargs = {} if self.kwargs is None else self.kwargs
+        if not isinstance(self.suffix, str) or not self.suffix:
+            raise ValueError(f"suffix={self.suffix!r} must be the name of a child module, such as 'mlp.dense_1'")
+        if not callable(getattr(self.target_module, "from_native_module", None)):
+            raise ValueError(
+                f"target_module={self.target_module!r} of {self.suffix!r} has no from_native_module; use a layer of "
+                "shardformer.layer, the class itself, or one of your own with from_native_module(module, process_group)"
+            )
+        if not isinstance(self.kwargs, Mapping) or not all(isinstance(name, str) for name in self.kwargs):
+            raise ValueError(f"kwargs={self.kwargs!r} of {self.suffix!r} must be a dict of arguments by name, or None")
+        if not isinstance(self.ignore_if_not_exist, bool):
+            raise ValueError(
+                f"ignore_if_not_exist={self.ignore_if_not_exist!r} of {self.suffix!r} must be True or False"
+            )
 
 
 @dataclass
-class ModulePolicyDescription:
+class ModulePolicyDescription(metaclass=ExplainedArguments):
     """What changes in every module of one class.
 
     attribute_replacement   name -> value (dotted names reach into attributes)
@@ -61,11 +76,31 @@ class ModulePolicyDescription:
         for name, made in (("attribute", dict), ("param", list), ("sub_module", list), ("method", dict)):
             if getattr(self, f"{name}_replacement") is None:
                 setattr(self, f"{name}_replacement", made())
+        self.check()
+
+    def check(self) -> None:
+        """ValueError for a field of a wrong type. Policies change descriptions after they were made, too."""
+        for name, what in (("attribute", "values"), ("method", "functions")):
+            value = getattr(self, f"{name}_replacement")
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+                raise ValueError(f"{name}_replacement={value!r} must be a dict from names to {what}, or None")
+        for name, method in self.method_replacement.items():
+            if not callable(method):
+                raise ValueError(f"method_replacement[{name!r}]={method!r} must be a function that takes the module")
+        for name, is_one, what in (
+            ("param", callable, "functions that take a module"),
+            ("sub_module", _is_child, "SubModuleReplacementDescription"),
+        ):
+            value = getattr(self, f"{name}_replacement")
+            if not isinstance(value, list | tuple) or not all(map(is_one, value)):
+                meant = "; put it in a list" if is_one(value) else ""
+                raise ValueError(f"{name}_replacement={value!r} must be a list of {what}, or None{meant}")
 
     def bound(self, group: dist.ProcessGroup) -> ModulePolicyDescription:
         """The same in the one form that is applied: functions that take a module alone, methods, arguments that the
         layers know.
         """
+        self.check()
         return ModulePolicyDescription(
             self.attribute_replacement,
             [_with_group(function, group) for function in self.param_replacement],
@@ -75,6 +110,10 @@ class ModulePolicyDescription:
             ],
             {name: _as_method(function) for name, function in self.method_replacement.items()},
         )
+
+
+def _is_child(value: Any) -> bool:
+    return isinstance(value, SubModuleReplacementDescription)
 
 
 def _with_group(function: Callable[..., None], group: dist.ProcessGroup) -> Callable[..., None]:
@@ -89,9 +128,9 @@ def _with_group(function: Callable[..., None], group: dist.ProcessGroup) -> Call
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as something that a class binds to its instances: objects that are called, such as
-    `functools.partial`, are not.
+    `functools.partial` and methods of the policy, are not.
     """
-    if hasattr(function, "__get__"):
+    if isinstance(function, types.FunctionType):
         return function
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +257,18 @@ class Policy:
         """What `module_policy` returns, as it is applied."""
         source = type(self).__name__
         bound = {}
-        for key, description in (self.module_policy() or {}).items():
+        described = self.module_policy()
+        if described is not None and not isinstance(described, Mapping):
+            raise ValueError(
+                f"{source}.module_policy returned {described!r}; it must return a dict from classes of modules, or "
+                "their names, to ModulePolicyDescription"
+            )
+        for key, description in (described or {}).items():
+            if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
+                meant = f"; use its class, {type(key).__name__}" if isinstance(key, nn.Module) else ""
+                raise ValueError(
+                    f"{source}.module_policy: the key {key!r} must be a class of modules, or the name of one{meant}"
+                )
             if not isinstance(description, ModulePolicyDescription):
                 raise ValueError(
                     f"{source}.module_policy: {key!r} is described by {description!r}; it must be a "
@@ -246,8 +296,10 @@ class Policy:
         target_key: type[nn.Module] | str,
     ) -> dict[Any, ModulePolicyDescription]:
         """Add children to what `policy`, a `module_policy`, says about `target_key`; returns `policy`."""
-        children = description if isinstance(description, list) else [description]
-        policy.setdefault(target_key, ModulePolicyDescription()).sub_module_replacement.extend(children)
+        children = list(description) if isinstance(description, list | tuple) else [description]
+        known = policy.setdefault(target_key, ModulePolicyDescription())
+        known.sub_module_replacement = [*known.sub_module_replacement, *children]
+        known.check()
         return policy
 
     def append_or_create_method_replacement(
@@ -257,7 +309,9 @@ class Policy:
         target_key: type[nn.Module] | str,
     ) -> dict[Any, ModulePolicyDescription]:
         """Add methods to what `policy`, a `module_policy`, says about `target_key`; returns `policy`."""
-        policy.setdefault(target_key, ModulePolicyDescription()).method_replacement.update(description)
+        known = policy.setdefault(target_key, ModulePolicyDescription())
+        known.method_replacement = {**known.method_replacement, **description}
+        known.check()
         return policy
 
     def tie_weight_check(self) -> bool:
