@@ -85,6 +85,8 @@ class ScaledOptimizer(OptimizerWrapper):
     overflowed.
     """
 
+    scaler: DynamicScaler
+
     def __init__(self, optim: OptimizerWrapper, scaler: DynamicScaler) -> None:
         super().__init__(optim, optim.max_norm)
         self.scaler = scaler

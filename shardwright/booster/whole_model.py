@@ -213,9 +213,9 @@ class WholeModel:
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         result = self._boosted.unwrap().load_state_dict(state_dict, strict=strict)
-        refresh = getattr(self._optimizer and self._optimizer(), "refresh_masters", None)
-        if refresh is not None:
-            refresh()  # the weights that the optimizer steps on follow
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None and optimizer.sharded is not None:
+            optimizer.sharded.refresh_masters()  # the weights that the optimizer steps on follow
         return result
 
     # Changes.

@@ -16,11 +16,12 @@ from ..files.boxes import Box, parts_of
 from ..files.errors import CheckpointMismatch
 from ..files.hf_names import ignored
 from ..files.huggingface import HfFiles, HfSource
+from ..interface.shards import ShardedOptimizer
 from .agreement import Agreement, attempt
 from .held import Held, held_tensors
 from .load import find, read_held
 from .manifest import MARKER
-from .optimizer_parts import OptimizerParts, parts_of_optimizer
+from .optimizer_parts import parts_of_optimizer
 from .position import Position
 
 
@@ -157,7 +158,7 @@ def _take(
 
 
 def _fill(
-    source: Any, found: dict[str, str], held: list[Any], parts: OptimizerParts | None, position: Position
+    source: Any, found: dict[str, str], held: list[Any], parts: ShardedOptimizer | None, position: Position
 ) -> None:
     trained = set() if parts is None else set(parts.trained())
     for shard in parts.shards() if parts is not None else ():

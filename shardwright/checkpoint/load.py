@@ -15,14 +15,15 @@ from torch import nn
 from ..files.boxes import parts_of
 from ..files.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
 from ..files.paths import inside, read_json
-from ..interface.shards import LoadedShard
+from ..interface import OptimizerWrapper
+from ..interface.shards import LoadedShard, ShardedOptimizer
 from . import rng
 from .agreement import Agreement, attempt
 from .directory import candidates, not_found
 from .held import Held, held_tensors
 from .index import TensorIndex
 from .manifest import read_manifest, verify
-from .optimizer_parts import OptimizerParts, load_hyperparameters, parts_of_optimizer
+from .optimizer_parts import load_hyperparameters, parts_of_optimizer
 from .plain_data import as_before, decode
 from .position import Position
 from .save import STATE, _module_of
@@ -170,7 +171,7 @@ def load(
 
 
 def _check_fit(
-    opened: Opened, held: list[Held], parts: OptimizerParts | None, agreement: Agreement, complete: bool
+    opened: Opened, held: list[Held], parts: ShardedOptimizer | None, agreement: Agreement, complete: bool
 ) -> None:
     """Compare names, shapes and param groups on all ranks before anything is written to."""
     index = opened.index
@@ -207,7 +208,9 @@ def _check_fit(
         raise CheckpointMismatch(opened.directory, mismatched=everyone[2], what="optimizer's param groups")
 
 
-def _read(opened: Opened, position: Position, held: list[Held], parts: OptimizerParts | None) -> dict[str, LoadedShard]:
+def _read(
+    opened: Opened, position: Position, held: list[Held], parts: ShardedOptimizer | None
+) -> dict[str, LoadedShard]:
     """Fill masters and untrained tensors; returns the optimizer's states."""
     shards = {} if parts is None else _read_optimizer(opened, position, parts)
     trained = set() if parts is None else set(parts.trained())
@@ -218,11 +221,11 @@ def _read(opened: Opened, position: Position, held: list[Held], parts: Optimizer
 
 
 def _load_optimizer(
-    state: Mapping[str, Any], optimizer: Any, parts: OptimizerParts, shards: dict[str, LoadedShard]
+    state: Mapping[str, Any], optimizer: Any, parts: ShardedOptimizer, shards: dict[str, LoadedShard]
 ) -> None:
     load_hyperparameters(optimizer.param_groups, decode(state["param_groups"]))
     parts.load_shards(shards)
-    scaler = getattr(optimizer, "scaler", None)
+    scaler = optimizer.scaler if isinstance(optimizer, OptimizerWrapper) else None
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(decode(state["scaler"]))
 
@@ -243,7 +246,7 @@ def read_held(source: Any, name: str, held: Held) -> None:
         held.tensor.copy_(flat.view(held.tensor.shape))
 
 
-def _read_optimizer(opened: Opened, position: Position, parts: OptimizerParts) -> dict[str, LoadedShard]:
+def _read_optimizer(opened: Opened, position: Position, parts: ShardedOptimizer) -> dict[str, LoadedShard]:
     """Masters are filled in place; states are new, since an optimizer that has not stepped has none yet."""
     index = opened.index
     per_element, whole_values = opened.states_of("state"), opened.states_of("extra")

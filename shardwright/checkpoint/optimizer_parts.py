@@ -7,42 +7,25 @@ local rows, where FSDP2 has sharded them); `PlainParts` answers for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..interface.shards import LoadedShard, ParamShard
+from ..interface import OptimizerWrapper
+from ..interface.shards import LoadedShard, ParamShard, ShardedOptimizer
 from ..utils.tensors import local_tensor
 from .held import Held, held_tensors
 from .position import Position
 
 
-class OptimizerParts(Protocol):
-    """See `interface.shards`."""
-
-    def shards(self) -> list[ParamShard]: ...
-
-    def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None: ...
-
-    def publish_masters(self) -> None: ...
-
-    def trained(self) -> dict[str, int]:
-        """Number of the param group of every parameter that is trained, by name."""
-        ...
-
-
-def parts_of_optimizer(optimizer: Any, model: nn.Module, position: Position) -> OptimizerParts:
+def parts_of_optimizer(optimizer: Optimizer, model: nn.Module, position: Position) -> ShardedOptimizer:
     """`optimizer` is what boost returned, or a bare torch optimizer over the parameters of `model`."""
-    inner = optimizer
-    while inner is not None:
-        if hasattr(inner, "load_shards"):
-            return cast(OptimizerParts, inner)
-        inner = getattr(inner, "optim", None)
-    plain = optimizer.unwrap() if hasattr(optimizer, "unwrap") else optimizer
-    return PlainParts(plain, model, position)
+    if not isinstance(optimizer, OptimizerWrapper):
+        return PlainParts(optimizer, model, position)
+    return optimizer.sharded or PlainParts(optimizer.unwrap(), model, position)
 
 
 class PlainParts:
@@ -121,6 +104,8 @@ class PlainParts:
 
     def publish_masters(self) -> None:
         """Nothing to do: the parameters are their own masters."""
+
+    refresh_masters = publish_masters
 
 
 def _is_elementwise(key: str, value: Any, param: torch.Tensor) -> bool:

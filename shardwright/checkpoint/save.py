@@ -15,6 +15,7 @@ from torch import nn
 from ..files.boxes import parts_of, whole
 from ..files.disk import sync_directory, write_file
 from ..files.tensor_file import pending, write_tensors
+from ..interface import OptimizerWrapper
 from ..spec import ParamSpec
 from . import rng
 from .agreement import Agreement, attempt
@@ -122,7 +123,7 @@ def _dataloader_state(dataloader: Any) -> Any:
 
 
 def _shared_state(optimizer: Any, lr_scheduler: Any, step: SupportsIndex | None, extra: Any) -> dict[str, Any]:
-    scaler = getattr(optimizer, "scaler", None)
+    scaler = optimizer.scaler if isinstance(optimizer, OptimizerWrapper) else None
     return {
         "step": None if step is None else _whole_number("step", step),
         "extra": encode(extra if extra is not None else {}, "extra"),

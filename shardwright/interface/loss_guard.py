@@ -119,7 +119,7 @@ class LossGuard:
             bad = bool(flag)
         if bad:
             return "the loss"
-        if optimizer.measures_before_step and getattr(optimizer, "scaler", None) is None:
+        if optimizer.measures_before_step and optimizer.scaler is None:
             norm = optimizer.get_grad_norm()
             if norm is not None and not math.isfinite(norm):
                 return "the norm of the gradients"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..cluster import job
 from ..utils.tensors import local_tensor
 from .loss_guard import LossGuard
+from .shards import ShardedOptimizer
 
 NO_GRAD_SCALER = (
     "torch.amp.GradScaler around an optimizer that boost returned: it finds no gradients to unscale. Leave the "
@@ -20,6 +21,14 @@ NO_GRAD_SCALER = (
     'enabled=False) and say precision="fp16" to the plugin, or Booster(mixed_precision="fp16"), which scales the loss '
     "and skips overflows"
 )
+
+
+class LossScaler(Protocol):
+    """What checkpoints keep of a loss scale."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class OptimizerWrapper(Optimizer):
@@ -31,9 +40,21 @@ class OptimizerWrapper(Optimizer):
     boosting keeps driving it.
 
     `max_norm > 0` clips the global gradient norm at every `step`.
+
+    What the booster, plugins, pipelines and checkpoints may ask beside that is all here, with the answer of an
+    optimizer that has no part in it; wrappers that have override it:
+
+    measures_before_step  whether `get_grad_norm` can tell the norm of a step that has not been taken
+    scaler        its loss scale, if the number format needs one
+    sharded       who answers for masters and states that are not the model's own parameters
+    require_sync, no_sync()  whether backward reduces gradients
+    require_cleared()        refuses backwards onto gradients that were stepped on
+    plain_parameters()       context in which the model runs
     """
 
-    measures_before_step = True  # whether `get_grad_norm` can tell the norm of a step that has not been taken
+    measures_before_step = True
+    scaler: LossScaler | None = None
+    require_sync = True
 
     def __init__(self, optim: Optimizer, max_norm: float = 0.0) -> None:
         # Deliberately without Optimizer.__init__: parameters and defaults belong to `optim`.
@@ -107,6 +128,20 @@ class OptimizerWrapper(Optimizer):
             return self.optim.step()
         finally:
             self.is_stepping = False
+
+    @property
+    def sharded(self) -> ShardedOptimizer | None:
+        """None: the model's own parameters are stepped on, and the wrapped optimizer holds their states."""
+        return self.optim.sharded if isinstance(self.optim, OptimizerWrapper) else None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which backward accumulates gradients without reducing them."""
+        return nullcontext()
+
+    def require_cleared(self) -> None:
+        """Refuse backwards onto the gradients of a step that was taken, where these cannot be added to. A pipeline
+        asks before any rank communicates.
+        """
 
     def plain_parameters(self) -> AbstractContextManager[None]:
         """Context in which the model runs; optimizers that watch reads of gradients do not inside."""

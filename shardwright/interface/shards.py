@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -61,6 +62,34 @@ class LoadedShard:
     master: torch.Tensor | None
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class ShardedOptimizer(Protocol):
+    """What checkpoints and the booster ask of an optimizer that steps on masters of its own. The wrapper that boost
+    returns says by `OptimizerWrapper.sharded` who answers.
+    """
+
+    def trained(self) -> dict[str, int]:
+        """Number of the param group of every parameter that is trained, by the name that checkpoints use."""
+        ...
+
+    def shards(self) -> list[ParamShard]:
+        """What this rank owns of every parameter."""
+        ...
+
+    def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None:
+        """Take masters and states, by parameter name, for exactly the ranges that `shards` lists; then bring the
+        masters into the model. Collective.
+        """
+        ...
+
+    def publish_masters(self) -> None:
+        """Bring masters that were written to into the working parameters of all ranks. Collective."""
+        ...
+
+    def refresh_masters(self) -> None:
+        """Take masters from the working parameters as they are."""
+        ...
 
 
 @dataclass(frozen=True)

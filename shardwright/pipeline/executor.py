@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from ..cluster import job
 from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..comm.payload import Header
 from ..comm.shape_rules import MessageKey, ShapeRule, split_sizes
+from ..interface import OptimizerWrapper
 from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
@@ -150,7 +152,7 @@ class PipelineExecutor:
         self,
         data_iter: Iterator[Any],
         criterion: Callable[[Any, Any], torch.Tensor] | None = None,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
@@ -160,6 +162,8 @@ class PipelineExecutor:
         Returns {"loss": loss of the global batch or None, "outputs": merged outputs or None}, both on the rank with the
         last stage only.
         """
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = OptimizerWrapper(optimizer)
         with job.step():
             return self._execute(data_iter, criterion, optimizer, return_loss, return_outputs)
 
@@ -188,7 +192,7 @@ class PipelineExecutor:
         self,
         data_iter: Iterator[Any],
         criterion: Callable[[Any, Any], torch.Tensor] | None,
-        optimizer: Any,
+        optimizer: OptimizerWrapper | None,
         want_loss: bool,
         want_outputs: bool,
     ) -> dict[str, Any]:
@@ -269,15 +273,15 @@ class PipelineExecutor:
             for index in range(len(step.microbatches)):
                 loss = self.forward(0, None, index)
                 if step.training:
+                    assert step.optimizer is not None
                     with self._accumulating(step.optimizer, last=index == len(step.microbatches) - 1):
                         self._backward(loss)
                 del loss
 
     @staticmethod
-    def _accumulating(optimizer: Any, last: bool) -> AbstractContextManager[Any]:
+    def _accumulating(optimizer: OptimizerWrapper, last: bool) -> AbstractContextManager[Any]:
         """Where an optimizer reduces gradients during backward, only the last microbatch's backward does."""
-        no_sync = None if last else getattr(optimizer, "no_sync", None)
-        return nullcontext() if no_sync is None else no_sync()
+        return nullcontext() if last else optimizer.no_sync()
 
     def _run_pipeline(self, runtime: PipelineRuntime, step: Step) -> None:
         assert self.comm is not None
@@ -360,19 +364,13 @@ class PipelineExecutor:
 
     def _backward(self, loss: torch.Tensor) -> None:
         assert self._step is not None
-        backward = getattr(self._step.optimizer, "backward", None)
-        if backward is not None:
-            backward(loss)
-        else:
-            loss.backward()
+        assert self._step.optimizer is not None
+        self._step.optimizer.backward(loss)
 
     def _backward_by_grad(self, tensors: Sequence[Any], grads: Sequence[torch.Tensor], /) -> None:
         assert self._step is not None
-        backward = getattr(self._step.optimizer, "backward_by_grad", None)
-        if backward is not None:
-            backward(tensors, grads)
-        else:
-            torch.autograd.backward(tensors, grads)  # type: ignore[arg-type]
+        assert self._step.optimizer is not None
+        self._step.optimizer.backward_by_grad(tensors, grads)
 
     def _buffers(self) -> frozenset[int]:
         return frozenset(id(buffer) for buffer in self.cut.staged.model.buffers())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..cluster.same_batch import describe
+from ..interface import OptimizerWrapper
 from ..ops.vocab_mode import as_scripts_see
 from ..utils.tensors import map_tensors
 from .batch.microbatch import batch_size, items_of, merge_outputs
@@ -22,7 +23,9 @@ class Step:
     want_loss = True
     want_outputs = False
 
-    def __init__(self, microbatches: list[Any], loss: GlobalLoss, optimizer: Any, inputs: StepInputs) -> None:
+    def __init__(
+        self, microbatches: list[Any], loss: GlobalLoss, optimizer: OptimizerWrapper | None, inputs: StepInputs
+    ) -> None:
         self.microbatches = microbatches
         self.inputs = inputs
         self.loss = loss

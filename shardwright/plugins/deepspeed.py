@@ -42,7 +42,6 @@ class DeepSpeedOptimizer(OptimizerWrapper):
     def __init__(self, engine: Any, optim: Optimizer) -> None:
         super().__init__(optim)
         self.engine = engine
-        self.require_sync = True
 
     def backward(
         self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False

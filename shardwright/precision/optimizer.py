@@ -9,7 +9,7 @@ the caller asks for a number, or fp16 meets an optimizer without a fused kernel.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..cluster import job
 from ..interface import OptimizerWrapper
 from ..interface.optimizer import NO_GRAD_SCALER
+from ..interface.shards import LoadedShard, ParamShard, ShardedOptimizer
 from ..optim.kind import choose_fused
 from ..utils.tensors import multiply_
 from .grad_norm import clip_coefficient, power_sum, total_norm
@@ -55,7 +56,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         super().__init__(optim, max_norm)
         if max_norm < 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
-        self.scaler = scaler
+        self.scaler: DynamicScaler | None = scaler
         self.device = device
         self.norm_group = norm_group
         self.grad_state = GradState.ACCUMULATING
@@ -98,6 +99,11 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     # The face of OptimizerWrapper.
 
     @property
+    def sharded(self) -> ShardedOptimizer:
+        """Subclasses bring what `ShardedOptimizer` asks for."""
+        return self
+
+    @property
     def state(self) -> ShownState:  # type: ignore[override]
         return ShownState(self.optim.state)
 
@@ -123,9 +129,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
     def require_cleared(self) -> None:
-        """Refuse backwards onto the gradients of a step that was taken. A pipeline asks before any rank
-        communicates.
-        """
+        """See `OptimizerWrapper`."""
         if self._has_stepped:
             raise ValueError(
                 "backward after step without zero_grad: the last gradients are still there; call zero_grad() first"
@@ -175,6 +179,46 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._has_stepped = self._has_gradients
         self._publish()
         return None
+
+    # State.
+
+    @abstractmethod
+    def trained(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def shards(self) -> list[ParamShard]: ...
+
+    @abstractmethod
+    def load_shards(self, loaded: Mapping[str, LoadedShard]) -> None: ...
+
+    @abstractmethod
+    def publish_masters(self) -> None: ...
+
+    @abstractmethod
+    def refresh_masters(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's masters, states, hyperparameters and loss scale, by parameter name; for the same layout only."""
+        shards = {
+            shard.name: {"master": shard.master, "state": shard.state, "extra": shard.extra} for shard in self.shards()
+        }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {
+            "shards": shards,
+            "param_groups": groups,
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"{len(state_dict['param_groups'])} param groups saved, this optimizer has {len(self.param_groups)}"
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        if self.scaler is not None and state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        self.load_shards({name: LoadedShard(**parts) for name, parts in state_dict["shards"].items()})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -497,10 +497,6 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         load_shards(self.segments, self.optim, loaded, counts_on_device=self._fused)
         self.publish_masters()
 
-    def settle(self) -> None:
-        """Wait until the weights of the last step have reached this rank's parameters."""
-        self.gatherer.wait()
-
     def publish_masters(self) -> None:
         """Bring masters that were written to into the working parameters of all ranks. Collective over the
         sub-group.
@@ -522,29 +518,6 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             if bucket.has_copies:
                 bucket.master.copy_(bucket.own_flat)
                 bucket.note_versions()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's masters, states, hyperparameters and loss scale, by parameter name; for the same layout only."""
-        shards = {
-            shard.name: {"master": shard.master, "state": shard.state, "extra": shard.extra} for shard in self.shards()
-        }
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {
-            "shards": shards,
-            "param_groups": groups,
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict["param_groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"{len(state_dict['param_groups'])} param groups saved, this optimizer has {len(self.param_groups)}"
-            )
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-        if self.scaler is not None and state_dict["scaler"] is not None:
-            self.scaler.load_state_dict(state_dict["scaler"])
-        self.load_shards({name: LoadedShard(**parts) for name, parts in state_dict["shards"].items()})
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of all parameters as the next step will use them (without clipping), for inspection.

@@ -371,7 +371,7 @@ def average_of_captured_parameters(rank: int, world: int) -> None:
         for value, copied, wanted in zip(average, again, plain.parameters(), strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
             assert type(copied) is nn.Parameter
-        optim.settle()
+        optim.gatherer.wait()
 
 
 @mistake(

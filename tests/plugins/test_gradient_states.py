@@ -305,7 +305,7 @@ def captured_weights(rank: int, world: int) -> None:
             *[value.clone() for value in torch._foreach_mul(raw[1:4], 1.0)],
             *map(copy.deepcopy, raw[4:]),
         ]
-        optim.settle()
+        optim.gatherer.wait()
         for one, param in zip(early, raw, strict=True):
             assert type(param) is not type(None)
             assert torch.equal(one, param)

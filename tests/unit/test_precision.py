@@ -1,11 +1,16 @@
-"""The loss scaler's walk, the norm's accuracy, and the names of torch's fused optimizers."""
+"""The loss scaler's walk, the norm's accuracy, the names of torch's fused optimizers, and what wrappers answer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardwright.checkpoint.optimizer_parts import parts_of_optimizer
+from shardwright.checkpoint.position import Position
+from shardwright.interface import OptimizerWrapper
 from shardwright.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwright.optim.kind import choose_fused, is_elementwise
 from shardwright.precision.grad_norm import clip_coefficient, power_sum, total_norm
@@ -163,3 +168,26 @@ def test_fused_is_chosen_only_where_the_user_left_it_open() -> None:
     assert not choose_fused(torch.optim.AdamW(params, foreach=True), CPU)
     assert not choose_fused(torch.optim.AdamW(params, fused=False), CPU)
     assert not choose_fused(torch.optim.RMSprop(params), CPU)
+
+
+class _OwnMasters(OptimizerWrapper):
+    """Answers for its shards by itself."""
+
+    @property
+    def sharded(self) -> Any:
+        return self
+
+
+def test_the_wrapper_with_masters_of_its_own_answers_for_them_through_others() -> None:
+    model = nn.Linear(2, 3)
+    plain = OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = _OwnMasters(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert parts_of_optimizer(OptimizerWrapper(own), model, Position()) is own
+    assert plain.sharded is None
+    parts = parts_of_optimizer(OptimizerWrapper(plain), model, Position())
+    assert [(shard.name, shard.local_shape) for shard in parts.shards()] == [("weight", (3, 2)), ("bias", (3,))]
+    with plain.no_sync():
+        plain.backward(model(torch.ones(1, 2)).sum())
+    plain.require_cleared()
+    assert plain.scaler is None
+    assert plain.require_sync

@@ -25,7 +25,6 @@ from ...pipeline.cut.tied import create_tied_process_groups
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.schedules import get_placement, splits_backward
 from ...pipeline.stage import StagedModel
-from ...precision.optimizer import MixedPrecisionOptimizer
 from ...precision.policy import PRECISIONS, PrecisionPolicy
 from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
@@ -442,7 +441,7 @@ class HybridParallelPlugin(Plugin):
             return None
 
         def share() -> None:
-            if getattr(optimizer, "require_sync", True):
+            if optimizer.require_sync:
                 buffers.share()
 
         return share
@@ -492,7 +491,7 @@ class HybridParallelPlugin(Plugin):
         """As `Booster.execute_pipeline`; without a criterion the loss is the model's own."""
         if not isinstance(model, HybridModel):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
-        if isinstance(optimizer, MixedPrecisionOptimizer):
+        if optimizer is not None:
             optimizer.require_cleared()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
@@ -501,7 +500,7 @@ class HybridParallelPlugin(Plugin):
         )
         if trained is not None:
             trained.reopen()
-        with optimizer.plain_parameters() if isinstance(optimizer, OptimizerWrapper) else nullcontext():
+        with optimizer.plain_parameters() if optimizer is not None else nullcontext():
             result = model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
         if trained is not None:
             trained.note_step()

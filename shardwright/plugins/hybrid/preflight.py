@@ -39,6 +39,7 @@ from ...pipeline.schedules import Schedule, splits_backward
 from ...precision.policy import PrecisionPolicy
 from ...shardformer.adapters import native_model
 from ...shardformer.plan import Decision
+from ...shardformer.policies.generic import GenericPolicy
 from ...shardformer.sharder import ModelSharder
 from ...shardformer.small_copy import small_copies
 from ...spec import ParamSpec
@@ -127,7 +128,7 @@ def preflight(
     layout = _Resolver(
         model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch, kernels
     ).layout()
-    if sharder is not None and not getattr(getattr(sharder.policy, "findings", None), "checked", True):
+    if sharder is not None and isinstance(sharder.policy, GenericPolicy) and not sharder.policy.findings.checked:
         guessed = (
             "the tensor-parallel plan follows from transformers' plan and from names; it was not tried "
             "on a small copy here"
