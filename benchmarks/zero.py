@@ -26,6 +26,7 @@ from shardwright.precision.grad_state import GradState
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
 from shardwright.zero.optimizer import ZeroOptimizer
+from shardwright.zero.settings import ZeroSettings
 
 Step = Callable[[], None]
 
@@ -83,10 +84,7 @@ def zero(stage: int, **options: object) -> Callable[[int, int, torch.Tensor], St
             torch.optim.AdamW(model.parameters(), fused=True),
             model,
             ParallelMesh(),
-            stage=stage,
-            max_norm=1.0,
-            bucket_size_in_m=2,
-            **options,
+            ZeroSettings(stage=stage, max_norm=1.0, bucket_size_in_m=2, **options),
         )
 
         def step() -> None:
@@ -157,9 +155,8 @@ def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[
             torch.optim.AdamW(model.parameters(), fused=True),
             model,
             ParallelMesh(),
-            stage=1,
+            ZeroSettings(stage=1, max_norm=1.0),
             precision=PrecisionPolicy(precision),
-            max_norm=1.0,
         )
         for bucket in optim.buckets:
             assert bucket.grads is not None

@@ -20,9 +20,10 @@ from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
+from ..zero.lay_out import lay_out
 from ..zero.layout import BUCKET_SIZE_IN_M
 from ..zero.optimizer import ZeroOptimizer
-from ..zero.sharding import shard_untrained
+from ..zero.settings import ZeroSettings
 from .agreement import agree_on_arguments, agree_on_boost
 from .base import (
     Boosted,
@@ -35,7 +36,6 @@ from .base import (
     require_separate_parameters,
 )
 from .lora import add_lora
-from .settings import check_communication_dtype, check_gather_ahead
 from .shared_buffers import share_all
 from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
 
@@ -140,38 +140,29 @@ class LowLevelZeroPlugin(Plugin):
                 f"norm_type={norm_type} must be 2.0: steps clip by the 2-norm; use "
                 "optimizer.clip_grad_by_norm for others"
             )
-        if max_norm < 0:
-            raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or positive")
-        if reduce_bucket_size_in_m <= 0:
-            raise ValueError(f"reduce_bucket_size_in_m={reduce_bucket_size_in_m} must be positive (12 is usual)")
-        check_communication_dtype(communication_dtype)
-        check_gather_ahead(gather_ahead)
-        if stage == 3 and overlap_allgather:
-            raise ValueError(
-                "overlap_allgather=True with stage=3: only stages 1 and 2 gather updated parameters after a step, "
-                "stage 3 gathers them ahead of their layers anyway; use stage=1 or 2, or overlap_allgather=False"
-            )
         self.stage = stage
         self.precision = precision
         self.policy = PrecisionPolicy(precision)
         self.scaler = ScalerConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
-        self.max_norm = max_norm
         self.cast_inputs = cast_inputs
         self.verbose = verbose
-        self.settings: dict[str, Any] = {
-            "bucket_size_in_m": reduce_bucket_size_in_m,
-            "communication_dtype": communication_dtype,
-            "overlap_communication": overlap_communication,
-            "overlap_allgather": overlap_allgather,
-            "cpu_offload": cpu_offload,
-            "master_weights": master_weights,
-            "gathered_ahead": gather_ahead,
-        }
+        self.settings = ZeroSettings(
+            stage=stage,
+            max_norm=max_norm,
+            bucket_size_in_m=reduce_bucket_size_in_m,
+            communication_dtype=communication_dtype,
+            overlap_communication=overlap_communication,
+            overlap_allgather=overlap_allgather,
+            cpu_offload=cpu_offload,
+            master_weights=master_weights,
+            gather_ahead=gather_ahead,
+            names={"bucket_size_in_m": "reduce_bucket_size_in_m"},
+        )
         group_size = _group_size(zero_group_size, extra_dp_size)
         validate_sizes(dist.get_world_size(), pp=1, tp=1, sp=1, dp=None, zero_group_size=group_size)
-        agree_on_arguments("LowLevelZeroPlugin", {**self.settings, "stage": stage, "zero_group_size": group_size})
+        agree_on_arguments("LowLevelZeroPlugin", arguments)
         self.mesh = ParallelMesh(zero_group_size=group_size)
         facts = Facts(precision, stage, self.mesh.size("dp"), sharing=self.mesh.size("zero"))
         self.without_effect = find_without_effect(LowLevelZeroPlugin.__init__, arguments, LOW_LEVEL_ZERO, facts)
@@ -206,21 +197,16 @@ class LowLevelZeroPlugin(Plugin):
         require_own_parameters(model, optimizer)
         require_separate_parameters(model, optimizer)
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
-        wrapped: OptimizerWrapper | None = None
         if self.stage < 3:
             model = model.to(get_current_device())
-        if optimizer is not None:
-            wrapped = self._configure_flat(model, optimizer)
-        elif self.stage == 3:
-            shard_untrained(
-                model,
-                self.mesh,
-                self.policy,
-                offload=self.settings["cpu_offload"],
-                ahead=self.settings["gathered_ahead"],
-            )
-        else:
-            self._cast_only(model)
+        wrapped, _ = lay_out(model, optimizer, self.mesh, self.settings, self.policy, self.scaler)
+        if wrapped is not None and self.verbose and dist.get_rank() == 0:
+            for bucket in wrapped.buckets:
+                plan = bucket.plan
+                print(
+                    f"bucket {bucket.index}: {len(plan.slots)} parameters, {plan.numel:,} elements of "
+                    f"{plan.family.dtype}"
+                )
         share_all(model, self.mesh.group("dp"))
         return Boosted(
             LowLevelZeroModel(
@@ -231,33 +217,6 @@ class LowLevelZeroPlugin(Plugin):
             dataloader,
             lr_scheduler,
         )
-
-    def _configure_flat(self, model: nn.Module, optimizer: Optimizer) -> ZeroOptimizer:
-        zero = ZeroOptimizer(
-            optimizer,
-            model,
-            self.mesh,
-            stage=self.stage,
-            precision=self.policy,
-            scaler=self.scaler,
-            max_norm=self.max_norm,
-            **self.settings,
-        )
-        if self.verbose and dist.get_rank() == 0:
-            for bucket in zero.buckets:
-                plan = bucket.plan
-                print(
-                    f"bucket {bucket.index}: {len(plan.slots)} parameters, {plan.numel:,} elements of "
-                    f"{plan.family.dtype}"
-                )
-        return zero
-
-    def _cast_only(self, model: nn.Module) -> None:
-        dtypes = self.policy.dtypes(model)
-        for name, param in model.named_parameters():
-            param.data = param.data.to(dtypes[name])
-            dist.broadcast(param.data, src=0)
-        self.policy.cast_buffers(model)
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

@@ -7,8 +7,9 @@ and none can be forgotten: `HybridSettings.deal` fails on an argument without a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,10 +20,11 @@ from ..pipeline.settings import PipelineSettings
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.policies.base import Policy
-from ..utils.argument_types import check_types, is_whole
 from ..utils.errors import one_of
-from ..zero.collectives import SUMMED, can_be_summed
+from ..zero.settings import ZeroSettings, check_bucket_size
 
+T = TypeVar("T")
+_ZERO_NAMES = {"stage": "zero_stage", "bucket_size_in_m": "zero_bucket_size_in_m"}
 SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 
 
@@ -67,16 +69,9 @@ class LayoutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings:
-    """Number formats: the dtype parameters work in, and fp16's loss scale (see `precision.scaler.ScalerConfig`)."""
+    """Number formats: the dtype parameters work in."""
 
     precision: str
-    initial_scale: float
-    min_scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    max_scale: float
     use_fp8: bool
     fp8_communication: bool
 
@@ -93,19 +88,6 @@ class PrecisionSettings:
             )
         if self.precision not in PRECISIONS:
             raise one_of("precision", self.precision, list(PRECISIONS))
-        _ = self.scaler
-
-    @property
-    def scaler(self) -> ScalerConfig:
-        return ScalerConfig(
-            self.initial_scale,
-            self.min_scale,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.hysteresis,
-            self.max_scale,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,79 +298,45 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReductionSettings:
-    """How gradients are reduced and the optimizer is sharded over data-parallel ranks.
+class ReplicaSettings:
+    """What replicas of a model do alike, in the words of DistributedDataParallel.
 
-    zero_stage              0 all-reduces gradients; 1 shards the optimizer, 2 also gradients, 3 also parameters
-    max_norm                clip the global gradient norm at every step; 0 does not
-    zero_bucket_size_in_m   elements per bucket in millions, for zero_stage >= 1; on CUDA about 200 MB where nothing is
-                            said
     ddp_bucket_cap_mb       megabytes of fp32 gradients per bucket, for zero_stage=0
     broadcast_buffers       every training forward starts with rank 0's persistent buffers (running statistics) on all
                             data-parallel ranks
-    gather_ahead            zero_stage=3: how many layers (in a pipeline: chunks) are gathered before they are needed.
-                            None: as many layers as take the memory of the largest part of the model, two chunks
     find_unused_parameters  parameters without a gradient are always found, at no cost; refused at stage 3, where all
                             ranks must use the same layers
     static_graph, gradient_as_bucket_view
                             wishes of DistributedDataParallel that always hold here: gradients are views of buckets
     """
 
-    zero_stage: int
-    max_norm: float
-    zero_bucket_size_in_m: float
-    cpu_offload: bool
-    communication_dtype: torch.dtype | None
-    overlap_communication: bool
-    overlap_allgather: bool
-    broadcast_buffers: bool
     ddp_bucket_cap_mb: float
+    broadcast_buffers: bool
     find_unused_parameters: bool
     check_reduction: bool
     gradient_as_bucket_view: bool
     static_graph: bool
-    gather_ahead: int | None
 
     def __post_init__(self) -> None:
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(
-                f"zero_stage={self.zero_stage} must be 0 (all-reduce), 1 (optimizer), 2 (and gradients) "
-                "or 3 (and parameters)"
-            )
-        if self.max_norm < 0:
-            raise ValueError(f"max_norm={self.max_norm} must be 0 (no clipping) or positive")
-        for name in ("zero_bucket_size_in_m", "ddp_bucket_cap_mb"):
-            if getattr(self, name) <= 0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be positive ({'12' if 'zero' in name else '25'} is usual)"
-                )
-        check_communication_dtype(self.communication_dtype)
-        check_gather_ahead(self.gather_ahead)
-        if self.find_unused_parameters and self.zero_stage == 3:
-            raise ValueError(
-                "find_unused_parameters=True with zero_stage=3: every rank must use the same layers in a step, because "
-                "all ranks gather them together (parameters that no rank uses are found without it); use zero_stage=0, "
-                "1 or 2, where ranks may differ"
-            )
+        check_bucket_size("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, usual=25)
         if self.check_reduction:
             raise ValueError(
                 "check_reduction=True was withdrawn by torch's DistributedDataParallel and has no "
                 "counterpart; leave it False"
             )
-        if self.cpu_offload and self.zero_stage == 0:
+
+    def check(self, zero_stage: int) -> None:
+        """Refuse what does not fit ZeRO of this stage."""
+        if self.find_unused_parameters and zero_stage == 3:
             raise ValueError(
-                "cpu_offload=True with zero_stage=0: masters and optimizer states move to the host when they are "
-                "sharded; use zero_stage=1"
-            )
-        if self.overlap_allgather and self.zero_stage not in (1, 2):
-            raise ValueError(
-                f"overlap_allgather=True with zero_stage={self.zero_stage}: only stages 1 and 2 gather updated "
-                "parameters after a step; use zero_stage=1 or 2, or overlap_allgather=False"
+                "find_unused_parameters=True with zero_stage=3: every rank must use the same layers in a step, because "
+                "all ranks gather them together (parameters that no rank uses are found without it); use zero_stage=0, "
+                "1 or 2, where ranks may differ"
             )
 
-    @property
-    def bucket_size_in_m(self) -> float:
-        return self.zero_bucket_size_in_m if self.zero_stage else self.ddp_bucket_cap_mb * 2**20 / 4 / 1e6
+    def bucketed(self, zero: ZeroSettings) -> ZeroSettings:
+        """With the buckets of DistributedDataParallel where there is no ZeRO."""
+        return zero if zero.stage else replace(zero, bucket_size_in_m=self.ddp_bucket_cap_mb * 2**20 / 4 / 1e6)
 
 
 @dataclass(frozen=True)
@@ -397,38 +345,35 @@ class HybridSettings:
 
     layout: LayoutSettings
     precision: PrecisionSettings
+    scaler: ScalerConfig
     sharding: ShardingSettings
     pipeline: PipelineOptions
-    reduction: ReductionSettings
+    zero: ZeroSettings
+    replicas: ReplicaSettings
 
     @classmethod
     def deal(cls, flat: Mapping[str, Any]) -> HybridSettings:
         """Deal flat keyword arguments to their groups."""
-        homes = {
-            "layout": LayoutSettings,
-            "precision": PrecisionSettings,
-            "sharding": ShardingSettings,
-            "pipeline": PipelineOptions,
-            "reduction": ReductionSettings,
-        }
-        names = {group: [field.name for field in fields(home)] for group, home in homes.items()}
-        homeless = set(flat) - {name for group in names.values() for name in group}
-        assert not homeless, f"no settings group takes {sorted(homeless)}"
-        for home in homes.values():
-            check_types(home, flat)
-        settings = cls(**{group: home(**{name: flat[name] for name in names[group]}) for group, home in homes.items()})  # type: ignore[arg-type]
-        settings.pipeline.check(settings.layout.pp_size)
-        settings.layout.check(settings.reduction.zero_stage)
-        return settings
+        taken: set[str] = set()
 
+        def group(home: type[T], names: Mapping[str, str] = MappingProxyType({})) -> T:
+            """`names`: of fields that the argument has another name for."""
+            of_field = {each.name: names.get(each.name, each.name) for each in fields(home)}  # type: ignore[arg-type]
+            given = {each: flat[argument] for each, argument in of_field.items() if argument in flat}
+            taken.update(of_field[each] for each in given)
+            return home(**given, **({"names": names} if names else {}))
 
-def check_gather_ahead(ahead: Any) -> None:
-    if ahead is not None and not (is_whole(ahead) and ahead >= 0):
-        raise ValueError(
-            f"gather_ahead={ahead!r} must be a whole number of layers of at least 0, or None to let memory decide"
+        settings = cls(
+            group(LayoutSettings),
+            group(PrecisionSettings),
+            group(ScalerConfig),
+            group(ShardingSettings),
+            group(PipelineOptions),
+            group(ZeroSettings, _ZERO_NAMES),
+            group(ReplicaSettings),
         )
-
-
-def check_communication_dtype(dtype: object) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and can_be_summed(dtype)):
-        raise ValueError(f"communication_dtype={dtype} {SUMMED}")
+        assert taken == set(flat), f"no settings group takes {sorted(set(flat) - taken)}"
+        settings.pipeline.check(settings.layout.pp_size)
+        settings.layout.check(settings.zero.stage)
+        settings.replicas.check(settings.zero.stage)
+        return replace(settings, zero=settings.replicas.bucketed(settings.zero))

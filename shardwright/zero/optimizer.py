@@ -31,18 +31,18 @@ from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec
 from ..utils.device import get_current_device
 from .bucket import HAS_GRAD_DTYPE, Bucket
-from .collectives import SUMMED, can_be_summed
 from .counting import counted_ranges
 from .data_writes import DataWrites
 from .entries import collect_entries
 from .gather import ParamGatherer
 from .groups import zero_groups
-from .layout import BUCKET_SIZE_IN_M, BucketPlan, bucket_numel, plan_buckets
+from .layout import BucketPlan, plan_buckets
 from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .reducer import GradReducer
 from .script_reads import ScriptReads
 from .segments import Segments
+from .settings import ZeroSettings
 from .sharding import shard_units
 from .shards import LoadedShard, ParamShard, list_shards, load_shards
 from .shared_rows import SharedRows
@@ -57,24 +57,14 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     optim                 any optimizer over parameters of `model`, not stepped yet
     model                 the module
     mesh                  which ranks share parameters
-    stage                 0, 1, 2 or 3
+    settings              stage, buckets, clipping, what overlaps
     precision             working dtypes; default: leave the model's
     scaler                settings of the loss scaler, for fp16
-    max_norm              clip the global norm at each step, 0 for no clipping
-    bucket_size_in_m      elements per bucket in millions, about 200 MB on CUDA unless said; at stage 3 buckets follow
-                          the layers
-    communication_dtype   dtype of gradients on the wire, None for that in which they accumulate
-    overlap_communication reduce while backward runs
-    overlap_allgather     gather updated parameters while the next forward runs
-    cpu_offload           keep masters and optimizer states in host memory and step there
-    master_weights        keep fp32 masters of half-precision parameters; without, the optimizer steps in half precision
     launch_in_backward    every backward outside of `no_sync` reduces; False for runtimes, which say when gradients of
                           which part come (`expect_gradients`, `reduce_grad`)
     sections              for such runtimes: the part of the model that a parameter belongs to, or `layout.SHARED`;
                           default: part 0
     tied_groups           group of the ranks with a copy, per tied name
-    gathered_ahead        stage 3: how many units are gathered before they are needed; None: as many as take the memory
-                          of the largest
     make                  stage 3: called with parameters just before their values are read, to make what does not exist
                           yet
     gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the
@@ -86,30 +76,17 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         optim: Optimizer,
         model: nn.Module,
         mesh: ParallelMesh,
+        settings: ZeroSettings | None = None,
         *,
-        stage: int = 1,
         precision: PrecisionPolicy | None = None,
         scaler: ScalerConfig | None = None,
-        max_norm: float = 0.0,
-        bucket_size_in_m: float = BUCKET_SIZE_IN_M,
-        communication_dtype: torch.dtype | None = None,
-        overlap_communication: bool = True,
-        overlap_allgather: bool = False,
-        cpu_offload: bool = False,
-        master_weights: bool = True,
         launch_in_backward: bool = True,
         sections: Mapping[nn.Parameter, int] | None = None,
         tied_groups: Mapping[str, dist.ProcessGroup] | None = None,
-        gathered_ahead: int | None = None,
         make: Callable[[Sequence[nn.Parameter]], Any] | None = None,
         gradient_divisor: float | None = None,
     ) -> None:
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={stage} of ZeroOptimizer must be 0, 1, 2 or 3")
-        if bucket_size_in_m <= 0:
-            raise ValueError(f"bucket_size_in_m={bucket_size_in_m} must be positive (12 is usual)")
-        if communication_dtype is not None and not can_be_summed(communication_dtype):
-            raise ValueError(f"communication_dtype={communication_dtype} {SUMMED}")
+        settings = settings or ZeroSettings()
         check_supported(optim)
         elementwise = is_elementwise(optim)
         entries = collect_entries(
@@ -117,37 +94,35 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             model,
             precision,
             whole=not elementwise,
-            placed=stage < 3,
+            placed=settings.stage < 3,
             part=sections is not None,
             sections=sections,
         )
-        device = entries[0].param.device if entries and stage < 3 else get_current_device()
+        device = entries[0].param.device if entries and settings.stage < 3 else get_current_device()
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
         super().__init__(
             optim,
             device=device,
-            max_norm=max_norm,
+            max_norm=settings.max_norm,
             scaler=DynamicScaler(scaler or ScalerConfig(), device)
             if precision is not None and precision.needs_scaler
             else None,
             norm_group=dist.group.WORLD,
             divisor=divisor,
         )
-        self.stage = stage
+        self.settings = settings
+        self.stage = stage = settings.stage
         self.mesh = mesh
         self.model = model
-        self.cpu_offload = cpu_offload
         self.groups = zero_groups(mesh, stage, tied_groups or {})
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._data = DataWrites()
-        size = bucket_numel(bucket_size_in_m, device.type, communication_dtype or torch.float32)
+        size = settings.bucket_numel(device.type)
         self.units: UnitGatherer | None = None
         self.buckets: list[Bucket]
         if stage < 3:
             plans = plan_buckets(entries, self.groups.shards, size, whole=not elementwise)
-            self.buckets = [
-                self._filled_bucket(plan, index, master_weights, 2 * size) for index, plan in enumerate(plans)
-            ]
+            self.buckets = [self._filled_bucket(plan, index, 2 * size) for index, plan in enumerate(plans)]
             settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
         else:
             self.units = shard_units(
@@ -156,12 +131,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 self.groups,
                 device,
                 self._data,
+                settings,
                 precision=precision,
                 sections=sections,
                 whole=not elementwise,
-                master_weights=master_weights,
-                offload=cpu_offload,
-                ahead=gathered_ahead,
                 hooks=launch_in_backward,
                 make=make,
             )
@@ -180,8 +153,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             self.groups,
             device,
             keep_full=stage < 2,
-            overlap=overlap_communication,
-            wire_dtype=communication_dtype,
+            overlap=settings.overlap_communication,
+            wire_dtype=settings.communication_dtype,
             ranks=mesh.size("dp_sp"),
             scratch_numel=2 * size,
             launch_in_backward=launch_in_backward,
@@ -190,7 +163,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             on_outside=self._others.arrived,
         )
         self.gatherer: ParamGatherer | UnitGatherer
-        self.gatherer = self.units or ParamGatherer(self.buckets, self.groups.shard, model, device, overlap_allgather)
+        self.gatherer = self.units or ParamGatherer(
+            self.buckets, self.groups.shard, model, device, settings.overlap_allgather
+        )
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
         self._agreed = False  # whether the ranks have agreed on which parameters got a gradient
@@ -210,14 +185,14 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 for slot in bucket.plan.slots:
                     slot.entry.param.grad_dtype = bucket.master_dtype
 
-    def _filled_bucket(self, plan: BucketPlan, index: int, master_weights: bool, most: int) -> Bucket:
+    def _filled_bucket(self, plan: BucketPlan, index: int, most: int) -> Bucket:
         bucket = Bucket(
             plan,
             index,
             self.groups.shard_rank,
             device=self.device,
-            master_weights=master_weights,
-            offload=self.cpu_offload,
+            master_weights=self.settings.master_weights,
+            offload=self.settings.cpu_offload,
         )
         bucket.adopt(self.groups.everyone, most)
         return bucket
@@ -349,7 +324,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         agreed = self._start_agreement()
         self.reducer.settle()
         self._set_touched(agreed)
-        if self.cpu_offload and self.device.type == "cuda":
+        if self.settings.cpu_offload and self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies that `_bucket_is_final` started
         self._agreed = True
         if self.grad_state is GradState.ACCUMULATING:
@@ -398,9 +373,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _bucket_is_final(self, bucket: Bucket) -> None:
         """Take the bucket's norm, and start its way to the host, while others are still on theirs."""
-        if self.cpu_offload:
+        if self.settings.cpu_offload:
             bucket.step_grad.copy_(bucket.shard_grad, non_blocking=True)
-        if (self.max_norm > 0 or self.scaler is not None) and (self.device.type == "cpu" or self.cpu_offload):
+        if (self.max_norm > 0 or self.scaler is not None) and (self.device.type == "cpu" or self.settings.cpu_offload):
             # On devices one kernel over all buckets costs less than the launches of many.
             self._norm_parts[bucket.index] = power_sum(self._views_to_count(bucket, bucket.shard_grad), self.device)
 

@@ -79,7 +79,7 @@ class ScriptReads:
         optimizer, mesh = self._optimizer, self._optimizer.mesh
         name = f"{slot.entry.name}.grad"
         sizes = {axis: mesh.size(axis) for axis in ("dp", "tp", "pp", "sp") if mesh.size(axis) > 1}
-        if optimizer.cpu_offload:
+        if optimizer.settings.cpu_offload:
             raise ValueError(f"{name}: with cpu_offload=True gradients are stepped in host memory; {INSTEAD}")
         if sizes and (optimizer.stage > 0 or sizes.keys() != {"dp"}):
             layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())

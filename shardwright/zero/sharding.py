@@ -18,6 +18,7 @@ from .data_writes import DataWrites
 from .groups import Groups, zero_groups
 from .layout import FROZEN, BucketPlan, Entry, Family, plan_unit_buckets
 from .param_guard import ParamGuard, own_gradient, set_own_gradient
+from .settings import ZeroSettings
 from .sharded_bucket import ShardedBucket
 from .unit_gatherer import UnitGatherer
 from .units import find_param_units
@@ -29,13 +30,11 @@ def shard_units(
     groups: Groups,
     device: torch.device,
     data: DataWrites,
+    settings: ZeroSettings,
     *,
     precision: PrecisionPolicy | None = None,
     sections: Mapping[nn.Parameter, int] | None = None,
     whole: bool = False,
-    master_weights: bool = True,
-    offload: bool = False,
-    ahead: int | None = None,
     hooks: bool = True,
     make: Callable[[Sequence[nn.Parameter]], Any] | None = None,
 ) -> UnitGatherer:
@@ -56,9 +55,9 @@ def shard_units(
     def filled(index: int, plan: BucketPlan) -> ShardedBucket:
         if make is not None:
             make([slot.entry.param for slot in plan.slots])
-        has_masters = master_weights and index < len(plans)
+        has_masters = settings.master_weights and index < len(plans)
         bucket = ShardedBucket(
-            plan, index, groups.shard_rank, device=device, master_weights=has_masters, offload=offload
+            plan, index, groups.shard_rank, device=device, master_weights=has_masters, offload=settings.cpu_offload
         )
         bucket.adopt(groups.everyone)
         return bucket
@@ -68,17 +67,18 @@ def shard_units(
     if precision is not None:
         precision.cast_buffers(model)
     is_first = groups.replica is None or torch.distributed.get_rank(groups.replica) == 0
-    return UnitGatherer(model, units, buckets, groups.shard, data, is_first=is_first, ahead=ahead, hooks=hooks)
+    return UnitGatherer(
+        model, units, buckets, groups.shard, data, is_first=is_first, ahead=settings.gather_ahead, hooks=hooks
+    )
 
 
 def shard_untrained(
     model: nn.Module,
     mesh: ParallelMesh,
     precision: PrecisionPolicy,
+    settings: ZeroSettings,
     *,
     sections: Mapping[nn.Parameter, int] | None = None,
-    offload: bool = False,
-    ahead: int | None = None,
     hooks: bool = True,
     make: Callable[[Sequence[nn.Parameter]], Any] | None = None,
 ) -> UnitGatherer:
@@ -91,10 +91,9 @@ def shard_untrained(
         groups,
         get_current_device(),
         data,
+        settings,
         precision=precision,
         sections=sections,
-        offload=offload,
-        ahead=ahead,
         hooks=hooks,
         make=make,
     )

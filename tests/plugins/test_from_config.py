@@ -213,9 +213,9 @@ def test_the_whole_form_becomes_a_plugin(world: Callable[..., None]) -> None:
     plugin = HybridParallelPlugin.from_config(FULL)
     assert (plugin.dp_size, plugin.tp_size, plugin.pp_size) == (8, 1, 1)
     assert plugin.mesh.size("zero") == 8
-    options = plugin.settings.reduction
-    assert (options.zero_stage, options.overlap_allgather, options.max_norm) == (1, True, 1.0)
-    assert options.zero_bucket_size_in_m == pytest.approx(536.870912)
+    options = plugin.settings.zero
+    assert (options.stage, options.overlap_allgather, options.max_norm) == (1, True, 1.0)
+    assert options.bucket_size_in_m == pytest.approx(536.870912)
 
 
 def test_sub_groups_and_chunks(world: Callable[..., None]) -> None:

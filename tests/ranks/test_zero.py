@@ -15,6 +15,7 @@ from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
 from shardwright.zero import bucket, layout
 from shardwright.zero.optimizer import ZeroOptimizer
+from shardwright.zero.settings import ZeroSettings
 
 TINY_BUCKET = 700e-6  # 700 elements: several buckets, some of one parameter
 
@@ -32,7 +33,9 @@ def train(
     model.frozen.load_state_dict(frozen)
     optim = plan.optimizer(model)
     schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
-    zero = ZeroOptimizer(optim, model, mesh, max_norm=plan.max_norm, bucket_size_in_m=TINY_BUCKET, **options)
+    own = {name: options.pop(name) for name in list(options) if name in ZeroSettings.__dataclass_fields__}
+    settings = ZeroSettings(max_norm=plan.max_norm, bucket_size_in_m=TINY_BUCKET, **own)
+    zero = ZeroOptimizer(optim, model, mesh, settings, **options)
     share = SAMPLES // world_size
     trace = Trace([], [], [], [])
     for step in range(plan.steps):
@@ -139,8 +142,7 @@ def runtime_driven(rank: int, world_size: int) -> None:
             torch.optim.AdamW(parts.parameters(), lr=1e-2),
             parts,
             mesh,
-            stage=stage,
-            bucket_size_in_m=TINY_BUCKET,
+            ZeroSettings(stage=stage, bucket_size_in_m=TINY_BUCKET),
             launch_in_backward=False,
             sections=sections,
         )

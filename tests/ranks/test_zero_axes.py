@@ -14,6 +14,7 @@ from shardwright.spec import ParamSpec, Piece, even_pieces, set_spec
 from shardwright.testing import run_ranks
 from shardwright.zero import layout
 from shardwright.zero.optimizer import ZeroOptimizer
+from shardwright.zero.settings import ZeroSettings
 
 FULL = {"split": (6, 5), "heads": (9, 4), "norm": (7,), "alike": (3, 3), "tied": (4, 3)}
 STEPS = 3
@@ -85,9 +86,7 @@ def axes(rank: int, world_size: int, tp: int, pp: int, stage: int) -> None:
         optim,
         model,
         mesh,
-        stage=stage,
-        max_norm=0.7,
-        bucket_size_in_m=20e-6,
+        ZeroSettings(stage=stage, max_norm=0.7, bucket_size_in_m=20e-6),
         tied_groups=tied,
         launch_in_backward=stage == 1,
     )
@@ -128,7 +127,7 @@ def fsdp_axes(rank: int, world_size: int) -> None:
     layer.weight = nn.Parameter(spec.shard(full.detach(), mesh.coordinate("tp")))
     set_spec(layer.weight, spec)
     optim = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    zero = ZeroOptimizer(optim, layer, mesh, stage=3, precision=PrecisionPolicy("fp32"), max_norm=0.7)
+    zero = ZeroOptimizer(optim, layer, mesh, ZeroSettings(stage=3, max_norm=0.7), precision=PrecisionPolicy("fp32"))
     reference = torch.optim.AdamW([full], lr=0.1)
     for step in range(STEPS):
         out = layer(torch.eye(4, dtype=torch.float64))  # [4, rows]: the weight, transposed

@@ -17,6 +17,7 @@ from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
 from shardwright.zero.layout import ALIGN, closed_form_bytes
 from shardwright.zero.optimizer import ZeroOptimizer
+from shardwright.zero.settings import ZeroSettings
 from shardwright.zero.shards import LoadedShard
 
 
@@ -80,9 +81,8 @@ def memory(rank: int, world_size: int) -> None:
                 torch.optim.AdamW(model.parameters()),
                 model,
                 mesh,
-                stage=stage,
+                ZeroSettings(stage=stage, bucket_size_in_m=bucket),
                 precision=PrecisionPolicy("bf16"),
-                bucket_size_in_m=bucket,
             )
             x = torch.randn(4, 256, dtype=torch.bfloat16)
 
@@ -129,9 +129,8 @@ def memory_at_boost(rank: int, world_size: int) -> None:
             torch.optim.SGD(model.parameters(), lr=0.1),
             model,
             ParallelMesh(),
-            stage=stage,
+            ZeroSettings(stage=stage, bucket_size_in_m=0.06),
             precision=PrecisionPolicy("bf16"),
-            bucket_size_in_m=0.06,  # one layer
         )
         assert len(seen) >= len(optim.buckets) == 8
         # Parameters, masters and values on their way, and those of the bucket before, which gloo's thread lets go of
@@ -171,11 +170,13 @@ def in_pieces(rank: int, world_size: int) -> None:
                         kind(model.parameters(), lr=0.01),
                         model,
                         mesh,
-                        stage=stage,
+                        ZeroSettings(
+                            stage=stage,
+                            communication_dtype=wire,
+                            bucket_size_in_m=each,
+                            overlap_communication=stage != 1,
+                        ),
                         precision=PrecisionPolicy(precision),
-                        communication_dtype=wire,
-                        bucket_size_in_m=each,
-                        overlap_communication=stage != 1,
                     )
                     for step in range(2):
                         ids = torch.randint(
@@ -251,10 +252,8 @@ def traffic(rank: int, world_size: int) -> None:
                 torch.optim.AdamW(model.parameters()),
                 model,
                 mesh,
-                stage=stage,
+                ZeroSettings(stage=stage, max_norm=1.0, bucket_size_in_m=0.02),
                 precision=PrecisionPolicy("bf16"),
-                max_norm=1.0,
-                bucket_size_in_m=0.02,
             )
             with pytest.MonkeyPatch.context() as patch:
                 counter = Traffic(patch)
@@ -292,7 +291,9 @@ def state_round_trip(rank: int, world_size: int) -> None:
     for precision, stage in (("bf16", 1), ("fp32", 2), ("fp16", 1)):
         policy = PrecisionPolicy(precision)
         model = Model()
-        optim = ZeroOptimizer(adamw(model), model, mesh, stage=stage, precision=policy, bucket_size_in_m=TINY_BUCKET)
+        optim = ZeroOptimizer(
+            adamw(model), model, mesh, ZeroSettings(stage=stage, bucket_size_in_m=TINY_BUCKET), precision=policy
+        )
         for number in range(3):
             step(model, optim, number, number != 1)
         saved = {
@@ -322,7 +323,9 @@ def state_round_trip(rank: int, world_size: int) -> None:
             for param in other.parameters():
                 param.zero_()
         other.frozen.load_state_dict(model.frozen.state_dict())
-        again = ZeroOptimizer(adamw(other), other, mesh, stage=stage, precision=policy, bucket_size_in_m=TINY_BUCKET)
+        again = ZeroOptimizer(
+            adamw(other), other, mesh, ZeroSettings(stage=stage, bucket_size_in_m=TINY_BUCKET), precision=policy
+        )
         again.load_state_dict(whole)
         for number in range(3, 5):
             step(other, again, number, True)

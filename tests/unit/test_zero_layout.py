@@ -23,6 +23,7 @@ from shardwright.zero.layout import (
     plan_buckets,
     plan_runs,
 )
+from shardwright.zero.settings import ZeroSettings
 
 
 def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = torch.float32) -> list[Entry]:
@@ -132,11 +133,8 @@ def test_owned_ranges_cover_a_sharded_parameter_once() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1])
 def test_bucket_size_is_checked(bad: int) -> None:
-    from shardwright.zero.optimizer import ZeroOptimizer
-
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="bucket_size_in_m"):
-        ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, None, bucket_size_in_m=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduce_bucket_size_in_m"):
+        ZeroSettings(bucket_size_in_m=bad, names={"bucket_size_in_m": "reduce_bucket_size_in_m"})
 
 
 def test_buckets_follow_the_device_unless_their_size_is_given() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,7 +24,6 @@ from ...pipeline.cut.plan import CutModel, CutPlan
 from ...pipeline.cut.tied import create_tied_process_groups
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.schedules import get_placement, splits_backward
-from ...pipeline.stage import StagedModel
 from ...precision.policy import PRECISIONS, PrecisionPolicy
 from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
@@ -33,10 +32,11 @@ from ...shardformer.model import split_heads
 from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
 from ...spec import ParamSpec, get_spec, set_spec
+from ...utils.argument_types import check_arguments
 from ...utils.device import get_current_device
+from ...zero.lay_out import lay_out
 from ...zero.layout import BUCKET_SIZE_IN_M
 from ...zero.optimizer import ZeroOptimizer
-from ...zero.sharding import shard_untrained
 from ...zero.unit_gatherer import UnitGatherer
 from ..agreement import agree_on_arguments, agree_on_boost
 from ..base import Boosted, Plugin, mesh_position, require_process_group
@@ -124,6 +124,7 @@ class HybridParallelPlugin(Plugin):
         num_sequence_slices: int = 1,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
         require_process_group("HybridParallelPlugin")
         validate_sizes(
@@ -135,7 +136,7 @@ class HybridParallelPlugin(Plugin):
         )
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
-        self._units: UnitGatherer | None = None  # of a model that is boosted without an optimizer at stage 3
+        self._units: UnitGatherer | None = None  # of the model boosted last, at stage 3
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
@@ -213,7 +214,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def zero_stage(self) -> int:
-        return self.settings.reduction.zero_stage
+        return self.settings.zero.stage
 
     @property
     def precision(self) -> str:
@@ -330,8 +331,19 @@ class HybridParallelPlugin(Plugin):
             model.to(get_current_device())
         if groups is not None:
             groups.rebind(model)
-        tied = self._describe_tied(model, plan)
-        wrapped = self._optimizer(cut.staged, optimizer, tied, None if making is None else making.make)
+        tied = self._describe_tied(model, plan)  # before the sections, which read it
+        wrapped, self._units = lay_out(
+            model,
+            optimizer,
+            self.mesh,
+            self.settings.zero,
+            self.policy,
+            self.settings.scaler,
+            sections=sections_of(cut.staged) if self.pp_size > 1 else None,
+            tied_groups=tied,
+            launch_in_backward=self.pp_size == 1,
+            make=None if making is None else making.make,
+        )
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
@@ -380,64 +392,12 @@ class HybridParallelPlugin(Plugin):
                 tied[name] = groups[group.ranks]
         return tied
 
-    def _optimizer(
-        self,
-        staged: StagedModel,
-        optimizer: Optimizer | None,
-        tied: dict[str, dist.ProcessGroup],
-        make: Callable[[Sequence[nn.Parameter]], Any] | None,
-    ) -> OptimizerWrapper | None:
-        options, model = self.settings.reduction, staged.model
-        sections = sections_of(staged) if self.pp_size > 1 else None
-        if optimizer is None:
-            if self.zero_stage < 3:
-                self._only_cast(model)
-                return None
-            self._units = shard_untrained(
-                model,
-                self.mesh,
-                self.policy,
-                sections=sections,
-                offload=options.cpu_offload,
-                ahead=options.gather_ahead,
-                hooks=self.pp_size == 1,
-                make=make,
-            )
-            return None
-        return ZeroOptimizer(
-            optimizer,
-            model,
-            self.mesh,
-            stage=self.zero_stage,
-            precision=self.policy,
-            scaler=self.settings.precision.scaler,
-            max_norm=options.max_norm,
-            bucket_size_in_m=options.bucket_size_in_m,
-            communication_dtype=options.communication_dtype,
-            overlap_communication=options.overlap_communication,
-            overlap_allgather=options.overlap_allgather,
-            cpu_offload=options.cpu_offload,
-            launch_in_backward=self.pp_size == 1,
-            sections=sections,
-            tied_groups=tied,
-            gathered_ahead=options.gather_ahead,
-            make=make,
-        )
-
-    def _only_cast(self, model: nn.Module) -> None:
-        """A model without an optimizer: the working dtypes, and rank 0's weights on all data-parallel ranks."""
-        dtypes = self.policy.dtypes(model)
-        for name, param in model.named_parameters():
-            param.data = param.data.to(dtypes[name])
-            dist.broadcast(param.data, group=self.mesh.group("dp_sp"), group_src=0)
-        self.policy.cast_buffers(model)
-
     def _buffer_sharing(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> Callable[[], None] | None:
         """What a training forward begins with: rank 0's buffers, as DistributedDataParallel does outside of no_sync.
         None: nothing.
         """
         buffers = SharedBuffers(model, self.mixed_dp_group)
-        if optimizer is None or not self.settings.reduction.broadcast_buffers or not buffers.are_needed:
+        if optimizer is None or not self.settings.replicas.broadcast_buffers or not buffers.are_needed:
             return None
 
         def share() -> None:
@@ -454,7 +414,7 @@ class HybridParallelPlugin(Plugin):
     def _executor(
         self, cut: CutModel, optimizer: OptimizerWrapper | None, probe: DocumentProbe, numbers: PlacedNumbers
     ) -> PipelineExecutor:
-        units = optimizer.units if isinstance(optimizer, ZeroOptimizer) else self._units
+        units = self._units
         return PipelineExecutor(
             cut,
             self.settings.pipeline.settings,
@@ -466,7 +426,7 @@ class HybridParallelPlugin(Plugin):
             postpone_weights=self._postpones_weights,
             pairs=self.tp_size > 1,
             gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
-            gathered=chunks_gathered(self.settings.reduction.gather_ahead),
+            gathered=chunks_gathered(self.settings.zero.gather_ahead),
             split_heads=split_heads(cut.staged.model),
             cast_inputs=self.policy.cast_inputs,
             keeps_documents_apart=probe,

@@ -52,7 +52,6 @@ from ...zero.layout import (
     SHARED,
     BucketPlan,
     Entry,
-    bucket_numel,
     closed_form_bytes,
     family_of,
     plan_buckets,
@@ -216,7 +215,7 @@ class _Resolver:
             sizes={axis: self.mesh.size(axis) for axis in ("dp", "pp", "tp", "sp")},
             order=tuple(axis for axis in self.mesh.axes if self.mesh.size(axis) > 1),
             precision=self.settings.precision.precision,
-            zero_stage=self.settings.reduction.zero_stage,
+            zero_stage=self.settings.zero.stage,
             shared=self._sharing,
             pp_style=self.plan.pp_style,
             num_microbatches=microbatches,
@@ -237,7 +236,7 @@ class _Resolver:
     @property
     def _sharing(self) -> int:
         """Ranks that divide the optimizer among themselves."""
-        return self.mesh.size("zero") if self.settings.reduction.zero_stage else 1
+        return self.mesh.size("zero") if self.settings.zero.stage else 1
 
     def _activation_itemsize(self) -> int:
         if self.precision.is_half:
@@ -334,29 +333,27 @@ class _Resolver:
         self, rank: int, parameters: int, entries: Mapping[nn.Parameter, Entry]
     ) -> tuple[RankShape, list[BucketPlan]]:
         """Bytes by bucket. `entries` by the parameters of the whole model."""
-        options = self.settings.reduction
+        options = self.settings.zero
         whole = self.optimizer is not None and not is_elementwise(self.optimizer)
         trained = [entry for entry in entries.values() if entry.group != FROZEN]
         others = [entry for entry in entries.values() if entry.group == FROZEN]
-        if options.zero_stage == 3:
+        if options.stage == 3:
             sections = {param: entry.family.section for param, entry in entries.items()}
             units = [[entries[param] for param in unit.params] for unit in find_param_units(self.model, sections)]
             plans = plan_unit_buckets([[e for e in unit if e.group != FROZEN] for unit in units], self._sharing, whole)
             kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in units], self._sharing, False)
             weights = sum(plan.shard_numel * plan.family.dtype.itemsize for plan in kept)
         else:
-            size = bucket_numel(
-                options.bucket_size_in_m, get_current_device().type, options.communication_dtype or torch.float32
-            )
+            size = options.bucket_numel(get_current_device().type)
             plans = plan_buckets(trained, self._sharing, size, whole)
             weights = sum(entry.numel * entry.family.dtype.itemsize for entry in others)
         states = _states_per_element(self.optimizer)
         gradients, masters, state_bytes = 0, 0, 0
         for plan in plans:
             working, master = plan.family.dtype, master_dtype(plan.family.dtype, True)
-            weights += plan.numel * working.itemsize if options.zero_stage < 3 else 0
-            gradients += (plan.numel if options.zero_stage < 2 else plan.shard_numel) * master.itemsize
-            copied = options.zero_stage == 3 or options.cpu_offload or master != working
+            weights += plan.numel * working.itemsize if options.stage < 3 else 0
+            gradients += (plan.numel if options.stage < 2 else plan.shard_numel) * master.itemsize
+            copied = options.stage == 3 or options.cpu_offload or master != working
             masters += plan.shard_numel * master.itemsize if copied else 0
             state_bytes += states * plan.shard_numel * master.itemsize
         numel, shard = sum(entry.numel for entry in trained), sum(plan.shard_numel for plan in plans)
@@ -446,10 +443,10 @@ class _Resolver:
     def _data_traffic(self, plans: Sequence[BucketPlan], microbatches: int | None) -> list[Traffic]:
         if self.mesh.size("dp") == 1 or not self.entries:
             return []
-        options = self.settings.reduction
-        replicas = self.mesh.size("zero_replica") if options.zero_stage else self.mesh.size("dp_sp")
+        options = self.settings.zero
+        replicas = self.mesh.size("zero_replica") if options.stage else self.mesh.size("dp_sp")
         found = []
-        rounds = microbatches if options.zero_stage >= 2 else 1
+        rounds = microbatches if options.stage >= 2 else 1
         totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         for plan in plans:
             wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
@@ -457,10 +454,10 @@ class _Resolver:
                 totals[kind] += amount
         what = {
             "reduce_scatter": "gradients, reduce-scatter",
-            "all_reduce": "gradients, all-reduce" + (" of shards over sub-groups" if options.zero_stage else ""),
-            "all_gather": "updated weights, all-gather" if options.zero_stage < 3 else "weights, all-gather before use",
+            "all_reduce": "gradients, all-reduce" + (" of shards over sub-groups" if options.stage else ""),
+            "all_gather": "updated weights, all-gather" if options.stage < 3 else "weights, all-gather before use",
         }
-        gathers = self._gathers(microbatches) if options.zero_stage == 3 else 1
+        gathers = self._gathers(microbatches) if options.stage == 3 else 1
         for kind, amount in totals.items():
             if amount:
                 times = {"reduce_scatter": rounds, "all_gather": gathers}.get(kind, 1)
@@ -475,7 +472,7 @@ class _Resolver:
         counts = [
             Counter(
                 action.stage
-                for action in with_gathers(actions, chunks_gathered(self.settings.reduction.gather_ahead))
+                for action in with_gathers(actions, chunks_gathered(self.settings.zero.gather_ahead))
                 if action.kind is Kind.GATHER
             )
             for actions in self._actions(microbatches).actions
@@ -546,7 +543,7 @@ class _Resolver:
 
     def _gradient_notes(self, microbatches: int | None) -> list[str]:
         """Gradients that are kept within a step beside those of `RankShape`, which are kept between steps."""
-        stage, pipeline = self.settings.reduction.zero_stage, self.mesh.size("pp") > 1
+        stage, pipeline = self.settings.zero.stage, self.mesh.size("pp") > 1
         if not self.entries or microbatches == 1 or stage < 2 or not pipeline:
             return []
         return [f"ZeRO-{stage} with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
