@@ -11,11 +11,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
-
 from ..models.example_inputs import check_example
-from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
-from ..pipeline.schedules import get_placement
 from ..pipeline.settings import PipelineSettings
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
@@ -92,7 +88,11 @@ class PrecisionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSettings:
-    """How layers are sharded and which of torch's fused kernels they use (see `shardformer.config.ShardConfig`)."""
+    """How layers are sharded and which of torch's fused kernels they use (see `shardformer.config.ShardConfig`).
+
+    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages
+                    are planned or a tensor-parallel plan is tried on a small copy
+    """
 
     enable_all_optimization: bool
     enable_fused_normalization: bool
@@ -104,6 +104,7 @@ class ShardingSettings:
     parallel_output: bool
     custom_policy: Any
     make_vocab_size_divisible_by: int
+    example_inputs: Any
 
     def __post_init__(self) -> None:
         if self.sequence_parallelism_mode not in (None, *SEQUENCE_MODES):
@@ -128,173 +129,7 @@ class ShardingSettings:
             )
         if self.enable_jit_fused:
             raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """How the model is cut into stages and the batch into microbatches (see `pipeline.executor.PipelineSettings`).
-
-    deferred_bytes  what weight gradients that "zb", "zbv" and "dualpipev" postpone may hold on a rank; None: what fits
-                    into 1F1B's memory, 0: nothing is postponed
-    num_sequence_slices  parts into which every microbatch is cut along its sequence (causal decoders): less memory for
-                         long sequences, less
-                    bubble for few microbatches
-    offload_activations  share of the activations of every stage, 0 to 1, that waits in host memory between forward and
-                         backward, or a list
-                    with one per stage (pp_size x num_model_chunks); None: none. Those that wait for fewer than three
-                    actions stay
-    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages
-                    are planned or a tensor-parallel plan is tried on a small copy
-    cut_memory      activations that a rank may hold, over those of "1f1b" with layers dealt evenly: the cut makes the
-                    dearest rank as cheap as that allows; None: as cheap as can be
-    """
-
-    pp_style: str
-    num_model_chunks: int
-    num_layers_per_stage: list[int] | None
-    num_microbatches: int | None
-    microbatch_size: int | None
-    num_sequence_slices: int
-    gradient_checkpoint_config: PipelineGradientCheckpointConfig | None
-    overlap_p2p: bool
-    enable_metadata_cache: bool
-    deferred_bytes: int | None
-    example_inputs: Any
-    layer_costs: list[float] | None
-    auto_memory: float
-    cut_memory: float | None
-    offload_activations: float | list[float] | None
-
-    def check(self, pp_size: int) -> None:
-        """Refuse what does not fit a pipeline of `pp_size` ranks."""
-        for name in ("num_microbatches", "microbatch_size", "num_model_chunks", "num_sequence_slices"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be a whole number of at least 1")
-        if self.deferred_bytes is not None and self.deferred_bytes < 0:
-            raise ValueError(
-                f"deferred_bytes={self.deferred_bytes} must be at least 0 (nothing is postponed); None takes what fits "
-                "into 1F1B's memory"
-            )
-        config = self.gradient_checkpoint_config
-        if config is not None and not isinstance(config, PipelineGradientCheckpointConfig):
-            raise ValueError(
-                f"gradient_checkpoint_config={config!r} must be a PipelineGradientCheckpointConfig(...) or None"
-            )
         check_example(self.example_inputs)
-        if self.pp_style == "auto":
-            self._check_search(pp_size)
-        else:
-            get_placement(self.pp_style, max(pp_size, 1), self.num_model_chunks)
-        self._check_offload(pp_size)
-        if self.num_sequence_slices > 1 and pp_size == 1:
-            raise ValueError(
-                f"num_sequence_slices={self.num_sequence_slices} with pp_size=1: slices of a sequence follow one "
-                "another through a pipeline, and without one all of them would be held as the whole is; leave it out, "
-                "or use pp_size of at least 2"
-            )
-        self._check_cut_memory(pp_size)
-        if pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
-            raise ValueError(
-                f"pp_size={pp_size} needs num_microbatches or microbatch_size: a pipeline works on parts of a batch; "
-                f"num_microbatches={2 * pp_size} is a good start"
-            )
-        if self.num_microbatches is not None and self.microbatch_size is not None:
-            raise ValueError(
-                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a "
-                "batch is split; give one of them"
-            )
-
-    def _check_offload(self, pp_size: int) -> None:
-        given = self.offload_activations
-        if given is None:
-            return
-        said = f"offload_activations={given}"
-        shares = [given] if isinstance(given, int | float) else list(given)
-        if any(not 0 <= share <= 1 for share in shares):
-            raise ValueError(f"{said} must be a share from 0 (none) to 1 (all), or a list of shares")
-        if pp_size == 1:
-            raise ValueError(
-                f"{said} with pp_size=1: without a pipeline every backward follows its forward at once, so that there "
-                "is no time in which activations could be away; leave it out and let layers be recomputed "
-                "(gradient_checkpoint_config)"
-            )
-        if isinstance(given, int | float):
-            return
-        if self.pp_style == "auto":
-            raise ValueError(
-                f"{said} with pp_style='auto', which chooses the number of stages: give one number for all of them"
-            )
-        stages = get_placement(self.pp_style, pp_size, self.num_model_chunks).num_stages
-        if len(shares) != stages:
-            raise ValueError(
-                f"{said} has {len(shares)} entries for {stages} stages (pp_size={pp_size} x "
-                f"num_model_chunks={self.num_model_chunks}); give one per stage, or one number for all"
-            )
-
-    def _check_cut_memory(self, pp_size: int) -> None:
-        given = self.cut_memory
-        if given is None:
-            return
-        if not 0 < given < float("inf"):
-            raise ValueError(
-                f"cut_memory={given} must be above 0: it is the memory of activations over that of 1f1b with layers "
-                "dealt evenly"
-            )
-        if self.pp_style == "auto":
-            raise ValueError(
-                f"cut_memory={given} with pp_style='auto', whose bound is auto_memory; "
-                f"auto_memory={max(1, given)} works"
-            )
-        if self.num_layers_per_stage is not None:
-            raise ValueError(
-                f"cut_memory={given} with num_layers_per_stage={list(self.num_layers_per_stage)}: one chooses the cut "
-                "and the other one is the cut; leave one of them out"
-            )
-        if self.num_microbatches is None and pp_size > 1:
-            raise ValueError(
-                f"cut_memory={given} needs num_microbatches, because what ranks hold depends on them; give it instead "
-                "of microbatch_size"
-            )
-
-    def _check_search(self, pp_size: int) -> None:
-        """Refuse what leaves nothing to search for, or nothing to search with."""
-        if self.num_microbatches is None and pp_size > 1:
-            raise ValueError(
-                "pp_style='auto' needs num_microbatches, because how good a schedule is depends on them; "
-                f"num_microbatches={4 * pp_size} is a good start"
-            )
-        if self.num_sequence_slices > 1:
-            raise ValueError(
-                f"num_sequence_slices={self.num_sequence_slices} with pp_style='auto', which searches among schedules "
-                "of whole microbatches; name a schedule ('1f1b' and 'zb' hold least), or leave num_sequence_slices out"
-            )
-        for name, none in (("num_model_chunks", 1), ("num_layers_per_stage", None)):
-            value = getattr(self, name)
-            if value != none:
-                raise ValueError(
-                    f"{name}={value} with pp_style='auto', which chooses it; leave {name} out, or name a schedule"
-                )
-        config = self.gradient_checkpoint_config
-        for name, ratio in (
-            ("num_ckpt_layers_per_stage", "gradient_checkpointing_ratio"),
-            ("num_selective_layers_per_stage", "selective_ratio"),
-        ):
-            numbers = getattr(config, name, None)
-            if numbers is not None and len(numbers) != pp_size:
-                raise ValueError(
-                    f"{name}={list(numbers)} with pp_style='auto', which chooses the number of stages: give {pp_size} "
-                    f"numbers, one per pipeline rank, or {ratio}"
-                )
-        if not self.auto_memory >= 1:
-            raise ValueError(
-                f"auto_memory={self.auto_memory} must be at least 1: it is the memory of activations over that of 1f1b"
-            )
-
-    @property
-    def settings(self) -> PipelineSettings:
-        names = {field.name for field in fields(PipelineSettings)}
-        return PipelineSettings(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +182,7 @@ class HybridSettings:
     precision: PrecisionSettings
     scaler: ScalerConfig
     sharding: ShardingSettings
-    pipeline: PipelineOptions
+    pipeline: PipelineSettings
     zero: ZeroSettings
     replicas: ReplicaSettings
 
@@ -368,7 +203,7 @@ class HybridSettings:
             group(PrecisionSettings),
             group(ScalerConfig),
             group(ShardingSettings),
-            group(PipelineOptions),
+            group(PipelineSettings),
             group(ZeroSettings, _ZERO_NAMES),
             group(ReplicaSettings),
         )

@@ -54,8 +54,10 @@ from .resolved import ResolvedLayout
 class HybridParallelPlugin(Plugin):
     """Shards layers over `tp_size` ranks, cuts the model into `pp_size` stages, and spreads the data over what is left.
 
-    The arguments are documented where they live, by concern, in `shardwright.plugins.settings`. Bad ones raise a
-    ValueError that names field, value, rule and what would work, on every rank and before anything is communicated.
+    The arguments are documented where they live, in the groups that `shardwright.plugins.settings` deals them to:
+    those of pipelines in `pipeline.settings`, of ZeRO in `zero.settings`, of the loss scale in `precision.scaler`.
+    Bad ones raise a ValueError that names field, value, rule and what would work, on every rank and before anything is
+    communicated.
     """
 
     argument_advice: ClassVar[Mapping[str, str]] = {
@@ -373,7 +375,7 @@ class HybridParallelPlugin(Plugin):
             enable_flash_attention=options.enable_flash_attention,
             parallel_output=options.parallel_output,
             make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
-            example_inputs=self.settings.pipeline.example_inputs,
+            example_inputs=self.settings.sharding.example_inputs,
         )
         return ModelSharder(model, options.custom_policy, config)
 
@@ -417,7 +419,7 @@ class HybridParallelPlugin(Plugin):
         units = self._units
         return PipelineExecutor(
             cut,
-            self.settings.pipeline.settings,
+            self.settings.pipeline,
             pipe_group=self.pp_group if self.pp_size > 1 else None,
             message_groups=self.mesh.message_groups(cut.placement.channels),
             loss_group=self.dp_group if self.dp_size > 1 else None,

@@ -103,10 +103,10 @@ def preflight(
     """
     entries = _check_job(model, optimizer, precision)
     lists = sharder.layer_lists(pipeline=mesh.size("pp") > 1) if sharder is not None else None
-    examples = _as_call(settings.pipeline.example_inputs)
+    examples = _as_call(settings.sharding.example_inputs)
     plan = plan_cut(
         model,
-        settings.pipeline.settings,
+        settings.pipeline,
         mesh.size("pp"),
         layer_lists=lists,
         example_inputs=examples,
@@ -408,7 +408,7 @@ class _Resolver:
     @property
     def _shares(self) -> Sequence[float] | None:
         """Of activations that wait in host memory, by stage."""
-        return self.settings.pipeline.settings.offloaded(self.plan.placement.num_stages)
+        return self.settings.pipeline.offloaded(self.plan.placement.num_stages)
 
     def _actions(self, microbatches: int) -> Schedule:
         ranks, chunks, pairs = self.mesh.size("pp"), self.plan.placement.num_chunks, self.mesh.size("tp") > 1
@@ -482,7 +482,7 @@ class _Resolver:
     def _notes(self, microbatches: int | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
         notes = [str(note) for note in (self.plan.found, self._held_note(microbatches)) if note is not None]
-        if self.plan.found is not None and options.deferred_bytes and options.example_inputs is None:
+        if self.plan.found is not None and options.deferred_bytes and self.settings.sharding.example_inputs is None:
             notes.append(
                 f"pp_style='auto' took it that deferred_bytes={options.deferred_bytes} is never reached, because it "
                 "does not know how much a batch leaves; an example_inputs as large as a batch tells"
