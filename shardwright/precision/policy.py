@@ -46,9 +46,10 @@ class PrecisionPolicy:
         return self.dtype == torch.float16
 
     def dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """Working dtype of every parameter of `model` by its full name."""
+        """Working dtype of every parameter of `model` by each of its full names."""
         kept = _kept_in_fp32(model)
-        return {name: self._dtype_of(param, is_kept) for name, param, is_kept in _named(model, kept)}
+        found = {id(param): self._dtype_of(param, is_kept) for param, is_kept in _with_kept(model, kept)}
+        return {name: found[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
 
     def _dtype_of(self, tensor: torch.Tensor, keep: bool) -> torch.dtype:
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
@@ -84,11 +85,12 @@ def _kept_in_fp32(model: nn.Module) -> re.Pattern[str] | None:
     return re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(names)))
 
 
-def _named(model: nn.Module, kept: re.Pattern[str] | None) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def _with_kept(model: nn.Module, kept: re.Pattern[str] | None) -> Iterator[tuple[nn.Parameter, bool]]:
+    """Parameters, and whether they stay in fp32."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in seen:
                 seen.add(id(param))
                 full = f"{prefix}.{name}" if prefix else name
-                yield full, param, isinstance(module, BATCH_NORMS) or bool(kept and kept.search(full))
+                yield param, isinstance(module, BATCH_NORMS) or bool(kept and kept.search(full))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..cluster.mesh import ParallelMesh
 from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import ScalerConfig
+from .entries import Job, check_job
 from .groups import zero_groups
 from .optimizer import ZeroOptimizer
 from .settings import ZeroSettings
@@ -28,6 +29,7 @@ def lay_out(
     precision: PrecisionPolicy,
     scaler: ScalerConfig,
     *,
+    job: Job | None = None,
     sections: Mapping[nn.Parameter, int] | None = None,
     tied_groups: Mapping[str, dist.ProcessGroup] | None = None,
     launch_in_backward: bool = True,
@@ -44,15 +46,18 @@ def lay_out(
             settings,
             precision=precision,
             scaler=scaler,
+            job=job,
             sections=sections,
             tied_groups=tied_groups,
             launch_in_backward=launch_in_backward,
             make=make,
         )
         return wrapped, wrapped.units
+    if job is None:
+        job = check_job(None, model, precision)
     if settings.stage == 3:
         return None, shard_untrained(
-            model, mesh, precision, settings, sections=sections, hooks=launch_in_backward, make=make
+            model, mesh, precision, settings, job, sections=sections, hooks=launch_in_backward, make=make
         )
-    settle_rest(model, precision, set(), zero_groups(mesh, settings.stage).everyone)
+    settle_rest(model, precision, job.dtypes, set(), zero_groups(mesh, settings.stage).everyone)
     return None, None

@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
-from ..optim.kind import check_supported, is_elementwise
 from ..precision.grad_norm import power_sum
 from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
@@ -33,7 +32,7 @@ from ..utils.device import get_current_device
 from .bucket import HAS_GRAD_DTYPE, Bucket
 from .counting import counted_ranges
 from .data_writes import DataWrites
-from .entries import collect_entries
+from .entries import Job, check_job, collect_entries
 from .gather import ParamGatherer
 from .groups import zero_groups
 from .layout import BucketPlan, plan_buckets
@@ -60,6 +59,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     settings              stage, buckets, clipping, what overlaps
     precision             working dtypes; default: leave the model's
     scaler                settings of the loss scaler, for fp16
+    job                   what `check_job` found; default: it is asked here
     launch_in_backward    every backward outside of `no_sync` reduces; False for runtimes, which say when gradients of
                           which part come (`expect_gradients`, `reduce_grad`)
     sections              for such runtimes: the part of the model that a parameter belongs to, or `layout.SHARED`;
@@ -80,6 +80,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         *,
         precision: PrecisionPolicy | None = None,
         scaler: ScalerConfig | None = None,
+        job: Job | None = None,
         launch_in_backward: bool = True,
         sections: Mapping[nn.Parameter, int] | None = None,
         tied_groups: Mapping[str, dist.ProcessGroup] | None = None,
@@ -87,17 +88,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         gradient_divisor: float | None = None,
     ) -> None:
         settings = settings or ZeroSettings()
-        check_supported(optim)
-        elementwise = is_elementwise(optim)
-        entries = collect_entries(
-            optim,
-            model,
-            precision,
-            whole=not elementwise,
-            placed=settings.stage < 3,
-            part=sections is not None,
-            sections=sections,
-        )
+        if job is None:
+            job = check_job(optim, model, precision, placed=settings.stage < 3, part=sections is not None)
+        entries = collect_entries(optim, model, job, sections)
         device = entries[0].param.device if entries and settings.stage < 3 else get_current_device()
         divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
         super().__init__(
@@ -121,9 +114,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.units: UnitGatherer | None = None
         self.buckets: list[Bucket]
         if stage < 3:
-            plans = plan_buckets(entries, self.groups.shards, size, whole=not elementwise)
+            plans = plan_buckets(entries, self.groups.shards, size, whole=not job.elementwise)
             self.buckets = [self._filled_bucket(plan, index, 2 * size) for index, plan in enumerate(plans)]
-            settle_rest(model, precision, {entry.param for entry in entries}, self.groups.everyone)
+            settle_rest(model, precision, job.dtypes, {entry.param for entry in entries}, self.groups.everyone)
         else:
             self.units = shard_units(
                 model,
@@ -132,9 +125,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 device,
                 self._data,
                 settings,
+                job,
                 precision=precision,
                 sections=sections,
-                whole=not elementwise,
                 hooks=launch_in_backward,
                 make=make,
             )

@@ -15,6 +15,7 @@ from ..precision.policy import PrecisionPolicy
 from ..spec import ParamSpec, get_spec
 from ..utils.device import get_current_device, move_buffers
 from .data_writes import DataWrites
+from .entries import Job
 from .groups import Groups, zero_groups
 from .layout import FROZEN, BucketPlan, Entry, Family, plan_unit_buckets
 from .param_guard import ParamGuard, own_gradient, set_own_gradient
@@ -31,10 +32,10 @@ def shard_units(
     device: torch.device,
     data: DataWrites,
     settings: ZeroSettings,
+    job: Job,
     *,
     precision: PrecisionPolicy | None = None,
     sections: Mapping[nn.Parameter, int] | None = None,
-    whole: bool = False,
     hooks: bool = True,
     make: Callable[[Sequence[nn.Parameter]], Any] | None = None,
 ) -> UnitGatherer:
@@ -44,9 +45,9 @@ def shard_units(
     """
     units = find_param_units(model, sections)
     trained = {entry.param: entry for entry in entries}
-    frozen = _frozen_entries(model, trained, precision, sections)
+    frozen = _frozen_entries(model, trained, job.dtypes, sections)
     plans = plan_unit_buckets(
-        [[trained[p] for p in unit.params if p in trained] for unit in units], groups.shards, whole
+        [[trained[p] for p in unit.params if p in trained] for unit in units], groups.shards, not job.elementwise
     )
     frozen_plans = plan_unit_buckets(
         [[frozen[p] for p in unit.params if p in frozen] for unit in units], groups.shards, False
@@ -77,6 +78,7 @@ def shard_untrained(
     mesh: ParallelMesh,
     precision: PrecisionPolicy,
     settings: ZeroSettings,
+    job: Job,
     *,
     sections: Mapping[nn.Parameter, int] | None = None,
     hooks: bool = True,
@@ -92,6 +94,7 @@ def shard_untrained(
         get_current_device(),
         data,
         settings,
+        job,
         precision=precision,
         sections=sections,
         hooks=hooks,
@@ -119,10 +122,9 @@ _NO_GRADIENTS = _NoGradients()
 def _frozen_entries(
     model: nn.Module,
     trained: Mapping[nn.Parameter, Entry],
-    precision: PrecisionPolicy | None,
+    dtypes: Mapping[str, torch.dtype],
     sections: Mapping[nn.Parameter, int] | None,
 ) -> dict[nn.Parameter, Entry]:
-    dtypes = precision.dtypes(model) if precision is not None else {}
     found: dict[nn.Parameter, Entry] = {}
     for index, (name, param) in enumerate(model.named_parameters()):
         if param not in trained:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -9,10 +12,13 @@ from ..precision.policy import PrecisionPolicy
 
 
 def settle_rest(
-    model: nn.Module, precision: PrecisionPolicy | None, trained: set[nn.Parameter], group: dist.ProcessGroup | None
+    model: nn.Module,
+    precision: PrecisionPolicy | None,
+    dtypes: Mapping[str, torch.dtype],
+    trained: set[nn.Parameter],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Parameters outside the optimizer: the first rank's values, in the working dtypes; buffers in theirs."""
-    dtypes = precision.dtypes(model) if precision is not None else {}
     for name, param in model.named_parameters():
         if param not in trained:
             param.data = param.data.to(dtypes.get(name, param.dtype))

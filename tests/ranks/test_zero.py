@@ -110,6 +110,7 @@ def stages_match(rank: int, world_size: int) -> None:
                 continue
             runs += 1
             for options in choices if plan.accumulation > 1 else choices[runs % 2 :][:1]:
+                options = {**options, "overlap_allgather": stage > 0 and "overlap_allgather" in options}
                 trace = train(plan, mesh, rank, world_size, stage=stage, **options)
                 assert_same(trace, expected, tolerance, f"{name}, stage {stage}, k {size}, {options}")
 

@@ -298,7 +298,7 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         self._units = None
         sharder = self._sharder(model)
-        plan, self.layout = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
+        plan, self.layout, job = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.stage_manager = StageManager(plan.placement, self.mesh.coordinate("pp"))
         agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
         if self.mesh.rank == 0:
@@ -319,9 +319,9 @@ class HybridParallelPlugin(Plugin):
             model = sharder.model
         if self._postpones_weights and splits_backward(plan.pp_style):
             let_weight_grads_wait(model)
-        working = self._working_dtypes(model)
+        job = job.of_changed(model, self.policy)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
-        cut.staged.cast_released(working)
+        cut.staged.cast_released(job.dtypes)
         making = None
         if weights is not None:
             coordinates = {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}
@@ -341,6 +341,7 @@ class HybridParallelPlugin(Plugin):
             self.settings.zero,
             self.policy,
             self.settings.scaler,
+            job=job,
             sections=sections_of(cut.staged) if self.pp_size > 1 else None,
             tied_groups=tied,
             launch_in_backward=self.pp_size == 1,
@@ -355,12 +356,6 @@ class HybridParallelPlugin(Plugin):
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits
         )
         return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
-
-    def _working_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """Dtype that every parameter will work in, by each of its names."""
-        dtypes = self.policy.dtypes(model)
-        by_param = {id(param): dtypes[name] for name, param in model.named_parameters()}
-        return {name: by_param[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
 
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding

@@ -4,6 +4,9 @@ comes to.
     checked = preflight(model, optimizer, settings, mesh, precision, sharder, batch)
     checked.plan        where the model will be cut
     checked.layout      ranks, stages, bytes, schedule, collectives; `str()` of it is a report
+    checked.job         what is trained, in which dtypes
+
+Boosting goes on with these and computes none of it again.
 
 The model is whole and unsharded here, and may lie on the meta device. All numbers are arithmetic on shapes: those of
 bytes are what `zero.bucket` allocates, those of traffic are the ring formulas.
@@ -26,7 +29,6 @@ from torch.optim import Optimizer
 
 from ...cluster.mesh import ParallelMesh
 from ...lazy.weights import LazyWeights
-from ...optim.kind import check_supported, is_elementwise
 from ...pipeline.batch.microbatch import microbatch_sizes
 from ...pipeline.cut.balance import by_rank
 from ...pipeline.cut.partition import chain_costs
@@ -46,7 +48,7 @@ from ...spec import ParamSpec
 from ...utils.argument_types import is_whole
 from ...utils.device import get_current_device
 from ...zero.bucket import master_dtype
-from ...zero.entries import collect_entries
+from ...zero.entries import Job, check_job, refuse_split
 from ...zero.layout import (
     FROZEN,
     SHARED,
@@ -85,6 +87,7 @@ class BatchShape:
 class Preflight(NamedTuple):
     plan: CutPlan
     layout: ResolvedLayout
+    job: Job
 
 
 def preflight(
@@ -101,7 +104,7 @@ def preflight(
     Nothing is communicated, with one exception: a model without a policy of its own has its tensor-parallel plan tried
     on a small copy by all ranks, which is why that comes last.
     """
-    entries = _check_job(model, optimizer, precision)
+    job = _check_job(model, optimizer, precision)
     lists = sharder.layer_lists(pipeline=mesh.size("pp") > 1) if sharder is not None else None
     examples = _as_call(settings.sharding.example_inputs)
     plan = plan_cut(
@@ -121,11 +124,13 @@ def preflight(
         for decision in decisions
         for name, spec in decision.specs.items()
     }
-    if optimizer is not None and not is_elementwise(optimizer):
-        _check_whole(entries, specs, optimizer)
+    if optimizer is not None and not job.elementwise:
+        for name, param in model.named_parameters():
+            if param in job.groups and id(param) in specs:
+                refuse_split(name, specs[id(param)], optimizer)
     kernels = sharder.kernels() if sharder is not None else ""
     layout = _Resolver(
-        model, optimizer, settings, mesh, precision, plan, decisions, specs, entries, batch, kernels
+        model, optimizer, settings, mesh, precision, plan, decisions, specs, job, batch, kernels
     ).layout()
     if sharder is not None and isinstance(sharder.policy, GenericPolicy) and not sharder.policy.findings.checked:
         guessed = (
@@ -133,7 +138,7 @@ def preflight(
             "on a small copy here"
         )
         layout = replace(layout, notes=(*layout.notes, guessed))
-    return Preflight(plan, layout)
+    return Preflight(plan, layout, job)
 
 
 def _small_copies(model: nn.Module) -> Iterator[nn.Module]:
@@ -149,8 +154,8 @@ def _as_call(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
 
 
-def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: PrecisionPolicy) -> list[Entry]:
-    """Model and optimizer by themselves; returns what is trained."""
+def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: PrecisionPolicy) -> Job:
+    """Model and optimizer by themselves."""
     require_parameters(model)
     require_own_parameters(model, optimizer)
     require_separate_parameters(model, optimizer)
@@ -160,20 +165,7 @@ def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: Precisi
             f"model={type(model).__name__} has {len(on_meta)} parameters on the meta device ({on_meta[0]}, ...) that "
             "nothing can fill; build it inside shardwright.lazy.LazyInitContext(), or on the CPU"
         )
-    if optimizer is None:
-        return []
-    check_supported(optimizer)
-    return collect_entries(optimizer, model, precision, whole=False, placed=not on_meta)
-
-
-def _check_whole(entries: Sequence[Entry], specs: Mapping[int, ParamSpec], optimizer: Optimizer) -> None:
-    for entry in entries:
-        spec = specs.get(id(entry.param))
-        if spec is not None and spec.is_sharded:
-            raise ValueError(
-                f"optimizer={type(optimizer).__name__} works on whole matrices, but {entry.name} is split over "
-                f"{spec.axis!r}; use {spec.axis}_size=1, or an element-wise optimizer such as AdamW"
-            )
+    return check_job(optimizer, model, precision, placed=not on_meta)
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,7 @@ class _Resolver:
     plan: CutPlan
     decisions: Sequence[Decision]
     specs: Mapping[int, ParamSpec]
-    entries: Sequence[Entry]
+    job: Job
     batch: BatchShape
     kernels: str
 
@@ -210,7 +202,7 @@ class _Resolver:
         return ResolvedLayout(
             model=type(self.model).__name__,
             parameters=sum(param.numel() for param in params.values()),
-            trained=sum(entry.param.numel() for entry in self.entries),
+            trained=sum(param.numel() for param in self.job.groups),
             world_size=self.mesh.world_size,
             sizes={axis: self.mesh.size(axis) for axis in ("dp", "pp", "tp", "sp")},
             order=tuple(axis for axis in self.mesh.axes if self.mesh.size(axis) > 1),
@@ -301,20 +293,18 @@ class _Resolver:
         ]
         fullest = amounts.index(max(amounts))
         shapes = [spec.local_shape(fullest if spec.is_sharded else 0) for spec in specs]
-        dtypes = self.precision.dtypes(self.model)
+        dtypes = self.job.dtypes
         tied = {
             alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names
         }
-        trained = {id(entry.param): entry for entry in self.entries}
         entries: dict[nn.Parameter, Entry] = {}
         for name, spec, shape in zip(names, specs, shapes, strict=True):
-            entry = trained.get(id(params[name]))
             kind = params[name]
             local = nn.Parameter(
                 torch.empty(shape, dtype=kind.dtype, device="meta"), requires_grad=kind.is_floating_point()
             )
             family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], self._section(rank, name, tied))
-            entries[kind] = Entry(len(entries), name, local, spec, FROZEN if entry is None else entry.group, family)
+            entries[kind] = Entry(len(entries), name, local, spec, self.job.groups.get(kind, FROZEN), family)
         return self._bucket_shape(rank, amounts[fullest], entries)
 
     def _section(self, rank: int, name: str, tied: Mapping[str, str]) -> int:
@@ -334,7 +324,7 @@ class _Resolver:
     ) -> tuple[RankShape, list[BucketPlan]]:
         """Bytes by bucket. `entries` by the parameters of the whole model."""
         options = self.settings.zero
-        whole = self.optimizer is not None and not is_elementwise(self.optimizer)
+        whole = not self.job.elementwise
         trained = [entry for entry in entries.values() if entry.group != FROZEN]
         others = [entry for entry in entries.values() if entry.group == FROZEN]
         if options.stage == 3:
@@ -441,7 +431,7 @@ class _Resolver:
         ]
 
     def _data_traffic(self, plans: Sequence[BucketPlan], microbatches: int | None) -> list[Traffic]:
-        if self.mesh.size("dp") == 1 or not self.entries:
+        if self.mesh.size("dp") == 1 or not self.job.groups:
             return []
         options = self.settings.zero
         replicas = self.mesh.size("zero_replica") if options.stage else self.mesh.size("dp_sp")
@@ -544,7 +534,7 @@ class _Resolver:
     def _gradient_notes(self, microbatches: int | None) -> list[str]:
         """Gradients that are kept within a step beside those of `RankShape`, which are kept between steps."""
         stage, pipeline = self.settings.zero.stage, self.mesh.size("pp") > 1
-        if not self.entries or microbatches == 1 or stage < 2 or not pipeline:
+        if not self.job.groups or microbatches == 1 or stage < 2 or not pipeline:
             return []
         return [f"ZeRO-{stage} with a pipeline reduces gradients in every microbatch; zero_stage=1 reduces once"]
 
