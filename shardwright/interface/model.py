@@ -75,6 +75,9 @@ class ModelWrapper(nn.Module):
         module = self.module
         return module.unwrap() if isinstance(module, ModelWrapper) else module
 
+    def check_batch(self, batch: Any) -> None:
+        """ValueError, without any communication, for a batch that `execute_pipeline` could not run."""
+
     def seal(self, whole: WholeModel) -> None:
         """Boosting is done: from here on `whole` answers what is asked of the model."""
         guard(self.unwrap(), whole.guards, whole.split)

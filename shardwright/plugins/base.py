@@ -20,9 +20,10 @@ from ..optim.kind import check_closures
 from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
 from ..utils.overlap import overlapping
+from ..utils.tensors import whole_tensor
+from .agreement import agree_on_boost
 from .data.dataloader import build_dataloader
 from .data.own_loader import check_dataloader, shard_dataloader
-from .lora import whole_tensor
 
 
 class Boosted(NamedTuple):
@@ -42,8 +43,8 @@ class Plugin(ABC, metaclass=ExplainedArguments):
     """
 
     argument_advice: ClassVar[Mapping[str, str]] = {}
+    moves_parameters = False  # whether each gets memory of its own
 
-    @abstractmethod
     def configure(
         self,
         model: nn.Module,
@@ -52,7 +53,23 @@ class Plugin(ABC, metaclass=ExplainedArguments):
         dataloader: DataLoader | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap what is given."""
+        """Wrap what is given: what each rank can refuse alone, then what only all of them can, then the work."""
+        checked = self.check(model, optimizer)
+        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+        laid_out, wrapped = self.lay_out(model, optimizer, checked)
+        return Boosted(laid_out, wrapped, criterion, dataloader, lr_scheduler)
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
+        """ValueError, without any communication, for what cannot be boosted; returns what `lay_out` goes on with."""
+        require_trainable(model, optimizer, moves=self.moves_parameters)
+
+    def lay_out(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: Any
+    ) -> tuple[nn.Module, OptimizerWrapper | None]:
+        """Model and optimizer wrapped; all ranks have agreed that theirs are the same. A plugin brings this, or its own
+        `configure`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither lay_out nor configure")
 
     @abstractmethod
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[None]:
@@ -190,6 +207,14 @@ def require_process_group(plugin: str) -> None:
             f"{plugin} needs a process group: call shardwright.launch_from_torch() first (it works under "
             "plain python too)"
         )
+
+
+def require_trainable(model: nn.Module, optimizer: Optimizer | None, *, moves: bool) -> None:
+    """What every plugin asks of model and optimizer. `moves`: parameters get memory of their own."""
+    require_parameters(model)
+    require_own_parameters(model, optimizer)
+    if moves:
+        require_separate_parameters(model, optimizer)
 
 
 def require_parameters(model: nn.Module) -> None:

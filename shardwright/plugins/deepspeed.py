@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
 from ..interface import ModelWrapper, OptimizerWrapper
-from .agreement import agree_on_boost
-from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
+from .base import Plugin, require_process_group
 
 _INSTALL = "pip install deepspeed"
 
@@ -156,19 +154,14 @@ class DeepSpeedPlugin(Plugin):
             )
         return super().position(model)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        require_parameters(model)
-        require_own_parameters(model, optimizer)
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        super().check(model, optimizer)
         if optimizer is not None and "optimizer" in self.config:
             raise ValueError("both boost(optimizer=...) and config['optimizer'] name an optimizer: give one of them")
-        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+
+    def lay_out(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: Any
+    ) -> tuple[nn.Module, OptimizerWrapper | None]:
         engine, inner, _, _ = self._deepspeed.initialize(
             model=model,
             model_parameters=[param for param in model.parameters() if param.requires_grad],
@@ -178,7 +171,7 @@ class DeepSpeedPlugin(Plugin):
         )
         stepped = optimizer if optimizer is not None else inner
         wrapped = DeepSpeedOptimizer(engine, stepped) if stepped is not None else None
-        return Boosted(DeepSpeedModel(engine), wrapped, criterion, dataloader, lr_scheduler)
+        return DeepSpeedModel(engine), wrapped
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

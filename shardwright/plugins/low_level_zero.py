@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from ..checkpoint.position import Position
 from ..cluster import job
@@ -22,22 +20,12 @@ from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
 from ..zero.lay_out import lay_out
 from ..zero.layout import BUCKET_SIZE_IN_M
-from ..zero.optimizer import ZeroOptimizer
 from ..zero.settings import ZeroSettings
-from .agreement import agree_on_arguments, agree_on_boost
-from .base import (
-    Boosted,
-    Plugin,
-    mesh_position,
-    require_own_parameters,
-    require_parameters,
-    require_precision,
-    require_process_group,
-    require_separate_parameters,
-)
-from .lora import add_lora
+from .agreement import agree_on_arguments
+from .base import mesh_position, require_precision, require_process_group
 from .shared_buffers import share_all
 from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
+from .zero_plugin import ZeroPlugin
 
 
 class LowLevelZeroModel(ModelWrapper):
@@ -65,7 +53,7 @@ class LowLevelZeroModel(ModelWrapper):
             return self.module(*args, **kwargs)
 
 
-class LowLevelZeroPlugin(Plugin):
+class LowLevelZeroPlugin(ZeroPlugin):
     """Every rank sees different samples; optimizer states, gradients or parameters are sharded over the ranks.
 
     stage                    1 shards optimizer states, 2 also gradients, 3 also parameters
@@ -171,32 +159,13 @@ class LowLevelZeroPlugin(Plugin):
     def position(self, model: nn.Module | None = None) -> Position:
         return mesh_position(self.mesh)
 
-    def supported_precisions(self) -> list[str]:
-        return list(PRECISIONS)
-
-    @property
-    def steps_itself(self) -> bool:
-        return True
-
     @property
     def split(self) -> str:
         return "stage=3" if self.stage == 3 else ""
 
-    def control_precision(self) -> bool:
-        return True
-
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        require_parameters(model)
-        require_own_parameters(model, optimizer)
-        require_separate_parameters(model, optimizer)
-        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+    def lay_out(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: Any
+    ) -> tuple[nn.Module, OptimizerWrapper | None]:
         if self.stage < 3:
             model = model.to(get_current_device())
         wrapped, _ = lay_out(model, optimizer, self.mesh, self.settings, self.policy, self.scaler)
@@ -208,26 +177,8 @@ class LowLevelZeroPlugin(Plugin):
                     f"{plan.family.dtype}"
                 )
         share_all(model, self.mesh.group("dp"))
-        return Boosted(
-            LowLevelZeroModel(
-                model, self.policy, self.cast_inputs, wrapped, self.stage == 3 and self.mesh.size("zero") > 1
-            ),
-            wrapped,
-            criterion,
-            dataloader,
-            lr_scheduler,
-        )
-
-    @contextmanager
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
-        with optimizer.no_sync():
-            yield
-
-    def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
-        """See `plugins.lora.add_lora`."""
-        return add_lora(model, pretrained_dir, lora_config)
+        waits = self.stage == 3 and self.mesh.size("zero") > 1
+        return LowLevelZeroModel(model, self.policy, self.cast_inputs, wrapped, waits), wrapped
 
 
 def _group_size(zero_group_size: int | None, extra_dp_size: int) -> int | None:

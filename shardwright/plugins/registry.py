@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 from ..utils.errors import nearest
 from .base import Plugin
-from .deepspeed import DeepSpeedPlugin
-from .hybrid.plugin import HybridParallelPlugin
-from .low_level_zero import LowLevelZeroPlugin
-from .torch_ddp import TorchDDPPlugin
-from .torch_fsdp import TorchFSDPPlugin
 
-_PLUGINS: dict[str, Callable[..., Plugin]] = {
-    "torch_ddp": TorchDDPPlugin,
-    "torch_fsdp": TorchFSDPPlugin,
-    "low_level_zero": LowLevelZeroPlugin,
-    "hybrid_parallel": HybridParallelPlugin,
-    "deepspeed": DeepSpeedPlugin,
+# Those that come with the package, imported when they are asked for: `name -> module:class`.
+_OWN = {
+    "torch_ddp": "torch_ddp:TorchDDPPlugin",
+    "torch_fsdp": "torch_fsdp:TorchFSDPPlugin",
+    "low_level_zero": "low_level_zero:LowLevelZeroPlugin",
+    "hybrid_parallel": "hybrid.plugin:HybridParallelPlugin",
+    "deepspeed": "deepspeed:DeepSpeedPlugin",
 }
-_OWN = frozenset(_PLUGINS)
+_REGISTERED: dict[str, Callable[..., Plugin]] = {}
 
 
 def register_plugin(name: str, plugin: Callable[..., Plugin]) -> None:
@@ -36,16 +33,23 @@ def register_plugin(name: str, plugin: Callable[..., Plugin]) -> None:
         raise ValueError(
             f"plugin={plugin!r} must be a subclass of shardwright.plugins.Plugin or a function that returns a plugin"
         )
-    _PLUGINS[name] = plugin
+    _REGISTERED[name] = plugin
 
 
 def make_plugin(name: str, **arguments: object) -> Plugin:
     """The plugin of that name, built with `arguments`."""
-    if name not in _PLUGINS:
-        raise ValueError(f"plugin={name!r} is not one of {', '.join(map(repr, _PLUGINS))}{nearest(name, _PLUGINS)}")
-    plugin = _PLUGINS[name](**arguments)
+    known = [*_OWN, *_REGISTERED]
+    if name not in known:
+        raise ValueError(f"plugin={name!r} is not one of {', '.join(map(repr, known))}{nearest(name, known)}")
+    make = _REGISTERED[name] if name in _REGISTERED else own_plugin(*_OWN[name].split(":"))
+    plugin = make(**arguments)
     if not isinstance(plugin, Plugin):
         raise ValueError(
             f"plugin={name!r}: what was registered returned {plugin!r}; it must return a shardwright.plugins.Plugin"
         )
     return plugin
+
+
+def own_plugin(module: str, cls: str) -> Callable[..., Plugin]:
+    found: Callable[..., Plugin] = getattr(import_module(f"{__package__}.{module}"), cls)
+    return found

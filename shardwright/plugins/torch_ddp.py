@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from ..cluster import job
 from ..comm.compat import world_group_for_ddp
@@ -21,8 +20,7 @@ from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
 from ..utils.pytree import tree_leaves
-from .agreement import agree_on_boost
-from .base import Boosted, Plugin, require_own_parameters, require_parameters, require_process_group
+from .base import Plugin, require_process_group
 
 # torch 2.13 renamed the argument; passing the old name warns there.
 _BUFFERS = (
@@ -138,17 +136,9 @@ class TorchDDPPlugin(Plugin):
     def supported_precisions(self) -> list[str]:
         return ["fp32", "fp16", "bf16"]
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        require_parameters(model)
-        require_own_parameters(model, optimizer)
-        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+    def lay_out(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: Any
+    ) -> tuple[nn.Module, OptimizerWrapper | None]:
         model = model.to(get_current_device())
         if any(param.requires_grad for param in model.parameters()):
             model = TorchDDPModel(model, **self.settings)
@@ -156,7 +146,7 @@ class TorchDDPPlugin(Plugin):
             model = ModelWrapper(model)  # DDP refuses a model with nothing to reduce; evaluating one is fine
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = OptimizerWrapper(optimizer)
-        return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+        return model, optimizer
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:

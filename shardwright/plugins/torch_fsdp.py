@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from ..cluster import ParallelMesh, job
 from ..interface import ModelWrapper, OptimizerWrapper
@@ -24,15 +23,10 @@ from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import get_current_device
 from ..utils.errors import divisors
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
-from .agreement import agree_on_boost
 from .base import (
-    Boosted,
     Plugin,
-    require_own_parameters,
-    require_parameters,
     require_precision,
     require_process_group,
-    require_separate_parameters,
 )
 from .without_effect import warn_once
 
@@ -138,6 +132,8 @@ class TorchFSDPPlugin(Plugin):
         self.auto_wrap_policy = auto_wrap_policy
         self.param_init_fn = param_init_fn
 
+    moves_parameters = True
+
     def supported_precisions(self) -> list[str]:
         return ["fp32", "fp16", "bf16"]
 
@@ -149,17 +145,9 @@ class TorchFSDPPlugin(Plugin):
     def split(self) -> str:
         return "TorchFSDPPlugin"
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        require_parameters(model)
-        require_own_parameters(model, optimizer)
-        require_separate_parameters(model, optimizer)
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> list[nn.Module]:
+        """The blocks to gather one at a time."""
+        super().check(model, optimizer)
         blocks = self._blocks(model)
         if any(param.is_meta for param in model.parameters()) and self.param_init_fn is None:
             raise ValueError(
@@ -168,7 +156,11 @@ class TorchFSDPPlugin(Plugin):
             )
         _check_unstepped(optimizer)
         refuse_hooks(model)
-        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+        return blocks
+
+    def lay_out(
+        self, model: nn.Module, optimizer: Optimizer | None, blocks: list[nn.Module]
+    ) -> tuple[nn.Module, OptimizerWrapper | None]:
         _share_weights(model)
         if self.activation_checkpointing:
             if not blocks:
@@ -185,7 +177,7 @@ class TorchFSDPPlugin(Plugin):
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = TorchFSDPOptimizer(optimizer)
             optimizer.model = wrapped
-        return Boosted(wrapped, optimizer, criterion, dataloader, lr_scheduler)
+        return wrapped, optimizer
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if self.auto_wrap_policy is None:

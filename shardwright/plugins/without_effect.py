@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..shardformer.policies.base import Policy
-
 _LOGGER = logging.getLogger(__name__)
 
 SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale")
@@ -37,7 +35,9 @@ class WithoutEffect(NamedTuple):
 
 class Facts(NamedTuple):
     """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO
-    sub-group; `postpones` says whether a pipeline computes weight gradients apart."""
+    sub-group; `postpones` says whether a pipeline computes weight gradients apart, `sharding_policy` which custom
+    policy does nothing but shard.
+    """
 
     precision: str
     stage: int
@@ -47,6 +47,7 @@ class Facts(NamedTuple):
     sharing: int = 1
     postpones: bool = False
     pp_style: str = "1f1b"
+    sharding_policy: str = ""
 
 
 class Rule(NamedTuple):
@@ -138,10 +139,9 @@ def find_without_effect(
             for name in options:
                 if not _is_default(given[name], defaults[name]):
                     found.setdefault(name, WithoutEffect(name, given[name], why))
-    policy = given.get("custom_policy")
-    if facts.tp == 1 and isinstance(policy, Policy) and not policy.acts_without_sharding:
+    if facts.tp == 1 and facts.sharding_policy:
         why = "its rules shard over tp_size=1 ranks, and it changes nothing else"
-        found["custom_policy"] = WithoutEffect("custom_policy", type(policy).__name__, why)
+        found["custom_policy"] = WithoutEffect("custom_policy", facts.sharding_policy, why)
     return tuple(found.values())
 
 

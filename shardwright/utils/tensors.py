@@ -18,6 +18,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor
 
 
+def whole_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The parameter without the sharding of ZeRO-3 or FSDP (a collective where it has one); its spec stays on it."""
+    gather = getattr(param, "full_tensor", None)  # of a DTensor
+    if gather is None:
+        return param
+    whole: torch.Tensor = gather()
+    whole.__dict__.update(param.__dict__)
+    return whole
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     """`tree` with `function` applied to every tensor in it (dict, list, tuple, transformers' ModelOutput)."""
     return pytree.tree_map_only(torch.Tensor, function, tree)

@@ -343,6 +343,22 @@ print(json.dumps([name for name in {HEAVY!r} if name in sys.modules and name not
     assert json.loads(run_python(code)) == []
 
 
+def test_a_plugin_loads_nothing_that_only_others_need() -> None:
+    code = """
+import sys
+import shardwright
+from shardwright import Booster
+from shardwright.plugins import TorchDDPPlugin
+shardwright.launch_from_torch()
+Booster(plugin=TorchDDPPlugin())
+Booster(plugin="torch_ddp")
+loaded = {name for name in sys.modules if name.startswith("shardwright.")}
+for name in ("pipeline.stage", "pipeline.executor", "shardformer.sharder", "zero.optimizer", "plugins.hybrid.plugin"):
+    assert f"shardwright.{name}" not in loaded, name
+"""
+    run_python(code)
+
+
 def test_names_are_resolved_when_first_used() -> None:
     code = """
 import shardwright

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...interface import ModelWrapper
 from ...pipeline.batch.ready import Microbatches
-from ...pipeline.executor import PipelineExecutor
 from .dataloader import Batches
 from .first_step import FirstStep
 from .input_limits import InputLimits
@@ -87,7 +87,7 @@ class CheckedBatches:
             )
         self._data_iter = data_iter
         self._guard: InputGuard | None = getattr(model, "input_guard", None)
-        self._executor: PipelineExecutor | None = getattr(model, "executor", None)
+        self._model = model
         self._training = training
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,8 +101,8 @@ class CheckedBatches:
         if isinstance(self._data_iter, Batches):
             self._data_iter.batch_is_used()
         if self._guard is not None:
-            if self._training and self._guard.compares and self._executor is not None:
-                self._executor.check_batch(batch)  # what this rank can find out alone comes before it meets the others
+            if self._training and self._guard.compares and isinstance(self._model, ModelWrapper):
+                self._model.check_batch(batch)  # what this rank can find out alone comes before it meets the others
             self._guard.check(batch, self._training)
         return batch
 

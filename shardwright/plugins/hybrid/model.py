@@ -19,7 +19,7 @@ from ...pipeline.stage import PLAIN_CALL
 from ...precision.policy import PrecisionPolicy
 from ...shardformer.model import ShardedModel
 from ...utils.tensors import map_tensors
-from ..lora import Home
+from .adapters import Home
 
 
 class HybridModel(ModelWrapper):
@@ -63,6 +63,9 @@ class HybridModel(ModelWrapper):
         with self._running(), self.executor.numbers(), job.forward(self._waits):
             outputs = self.module(*args, **kwargs)
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
+
+    def check_batch(self, batch: Any) -> None:
+        self.executor.check_batch(batch)
 
     @property
     def cut(self) -> CutModel:

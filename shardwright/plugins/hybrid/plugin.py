@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from ...checkpoint.position import Position
 from ...cluster.config import get_launch_config
@@ -24,7 +23,7 @@ from ...pipeline.cut.plan import CutModel, CutPlan
 from ...pipeline.cut.tied import create_tied_process_groups
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.schedules import get_placement, splits_backward
-from ...precision.policy import PRECISIONS, PrecisionPolicy
+from ...precision.policy import PrecisionPolicy
 from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
 from ...shardformer.documents import DocumentProbe
@@ -38,12 +37,13 @@ from ...zero.lay_out import lay_out
 from ...zero.layout import BUCKET_SIZE_IN_M
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.unit_gatherer import UnitGatherer
-from ..agreement import agree_on_arguments, agree_on_boost
-from ..base import Boosted, Plugin, mesh_position, require_process_group
-from ..lora import adapter_homes, add_lora, gather_adapters
+from ..agreement import agree_on_arguments
+from ..base import mesh_position, require_process_group
 from ..settings import HybridSettings
 from ..shared_buffers import SharedBuffers, share_all
 from ..without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
+from ..zero_plugin import ZeroPlugin
+from .adapters import adapter_homes, gather_adapters
 from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .config_form import read_config
 from .model import HybridModel, OptimizerGroups, StageManager
@@ -51,7 +51,7 @@ from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
 
 
-class HybridParallelPlugin(Plugin):
+class HybridParallelPlugin(ZeroPlugin):
     """Shards layers over `tp_size` ranks, cuts the model into `pp_size` stages, and spreads the data over what is left.
 
     The arguments are documented where they live, in the groups that `shardwright.plugins.settings` deals them to:
@@ -143,7 +143,17 @@ class HybridParallelPlugin(Plugin):
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
         sharing = self.mesh.size("zero")
-        facts = Facts(precision, zero_stage, self.dp_size, pp_size, tp_size, sharing, self._postpones_weights, pp_style)
+        facts = Facts(
+            precision,
+            zero_stage,
+            self.dp_size,
+            pp_size,
+            tp_size,
+            sharing,
+            self._postpones_weights,
+            pp_style,
+            "" if custom_policy is None or custom_policy.acts_without_sharding else type(custom_policy).__name__,
+        )
         self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
         tell(self.without_effect)
 
@@ -227,10 +237,6 @@ class HybridParallelPlugin(Plugin):
         return self.pp_size > 1
 
     @property
-    def steps_itself(self) -> bool:
-        return True
-
-    @property
     def split(self) -> str:
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
@@ -260,12 +266,6 @@ class HybridParallelPlugin(Plugin):
         style = self.settings.pipeline.pp_style
         return self.pp_size > 1 and (style == "auto" or splits_backward(style))
 
-    def supported_precisions(self) -> list[str]:
-        return list(PRECISIONS)
-
-    def control_precision(self) -> bool:
-        return True
-
     def preflight(
         self,
         model: nn.Module,
@@ -288,21 +288,20 @@ class HybridParallelPlugin(Plugin):
 
     # Boosting: the order in which things are applied.
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
         self._units = None
         sharder = self._sharder(model)
-        plan, self.layout, job = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
-        self.stage_manager = StageManager(plan.placement, self.mesh.coordinate("pp"))
-        agree_on_boost(self, model, optimizer, dataloader, lr_scheduler)
+        found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
+        self.layout = found.layout
+        self.stage_manager = StageManager(found.plan.placement, self.mesh.coordinate("pp"))
+        return sharder, found
+
+    def lay_out(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: tuple[ModelSharder | None, Preflight]
+    ) -> tuple[nn.Module, OptimizerWrapper | None]:
+        sharder, (plan, layout, job) = checked
         if self.mesh.rank == 0:
-            for warning in self.layout.warnings:
+            for warning in layout.warnings:
                 warn_once(warning)
             if self.settings.pipeline.offload_activations and get_current_device().type == "cpu":
                 warn_once(
@@ -355,7 +354,7 @@ class HybridParallelPlugin(Plugin):
         boosted = HybridModel(
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits
         )
-        return Boosted(boosted, wrapped, criterion, dataloader, lr_scheduler)
+        return boosted, wrapped
 
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
@@ -462,17 +461,6 @@ class HybridParallelPlugin(Plugin):
         if trained is not None:
             trained.note_step()
         return result
-
-    @contextmanager
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
-        with optimizer.no_sync():
-            yield
-
-    def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
-        """See `plugins.lora.add_lora`."""
-        return add_lora(model, pretrained_dir, lora_config)
 
     def adapter_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(model, HybridModel):

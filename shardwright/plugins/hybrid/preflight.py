@@ -60,7 +60,7 @@ from ...zero.layout import (
     plan_unit_buckets,
 )
 from ...zero.units import find_param_units
-from ..base import require_own_parameters, require_parameters, require_separate_parameters
+from ..base import require_trainable
 from ..settings import HybridSettings
 from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
@@ -156,9 +156,7 @@ def _as_call(batch: Any) -> Any:
 
 def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: PrecisionPolicy) -> Job:
     """Model and optimizer by themselves."""
-    require_parameters(model)
-    require_own_parameters(model, optimizer)
-    require_separate_parameters(model, optimizer)
+    require_trainable(model, optimizer, moves=True)
     on_meta = [name for name, param in model.named_parameters() if param.is_meta]
     if on_meta and LazyWeights.of(model) is None:
         raise ValueError(
