@@ -10,6 +10,7 @@ shard, as on the parameter itself.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ from ..comm.compat import without_torch_function
 from ..ops.shared_grads import sum_in_backward
 from ..optim.kind import is_elementwise
 from ..precision.grad_norm import power_sum, total_norm
-from ..spec import ParamSpec, get_spec
+from ..spec import ParamSpec, get_spec, set_spec
 
 _NOTE = "_shardwright_gradient_of"
 # Of a square matrix these have the same shape.
@@ -44,25 +45,39 @@ _step = _Step()
 
 
 def follow_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make every backward through a sharded model leave the whole model's gradients, as far as this rank holds them."""
+    """Make every backward through a sharded model, or through a copy of a part of it, leave the whole model's
+    gradients, as far as this rank holds them.
+    """
     if group.size() == 1:
         return
-    sum_in_backward(model.parameters(), group)
     for name, param in model.named_parameters():
-        if hasattr(param, _NOTE):
-            continue
-        whole = _Whole.of(get_spec(param) or ParamSpec(name, tuple(param.shape)), group)
-        setattr(param, _NOTE, whole)
-        trained = param.requires_grad
-        # torch takes hooks only while it does
-        param.requires_grad_(True).register_post_accumulate_grad_hook(whole.mark)
-        param.requires_grad_(trained)
+        _follow(param, name, group)
     _watch_optimizers()
 
 
-def group_of(model: nn.Module) -> dist.ProcessGroup:
-    """Over which the gradients of a model are followed."""
-    return next(note.group for param in model.parameters() if (note := getattr(param, _NOTE, None)) is not None)
+def _follow(param: nn.Parameter, name: str, group: dist.ProcessGroup) -> None:
+    sum_in_backward([param], group)
+    if hasattr(param, _NOTE):
+        return
+    whole = _Whole.of(get_spec(param) or ParamSpec(name, tuple(param.shape)), group)
+    setattr(param, _NOTE, whole)
+    trained = param.requires_grad
+    # torch takes hooks only while it does
+    param.requires_grad_(True).register_post_accumulate_grad_hook(whole.mark)
+    param.requires_grad_(trained)
+    param.__deepcopy__ = functools.partial(_copied, weakref.ref(param))  # type: ignore[method-assign]
+
+
+def _copied(reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
+    """A copy of a parameter is sharded as it is, and followed; torch copies its numbers alone."""
+    param = reference()
+    assert param is not None
+    copied = type(param).__deepcopy__(param, memo)
+    spec, note = get_spec(param), getattr(param, _NOTE)
+    if spec is not None and get_spec(copied) is None:
+        set_spec(copied, spec)
+    _follow(copied, note.name, note.group)
+    return copied  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from ..spec import get_spec, set_spec
-from .gradients import follow_gradients, group_of
 from .layer.parallel_module import ParallelModule, combined_class, full_tensor
 
 
 class Part(nn.Module):
-    """The root of any such model: what torch forgets about parameters stays with them."""
+    """The root of any such model."""
 
     @classmethod
     def become(cls, model: nn.Module) -> None:
         model.__class__ = combined_class(cls, type(model))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies of parameters are sharded as they are, and followed; torch copies their numbers alone."""
-        native = getattr(super(), "__deepcopy__", None)
-        if native is not None:
-            copied = native(memo)
-        else:
-            copied = memo[id(self)] = type(self).__new__(type(self))
-            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        for old, new in zip(self.parameters(), copied.parameters(), strict=True):
-            spec = get_spec(old)
-            if spec is not None:
-                set_spec(new, spec)
-        follow_gradients(copied, group_of(self))
-        return copied  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if assign:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from ..spec import ParamSpec
 from .adapters import parts_of
 from .layer.parallel_module import ParallelGroup
 from .regions import Region, find_regions, unclosed, undecided_parameters
 from .styles import NAMED, Decision, Site, Style
+from .ties import check_ties
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Plan:
                 raise ValueError(
                     f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}"
                 ) from None
-        self._check_ties(decisions)
+        check_ties(model, decisions, self.source)
         if complete:
             self.check(model, decisions, find_regions(model, decisions))
         return decisions
@@ -99,18 +99,6 @@ class Plan:
             found.update(dict.fromkeys(hits, pattern))
         order = {name: index for index, name in enumerate(names)}
         return {name: found[name] for name in sorted(found, key=order.__getitem__)}
-
-    def _check_ties(self, decisions: list[Decision]) -> None:
-        layouts: dict[int, tuple[Decision, ParamSpec]] = {}
-        for decision in decisions:
-            for name, spec in decision.specs.items():
-                param = decision.site.module.get_parameter(name)
-                other, known = layouts.setdefault(id(param), (decision, spec))
-                if (known.dim, known.pieces, known.partial) != (spec.dim, spec.pieces, spec.partial):
-                    raise ValueError(
-                        f"{known.name} and {spec.name} are one parameter (tied), but rules {other.rule!r} and "
-                        f"{decision.rule!r} of {self.source} lay it out differently; give both the same layout"
-                    )
 
     def check(self, model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region]) -> None:
         """Raise ValueError for parameters that may meet sharded activations and are not decided on, and for regions

@@ -18,6 +18,7 @@ from ..ops.collective import copy_all_to_group, copy_to_group, reduce_from_group
 from ..spec import ParamSpec
 from .layer.dropout import DropoutForParallelInput
 from .layer.embedding import (
+    HiddenParallel,
     LogitsParallel,
     VocabParallel,
     head_class,
@@ -353,6 +354,12 @@ class Replaced(Style):
         if issubclass(kind, LogitsParallel | VocabParallel | FusedLayerNorm | FusedRMSNorm | RMSNorm | nn.Dropout):
             return None
         return "opens" if issubclass(kind, ColumnParallel) else "closes" if issubclass(kind, RowParallel) else "unknown"
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether the layer is known to hold parts of its parameters."""
+        layers = (VocabParallel, HiddenParallel, ColumnParallel, RowParallel)
+        return isinstance(self.target, type) and issubclass(self.target, layers)
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         _module(site, self)

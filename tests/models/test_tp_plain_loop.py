@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer.layer.parallel_module import full_tensor
+from shardwright.spec import get_spec
 from shardwright.testing import run_ranks, zoo
 from shardwright.testing.compare import check_complete, compare_models
 from shardwright.testing.exact import keep_float64
@@ -163,6 +164,16 @@ def copies(rank: int, world_size: int, directory: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     compare_models(*twins, coordinate=rank, losses=(expected[0], actual[0]), check=False).check()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    parts = copy.deepcopy(reference.model), copy.deepcopy([model.model])[0]  # without its root
+    norms = []
+    for part in parts:
+        part(**{key: value for key, value in batches[0].items() if key != "labels"})[0].pow(3).mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(part.parameters(), 1e-3))
+        torch.optim.SGD(part.parameters(), lr=0.1).step()
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-10, atol=1e-10)
+    for expected_param, param in zip(*(part.parameters() for part in parts), strict=True):
+        want = get_spec(param).shard(expected_param.data, rank)
+        torch.testing.assert_close(param.data, want, rtol=1e-10, atol=1e-10)
     twins[1].save_pretrained(directory)
     for key, tensor in type(reference).from_pretrained(directory, dtype=torch.float64).state_dict().items():
         torch.testing.assert_close(tensor, twins[0].state_dict()[key], rtol=1e-10, atol=1e-10)

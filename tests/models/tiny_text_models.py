@@ -4,6 +4,7 @@ have.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -143,19 +144,24 @@ def _sizes_of(config_class: type) -> dict[str, Any]:
     return sizes
 
 
-def build(model_type: str) -> nn.Module:
+def build(model_type: str, **changes: Any) -> nn.Module:
     """The model in float64, without dropout, every parameter away from its initial zero or one. Always the same
     weights.
+
+    changes   of its config
     """
     import transformers
 
     auto = getattr(transformers, _AUTO_CLASS[text_types()[model_type]])
+    config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in auto.from_config(tiny_config(model_type)).parameters())
+        size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"{model_type} has {size} parameters in its smallest known config")
     torch.manual_seed(0)
-    model = auto.from_config(tiny_config(model_type))
+    model = auto.from_config(copy.deepcopy(config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

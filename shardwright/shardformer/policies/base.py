@@ -333,7 +333,11 @@ class Policy:
         return f"{name}." if name else ""
 
     def vocabulary_rules(self) -> dict[str, Style | str]:
-        """Rules for the embeddings of the vocabulary and the head over it, as transformers names them."""
+        """Rules for the embeddings of the vocabulary and the head over it, as transformers names them.
+
+        Every embedding that is tied to one of the two goes with it: an encoder and a decoder may have one each, of
+        which the head is tied to the other one than `get_input_embeddings` names.
+        """
         multiple = self.shard_config.make_vocab_size_divisible_by
         embedding, head = (
             _embeddings(self.model, "get_input_embeddings"),
@@ -345,8 +349,9 @@ class Policy:
         shardable = head is not None and is_linear(head)
         if head is not None and not shardable and getattr(head, "weight", None) is embedding.weight:
             return rules
+        weights = [embedding.weight, *([head.weight] if head is not None and shardable else [])]
         for name, module in self.model.named_modules(remove_duplicate=False):
-            if isinstance(module, nn.Embedding) and module.weight is embedding.weight:
+            if isinstance(module, nn.Embedding) and any(module.weight is weight for weight in weights):
                 rules[name] = VocabEmbedding(multiple)
             elif module is head and shardable:
                 rules[name] = VocabHead(multiple, gather_output=not self.shard_config.parallel_output)
