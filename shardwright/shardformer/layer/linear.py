@@ -8,7 +8,7 @@ Shapes, with T tokens in any number of leading dims, O and I the full sizes, o a
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -103,9 +103,11 @@ class ColumnParallel(_ParallelLinear):
     """The sharded forward of linears whose outputs are dealt to the ranks.
 
     gather_output   hand on [T, O] on every rank instead of this rank's [T, o]
+    siblings        linears that may be called with the same input: q, k and v, gate and up
     """
 
     gather_output: bool
+    siblings: tuple[nn.Module, ...] = ()
     _gathered_pieces: Pieces
     _plain: bool
     _group_name: str
@@ -130,7 +132,8 @@ class ColumnParallel(_ParallelLinear):
         if self._plain and torch.compiler.is_compiling():
             y = compiled.column_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         elif self._plain:
-            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
+            weights = [cast(Tensor, sibling.weight) for sibling in self.siblings]
+            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self), siblings=weights)
         else:
             y = self._native_forward(copy_to_group(x, group))
         return gather_features(y, self._gathered_pieces, group) if self.gather_output else y
