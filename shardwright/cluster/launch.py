@@ -31,6 +31,7 @@ logger = logging.getLogger("shardwright")
 
 Config = str | Path | Mapping[str, Any] | None
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _BACKENDS = ("nccl", "gloo", "fake")
 
 _end_watch: Callable[[], None] | None = None  # of the job that this process belongs to
@@ -58,7 +59,8 @@ def launch(
     seed        seeds python, numpy and torch alike on every rank, so that ranks build the same model
     local_rank  index of this process on its node, which is also the CUDA device it takes; by default rank modulo device
                 count
-    config      a dict or the path of a Python file; `HybridParallelPlugin.from_config()` reads its `parallel` entry
+    config      a dict or the path of a Python file; `HybridParallelPlugin.from_config()` reads its `parallel` entry.
+                A tensor size of more than 1 in it sets CUDA_DEVICE_MAX_CONNECTIONS=1 unless the user has set it
     timeout     of every collective and message in every group that shardwright makes, and of joining itself; a
                 timedelta or seconds. When it strikes, the job ends and says what every rank was doing
 
@@ -75,6 +77,7 @@ def launch(
         _check_same_job(rank, world_size, backend, limit)
     else:
         if "nccl" in resolved:
+            _order_kernels(loaded)
             _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
         if _end_watch is not None:
             _end_watch()  # of a job whose process group was destroyed
@@ -297,6 +300,20 @@ def _devices_are_dealt_out() -> bool:
     see the same.
     """
     return "CUDA_VISIBLE_DEVICES" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def _order_kernels(config: Mapping[str, Any]) -> None:
+    """Under tensor parallelism, let the device start kernels in the order in which they were launched.
+
+    A backward starts an all-reduce and then the products that are to hide it. They go to different streams, and with
+    several hardware queues a product may take the device before the collective has begun. One queue keeps the order;
+    where nothing is to be hidden that way it only holds other streams up, so it is for tensor parallelism alone, and
+    what the user has set stays. CUDA reads the variable when it starts.
+    """
+    tensor = config.get("parallel", {}).get("tensor", 1)
+    size = tensor.get("size", 1) if isinstance(tensor, Mapping) else tensor
+    if isinstance(size, int) and size > 1 and not torch.cuda.is_initialized():
+        os.environ.setdefault(ONE_QUEUE, "1")
 
 
 def _take_device(local_rank: int, explicit: bool) -> None:

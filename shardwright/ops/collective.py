@@ -190,7 +190,8 @@ class _CopyAll(torch.autograd.Function):
     def forward(ctx: Any, group: dist.ProcessGroup, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
+        # aliases, but not views: who postpones the weight gradient of a view adds it to the parameter it is a view of
+        return tuple(x.detach() for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -14,16 +14,18 @@ dx of a column linear is a partial sum, to be all-reduced. q, k and v read the s
 would send three times what one reduction of the sum sends, so all column linears called on the *same tensor object*
 take it through one shared node:
 
-    (x1, w1) = Open(x, W_first)
-    y_first  = linear(x1, w1)           the first caller
-    y_other  = linear(x1, W_other)      every later caller
+    (x1, w1, ..) = Open(x, W_first, W_siblings..)
+    y_first      = linear(x1, w1)           the first caller
+    y_sibling    = linear(x1, w_k)          a later caller that the first one has named
+    y_other      = linear(x1, W_other)      every other one
 
 Autograd itself counts the users of x1: the backward of Open runs when dx of all of them has been summed, however many
-they are and whichever of them the loss depends on. It starts the all-reduce of the sum. The first caller's backward has
-left (x, dy) for it instead of computing dW, so Open computes that dW = dy^T x while the collective is in flight, waits,
-and returns both. Everything reaches autograd as ordinary gradients: accumulation hooks fire, `torch.autograd.grad`
-works, nothing depends on the engine's order of execution. x knows x1 by a weak reference that the first caller's node
-keeps alive, so nothing outlives the graph, and x1 is not used again once x was modified in place.
+they are and whichever of them the loss depends on. It starts the all-reduce of the sum. First caller and siblings have
+left (x, dy) for it in their backward instead of computing dW, so Open computes every dW = dy^T x while the collective
+is in flight, waits, and returns all. Everything reaches autograd as ordinary gradients: accumulation hooks fire,
+`torch.autograd.grad` works, nothing depends on the engine's order of execution. Who is named and does not come (k and v
+of a cross-attention read another x) has no gradient from here. x knows x1 by a weak reference that the callers'
+nodes keep alive, so nothing outlives the graph, and x1 is not used again once x was modified in place.
 
 Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes
 projections that a cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not
@@ -34,7 +36,8 @@ consumers are not linears) cannot overlap.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,26 +54,39 @@ _SHARED = "_shardwright_shared_input"
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, *, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    transposed: bool = False,
+    siblings: Sequence[Tensor] = (),
 ) -> Tensor:
     """Column-parallel linear on a replicated x; the output is this rank's columns.
 
     forward   y = x W^T + b
     dgrad     dx = sum over ranks of dy W, started asynchronously, once for all column linears on this x
-    wgrad     dW = dy^T x, db = sum over tokens of dy; dW of the first of them overlaps with the collective
+    wgrad     dW = dy^T x, db = sum over tokens of dy; dW of the first of them and of its siblings overlap with the
+              collective
+
+    siblings  weights of linears that may come with the same x
 
     See [Note: one all-reduce for linears that share an input].
     """
     if group.size() == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return linear(x, weight, bias, transposed=transposed)
     shared = _shared_input(x, group)
-    if shared is not None:
-        return _linear(shared, weight, bias, weight, transposed)
-    link = _Link(group)
-    opened, first_weight = _Open.apply(x, weight, link, transposed)
-    y = _linear(opened, first_weight, bias, weight, transposed, link)
-    cast(Any, y.grad_fn).opened = opened  # kept for as long as the graph
-    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: _Shared(weakref.ref(opened), x._version)})
+    if shared is None:
+        link = _Link(group)
+        weights = list({id(each): each for each in (weight, *siblings)}.values())
+        opened, *aliases = _Open.apply(x, link, *weights)
+        places = enumerate(zip(weights, aliases, strict=True))
+        shared = _Shared(opened, link, {id(each): (place, alias) for place, (each, alias) in places})
+        setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: (weakref.ref(shared), x._version)})
+    # Once: the link holds one pair of factors for each weight.
+    place, alias = shared.aliases.pop(id(weight), (None, weight))
+    y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place)
+    cast(Any, y.grad_fn).opened = shared  # kept for as long as the graph
     return y
 
 
@@ -117,29 +133,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed:
 
 
 class _Link:
-    """What the first caller's backward leaves for that of `_Open`: x [T, I] and dy [T, O]."""
+    """What the callers' backwards leave for that of `_Open`: x [T, I], dy [T, O] and the layout of W, by the place of
+    its weight.
+    """
 
     __slots__ = ("group", "operands")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.operands: tuple[Tensor, Tensor] | None = None
+        self.operands: dict[int, tuple[Tensor, Tensor, bool]] = {}
 
 
-class _Shared(NamedTuple):
-    opened: weakref.ref[Tensor]  # x1 of the note
-    version: int  # of x when it was shared
+class _Shared:
+    """x1 of the note, and w1, w2, .. that nobody has taken yet: their place and alias by the id of the weight."""
+
+    __slots__ = ("__weakref__", "aliases", "link", "opened")
+
+    def __init__(self, opened: Tensor, link: _Link, aliases: dict[int, tuple[int | None, Tensor]]) -> None:
+        self.opened, self.link, self.aliases = opened, link, aliases
 
 
-def _shared_input(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    shared: _Shared | None = getattr(x, _SHARED, {}).get(group)
-    return shared.opened() if shared is not None and shared.version == x._version else None
+def _shared_input(x: Tensor, group: dist.ProcessGroup) -> _Shared | None:
+    shared, version = getattr(x, _SHARED, {}).get(group, (None, 0))
+    return shared() if shared is not None and version == x._version else None
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, param: Tensor, transposed: bool, link: _Link | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    param: Tensor,
+    transposed: bool,
+    link: _Link | None = None,
+    place: int | None = None,
 ) -> Tensor:
     """`weight` is what autograd differentiates, `param` the module's own parameter, which may be the same object.
+
+    place   of the weight in `link`, if its gradient is to be left there
 
     All column linears on a shared input come through here, with or without a link: when a checkpointed region is
     recomputed, x may have been shared by then, and what is saved for backward must not depend on who comes first.
@@ -148,7 +178,7 @@ def _linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     # The parameters travel in a tuple, past autograd, which would hand them back as aliases.
-    return _Linear.apply(x, weight, bias, (param, bias), transposed, link)
+    return _Linear.apply(x, weight, bias, (param, bias), transposed, None if place is None else (link, place))
 
 
 def _factors(x: Tensor, dy: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -169,7 +199,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         params: tuple[Tensor, Tensor | None],
         transposed: bool,
-        link: _Link | None,
+        link: tuple[_Link, int] | None,
     ) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
@@ -196,7 +226,8 @@ class _Linear(torch.autograd.Function):
                     param, lambda into: add_product(*_factors(flat_x, flat_dy, transposed), into), (flat_x, flat_dy)
                 )
             elif ctx.link is not None:
-                ctx.link.operands = (flat_x, flat_dy)
+                link, place = ctx.link
+                link.operands[place] = (flat_x, flat_dy, transposed)
                 # Stands in for dW, which _Open computes.
                 dw = x.new_empty(()).expand((x.shape[-1], dy.shape[-1]) if transposed else (dy.shape[-1], x.shape[-1]))
             else:
@@ -210,37 +241,39 @@ class _Linear(torch.autograd.Function):
 
 
 class _Open(torch.autograd.Function):
-    """forward (x, W) -> (x, W);  backward: sum dx over the ranks, computing dW meanwhile."""
+    """forward (x, W..) -> (x, W..);  backward: sum dx over the ranks, computing dW.. meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, link: _Link, transposed: bool) -> tuple[Tensor, Tensor]:
-        ctx.link, ctx.transposed = link, transposed
+    def forward(ctx: Any, x: Tensor, link: _Link, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.link = link
         ctx.set_materialize_grads(False)
         # aliases, but not views: x may change in place when nothing else needs it
-        x, weight = x.detach(), weight.detach()
-        if not ctx.needs_input_grad[1]:
-            ctx.mark_non_differentiable(weight)
-        return x, weight
+        x, aliases = x.detach(), [weight.detach() for weight in weights]
+        ctx.mark_non_differentiable(
+            *(alias for alias, needed in zip(aliases, ctx.needs_input_grad[2:], strict=True) if not needed)
+        )
+        return x, *aliases
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dx: Tensor | None, *dws: Tensor | None) -> tuple[Tensor | None, ...]:
         link, reduction = ctx.link, None
         if torch.is_grad_enabled():  # see [Note: gradients of gradients] in `ops.collective`
-            return None if dx is None else reduce_from_group(dx, link.group), dw, None, None
+            return None if dx is None else reduce_from_group(dx, link.group), None, *dws
         if dx is not None:
             # Only linears use x1, and the gradients of linears are fresh matrices or fresh sums of them: reducing in
             # place is safe.
             dx = dx.contiguous()
             reduction = dist.all_reduce(dx, group=link.group, async_op=True)
-        if dw is not None and link.operands is not None:
-            x, dy = link.operands
-            dw = _weight_grad(x, dy, ctx.transposed)
-        elif reduction is not None and (store := active_store()) is not None:
+        found = list(dws)
+        for place, operands in sorted(link.operands.items()):
+            if found[place] is not None:
+                found[place] = _weight_grad(*operands)
+        if not link.operands and reduction is not None and (store := active_store()) is not None:
             store.run_one_of_others()  # where dW is postponed, one of a microbatch before hides the collective
-        link.operands = None
+        link.operands.clear()
         if reduction is not None and dx is not None:
             turns.wait(reduction, dx)
-        return dx, dw, None, None
+        return dx, None, *found
 
 
 class _ReduceFresh(torch.autograd.Function):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.nn as nn
 
 from .layer.embedding import LogitsParallel
+from .layer.linear import ColumnParallel, input_size
 from .layer.parallel_module import ParallelGroup
 from .model import GeneratingModel, ShardedModel
 from .plan import Plan
@@ -30,6 +31,7 @@ def apply_decisions(
         except ValueError as error:
             site = decision.site
             raise ValueError(f"{site.name} ({type(site.module).__name__}), rule {decision.rule!r}: {error}") from None
+    _introduce_siblings(regions)
     if parallel.size > 1 and decisions:
         _divide_dropout(regions, parallel)
     adopt_root(model, parallel)
@@ -38,6 +40,16 @@ def apply_decisions(
 def adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
     if any(isinstance(module, LogitsParallel) for module in model.modules()):
         (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
+
+
+def _introduce_siblings(regions: Sequence[Region]) -> None:
+    """Column linears of a region that may share an input know each other (see the note in `ops.linear`)."""
+    for region in regions:
+        columns = [module for module in region.opens if isinstance(module, ColumnParallel)]
+        for column in columns:
+            column.siblings = tuple(
+                other for other in columns if other is not column and input_size(other) == input_size(column)
+            )
 
 
 def _divide_dropout(regions: Sequence[Region], parallel: ParallelGroup) -> None:

@@ -20,6 +20,7 @@ from .adapters import parts_of
 from .layer.parallel_module import ParallelGroup
 from .regions import Region, find_regions, unclosed, undecided_parameters
 from .styles import NAMED, Decision, Site, Style
+from .sum_at_exit import check_sums
 from .ties import check_ties
 
 
@@ -63,6 +64,7 @@ class Plan:
                     f"{name} ({type(site.module).__name__}), rule {pattern!r} of {self.source}: {error}"
                 ) from None
         check_ties(model, decisions, self.source)
+        check_sums(decisions)
         if complete:
             self.check(model, decisions, find_regions(model, decisions))
         return decisions

@@ -282,6 +282,8 @@ class _PartialSumForward(ParallelModule):
 
     def _summed(self, *args: Any, **kwargs: Any) -> Any:
         group = self.parallel.group
+        if self.in_sum:
+            return super().forward(*args, **kwargs)
         values = [*args, *kwargs.values()]
         places = [
             place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad

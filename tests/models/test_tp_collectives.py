@@ -66,9 +66,9 @@ CASES: dict[str, tuple[Any, tuple[int, int]]] = {
     "dense": (llama, (2, 2)),
     "side by side": (gptj, (2, 1)),
     "experts": (mixtral, (2, 2)),
-    "shared expert": (qwen2_moe, (3, 3)),
+    "shared expert": (qwen2_moe, (2, 2)),
     "latent attention": (lambda layers: deepseek(layers, True), (2, 4)),
-    "latent attention, shared expert": (lambda layers: deepseek(layers, False), (3, 5)),
+    "latent attention, shared expert": (lambda layers: deepseek(layers, False), (2, 4)),
 }
 
 

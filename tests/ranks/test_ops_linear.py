@@ -17,6 +17,7 @@ from counting import CountCollectives
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwright.ops import linear as linear_ops
 from shardwright.ops.collective import gather_from_group, reduce_from_group, split_to_group
 from shardwright.ops.cross_entropy import vocab_cross_entropy
 from shardwright.ops.linear import column_linear, linear, row_linear
@@ -67,8 +68,12 @@ class Sharded(Reference):
             self.register_parameter(name, nn.Parameter(local.clone()))
 
     def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        fn = row_linear if name == "o" else column_linear
-        return fn(x, getattr(self, name), getattr(self, f"{name}_bias"), self.group, transposed=self.transposed)
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        if name == "o":
+            return row_linear(x, weight, bias, self.group, transposed=self.transposed)
+        # the third is named by nobody
+        named = {"q": (self.k,), "k": (self.q,)}.get(name, ())
+        return column_linear(x, weight, bias, self.group, transposed=self.transposed, siblings=named)
 
 
 def _local_grad(name: str, full: Reference, group: dist.ProcessGroup) -> torch.Tensor:
@@ -280,6 +285,64 @@ def _hidden(rank: int, world: int) -> None:
 
 def test_a_waiting_weight_gradient_hides_the_reduction() -> None:
     run_ranks(_hidden, 2)
+
+
+def _overlapped(rank: int, world: int) -> None:
+    """Between the start of the all-reduce and the end of its flight: the weight gradients of all that share x, and of
+    nothing else.
+    """
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    q, k, v = (nn.Parameter(torch.randn(4, 8, dtype=torch.float64)) for _ in range(3))
+    frozen = torch.randn(4, 8, dtype=torch.float64)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    other = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    order: list[str] = []
+    all_reduce, weight_grad = dist.all_reduce, linear_ops._weight_grad
+
+    def noted_reduce(*args: Any, **kwargs: Any) -> Any:
+        order.append("start")
+        work = all_reduce(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: (order.append("wait"), work.wait()))
+
+    def noted_grad(*args: Any) -> torch.Tensor:
+        order.append("dW")
+        return weight_grad(*args)
+
+    def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        siblings = [each for each in (q, k, v, frozen) if each is not weight]
+        return column_linear(x, weight, None, group, siblings=siblings).square().sum()
+
+    def grads(*losses: torch.Tensor) -> list[torch.Tensor | None]:
+        x.grad = other.grad = q.grad = k.grad = v.grad = None
+        sum(losses).backward()  # type: ignore[union-attr]
+        return [each.grad for each in (q, k, v)]
+
+    def expected(*pairs: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor | None]:
+        return grads(*(F.linear(x, weight).square().sum() for x, weight in pairs))
+
+    dist.all_reduce, linear_ops._weight_grad = noted_reduce, noted_grad  # type: ignore[assignment]
+    try:
+        for pairs, want in (
+            (((x, q), (x, k), (x, v)), ["start", *["dW"] * 3, "wait"]),
+            (((x, v), (x, frozen)), ["start", "dW", "wait"]),
+            # cross-attention: who is named comes with another input
+            (((x, q), (other, k), (other, v)), ["start", *["dW"] * 2, "wait", "start", "dW", "wait"]),
+            # one weight twice: the second time at once
+            (((x, q), (x, q), (x, k)), ["dW", "start", *["dW"] * 2, "wait"]),
+        ):
+            order.clear()
+            x, other = x.detach().requires_grad_(), other.detach().requires_grad_()
+            renewed = [(x if each.shape[0] == 3 else other, weight) for each, weight in pairs]
+            found = grads(*(project(*pair) for pair in renewed))
+            assert order == want, (order, want)
+            torch.testing.assert_close(found, expected(*renewed), rtol=1e-12, atol=1e-12)
+    finally:
+        dist.all_reduce, linear_ops._weight_grad = all_reduce, weight_grad
+
+
+def test_weight_gradients_of_all_siblings_hide_the_reduction() -> None:
+    run_ranks(_overlapped, 2)
 
 
 def test_scattered_output_and_autocast() -> None:

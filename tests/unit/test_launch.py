@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.cluster import environment
 from shardwright.cluster.config import load_config
 from shardwright.cluster.launch import _take_device, get_default_parser, resolve_backend
+
+launching = import_module("shardwright.cluster.launch")  # whose name in the package is that of its function
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
@@ -145,6 +149,40 @@ def test_a_device_that_the_launcher_dealt_out_is_taken(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # all ranks see the same one
     with pytest.raises(ValueError, match="local_rank=3 needs 4 CUDA devices"):
         _take_device(3, explicit=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "set_by_user", "started", "expected"),
+    [
+        ({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, None, False, "1"),
+        ({"parallel": {"tensor": 4}}, None, False, "1"),
+        ({"parallel": {"tensor": 4}}, "8", False, "8"),
+        ({"parallel": {"tensor": 4}}, None, True, None),  # too late, CUDA has read it
+        ({"parallel": {"tensor": {"size": 1}, "pipeline": 2}}, None, False, None),
+        ({}, None, False, None),
+    ],
+)
+def test_tensor_parallel_jobs_start_kernels_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    set_by_user: str | None,
+    started: bool,
+    expected: str | None,
+) -> None:
+    monkeypatch.setattr(launching, "resolve_backend", lambda backend: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(launching, "_take_device", _stop)
+    monkeypatch.setattr(launching.groups, "keep_out_of_forks", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setenv(launching.ONE_QUEUE, set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv(launching.ONE_QUEUE)
+    with pytest.raises(KeyboardInterrupt):  # where CUDA would start
+        launching.launch(0, 1, None, None, config=config)
+    assert os.environ.get(launching.ONE_QUEUE) == expected
+
+
+def _stop(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "fake"])

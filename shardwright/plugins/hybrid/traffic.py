@@ -21,6 +21,7 @@ from ...pipeline.cut.plan import CutPlan
 from ...shardformer.layer.linear import input_size, is_linear, output_size
 from ...shardformer.plan import Decision
 from ...shardformer.styles import Column, PartialSum, Row, VocabEmbedding, VocabHead
+from ...shardformer.sum_at_exit import SumAtExit
 from .resolved import Traffic
 
 
@@ -80,8 +81,13 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
     """Features of every activation that is all-reduced in one forward and backward."""
     found: list[int] = []
     inputs: set[tuple[int, int]] = set()
+    sums = tuple(f"{decision.site.name}." for decision in decisions if isinstance(decision.style, SumAtExit))
     for decision in decisions:
         style, module = decision.style, decision.site.module
+        if decision.site.name.startswith(sums):
+            if isinstance(style, PartialSum):  # once for the block, forward and backward
+                found += [_features_of(module)] * 2
+            continue
         if isinstance(style, VocabEmbedding):
             found.append(module.get_parameter("weight").shape[1])
         elif isinstance(style, VocabHead | Column) and is_linear(module):

@@ -9,16 +9,17 @@ Shapes, with T tokens in any number of leading dims, O and I the full sizes, o a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import compiled
 from ...ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
-from ...ops.linear import column_linear, row_linear
+from ...ops.linear import column_linear, linear, row_linear
 from ...spec import ParamSpec
 from ...utils.argument_types import is_whole
 from ..splits import Even, Packed, Pieces, Split
@@ -75,9 +76,22 @@ def row_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSp
 class _ParallelLinear(ParallelModule):
     weight: Tensor
     bias: Any
+    _plain: bool
 
     def _native_forward(self, x: Tensor) -> Tensor:
         return super().forward(x)  # type: ignore[misc]
+
+    def _computed_alone(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Without communication; `bias` is the module's own, or None for none."""
+        if self._plain and torch.compiler.is_compiling():
+            return F.linear(x, self.weight.t() if is_conv1d(self) else self.weight, bias)
+        if self._plain:
+            return linear(x, self.weight, bias, transposed=is_conv1d(self))
+        held, self._parameters["bias"] = self._parameters.get("bias"), bias  # type: ignore[assignment]
+        try:
+            return self._native_forward(x)
+        finally:
+            self._parameters["bias"] = held
 
     def _update_sizes(self) -> None:
         """Sizes that the module tells about itself, those of the shard from now on."""
@@ -91,9 +105,11 @@ class ColumnParallel(_ParallelLinear):
     """The sharded forward of linears whose outputs are dealt to the ranks.
 
     gather_output   hand on [T, O] on every rank instead of this rank's [T, o]
+    siblings        linears that may be called with the same input: q, k and v, gate and up
     """
 
     gather_output: bool
+    siblings: tuple[nn.Module, ...] = ()
     _gathered_pieces: Pieces
     _plain: bool
     _group_name: str
@@ -113,10 +129,13 @@ class ColumnParallel(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.parallel.group
+        if self.in_sum:
+            return self._computed_alone(x, self.bias)
         if self._plain and torch.compiler.is_compiling():
             y = compiled.column_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         elif self._plain:
-            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
+            weights = [cast(Tensor, sibling.weight) for sibling in self.siblings]
+            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self), siblings=weights)
         else:
             y = self._native_forward(copy_to_group(x, group))
         return gather_features(y, self._gathered_pieces, group) if self.gather_output else y
@@ -150,17 +169,16 @@ class RowParallel(_ParallelLinear):
         group = self.parallel.group
         if self.split_input:
             x = split_to_group(x, group, -1, self._input_sizes)
+        if self.in_sum:
+            y = self._computed_alone(x, None)
+            # Once among the ranks. The others multiply with zero, so that all have a gradient for it.
+            return y if self.bias is None else y + (self.bias * (self.parallel.rank == 0)).to(y.dtype)
         if self._plain and torch.compiler.is_compiling():
             return compiled.row_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         if self._plain:
             return row_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
-        # The native forward would add the bias on every rank, so it must not see it.
-        bias, self._parameters["bias"] = self.bias, None
-        try:
-            y = reduce_from_group(self._native_forward(x), group)
-        finally:
-            self._parameters["bias"] = bias
-        return y if bias is None else y + bias
+        y = reduce_from_group(self._computed_alone(x, None), group)
+        return y if self.bias is None else y + self.bias
 
 
 def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tensor:

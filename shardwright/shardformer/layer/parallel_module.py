@@ -143,9 +143,12 @@ class ParallelModule(nn.Module):
     """Base of all tensor-parallel modules. Sub-classes implement `_from_native`.
 
     parallel    the group that the module is sharded over
+    in_sum      a module around it sums what the ranks compute, and the gradients of what it is given: what goes in and
+                out here needs no collective (see `shardformer.sum_at_exit`)
     """
 
     parallel: ParallelGroup
+    in_sum = False
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Groups | None = None, **kwargs: Any) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn as nn
 
 from ..rules import Rules, attention_rules, expert_rules, latent_attention_rules, mlp_rules
+from ..sum_at_exit import SumAtExit, why_not
 from .base import Policy
 from .heads import policies_of_heads
 
@@ -34,12 +35,16 @@ class SparsePolicy(Policy):
         assert isinstance(layers, nn.ModuleList)
         for index, layer in enumerate(layers):
             path = f"layers.{index}.mlp"
+            assert isinstance(layer.mlp, nn.Module)
             if not hasattr(layer.mlp, "experts"):
                 rules |= mlp_rules(path, _GATED, "down_proj")
                 continue
             rules |= {**expert_rules(f"{path}.experts"), f"{path}.gate": "replicated"}
             if self.shared is not None and hasattr(layer.mlp, self.shared):
                 rules |= mlp_rules(f"{path}.{self.shared}", _GATED, "down_proj")
+                parts = ("experts", f"{self.shared}.down_proj")
+                if why_not(layer.mlp, parts) is None:  # else both are reduced for themselves
+                    rules[path] = SumAtExit(parts)
             if hasattr(layer.mlp, "shared_expert_gate"):
                 rules[f"{path}.shared_expert_gate"] = "replicated"
         return rules
