@@ -257,7 +257,7 @@ class PipelineExecutor:
             step.loss.refuse_uncounted()
             return
         check.follow_mode(self.cut.staged.model.training)
-        keys, loss = step.shape_keys(), step.loss
+        keys, loss = step.shape_keys, step.loss
         loss.checked = check.check(
             loss.criterion, step.microbatches, keys, loss.is_watched, step.training, loss.is_ready
         )
@@ -292,12 +292,12 @@ class PipelineExecutor:
         inputs = step.inputs
         slices = inputs.num_slices if isinstance(inputs, SlicedInputs) else 1
         schedule = self._schedule(len(step.microbatches), step.training, slices)
-        runtime.run(schedule, step.message_keys(), overlap=self.settings.overlap_p2p, slices=slices)
+        runtime.run(schedule, step.message_keys, overlap=self.settings.overlap_p2p, slices=slices)
 
     def _learn_shapes(self, key: MessageKey, header: Header) -> ShapeRule | None:
         assert self._step is not None
         stage, look, _ = key.kind  # see `PipelineRuntime`
-        index = next(i for i, other in enumerate(self._step.message_keys()) if split_sizes(other)[0] == look)
+        index = next(i for i, other in enumerate(self._step.message_keys) if split_sizes(other)[0] == look)
         inputs = self._step.inputs
         batch = inputs.by_length(index) if isinstance(inputs, SlicedInputs) else inputs.microbatches[index]
         return self._message_shapes.find_rule(stage, batch, key, header)

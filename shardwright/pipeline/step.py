@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ class Step:
         self.outputs: dict[int, Any] = {}
         self.slices: dict[int, SliceOutputs] = {}  # on the last stage, by microbatch
 
+    @cached_property
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""
         return [
             (*describe(items_of(microbatch)), self.loss.router_loss is not None) for microbatch in self.microbatches
         ]
 
+    @cached_property
     def message_keys(self) -> list[tuple[Any, ...]]:
         """The same for what travels and is kept of a microbatch, or of its slices."""
         inputs = self.inputs
         if not isinstance(inputs, SlicedInputs):
-            return self.shape_keys()
+            return self.shape_keys
         # numbers in keys are sizes, so places are words
         routers, count = self.loss.router_loss is not None, inputs.num_slices
         return [

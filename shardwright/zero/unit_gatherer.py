@@ -4,7 +4,7 @@
                forward are started ahead, as far as `ahead` reaches; behind the call it is freed. What ends the forward
                stays: backward begins there
     backward   a gradient that arrives at the output of a module gathers its unit again, and starts those before it;
-               when the gradients of all its inputs are there it is freed, at the latest when backward ends
+               when the gradient of its newest input is there the unit is freed, at the latest when backward ends
 
 A pipeline says itself which sections it needs when (`open_section`, `close_section`); then no hooks are installed.
 
@@ -12,6 +12,12 @@ A pipeline says itself which sections it needs when (`open_section`, `close_sect
 operation on it shows its bucket, which all ranks of the sub-group must do alike, and from then on until the next step
 it has values that last. So weights used away from their module, state dicts and averages of weights are right, at the
 price of memory.
+
+[Note: when the backward of a call is through] Autograd runs what is ready from the newest operation to the oldest. So a
+call gets the newest of its inputs under a name of its own, made when it begins: everything that it records is newer,
+and has run when the gradient under that name is complete. Older inputs stay the model's own tensors. Under a name for
+each call, the gradient of what several layers get (an encoder's output, a table of positions) would be summed per layer
+first, which rounds another way than the model alone does.
 
 [Note: what a module gives away] Hooks see a backward begin where they see what the forward gave: tensors in its output,
 and in the lists, dicts and dataclasses of its input, which stay the very objects that the caller has, because a module
@@ -66,17 +72,23 @@ class _Unit:
 class _Use:
     """One call of a unit's module, until its backward is through.
 
-    inputs   how many gradients of inputs tell that; 0: the end of the backward does
     first, last   graph times of what the call recorded
     """
 
-    __slots__ = ("arrived", "first", "inputs", "is_open", "last", "unit")
+    __slots__ = ("first", "is_open", "last", "unit")
 
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
-        self.inputs = self.arrived = 0
         self.first = self.last = -1
         self.is_open = False
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+
+
+def _time_made(tensor: torch.Tensor) -> int:
+    return -1 if tensor.grad_fn is None else graph_time(tensor)
 
 
 class _Hook:
@@ -229,27 +241,28 @@ class UnitGatherer:
             return None
         use = _Use(unit)
         unit.calls.append(use)
-        noted = partial(self._note_input, use)
-        renamed = replaced(noted, args), {key: replaced(noted, value) for key, value in kwargs.items()}
-        if use.inputs:
-            return renamed
         use.first = max((other.last for other in self._uses), default=-1) + 1
-        for tensor in tensors_in((args, kwargs)):  # complete when others that use them are through, too
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                use.inputs += 1
-                use.first = max(use.first, graph_time(tensor) + 1 if tensor.grad_fn is not None else 0)
-                tensor.register_hook(partial(self._input_done, use))
-        return None
+        newest = max(filter(_is_differentiable, tensors_in((args, kwargs))), key=_time_made, default=None)
+        if newest is None:
+            return None
+        aliases: list[torch.Tensor] = []  # see [Note: when the backward of a call is through]
 
-    def _note_input(self, use: _Use, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values under a name of this call's own, whose gradient is complete when the call's backward is."""
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
-            return tensor
-        alias = tensor.view_as(tensor)
-        use.inputs += 1
-        use.first = graph_time(alias) if use.first < 0 else use.first
-        alias.register_hook(partial(self._input_done, use))
-        return alias
+        def rename(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is not newest:
+                return tensor
+            if not aliases:
+                aliases.append(tensor.view_as(tensor))
+            return aliases[0]
+
+        renamed = replaced(rename, args), {key: replaced(rename, value) for key, value in kwargs.items()}
+        if aliases:
+            use.first = graph_time(aliases[0])
+            aliases[0].register_hook(partial(self._input_done, use))
+            return renamed
+        if newest.grad_fn is not None:
+            use.first = max(use.first, graph_time(newest) + 1)
+            newest.register_hook(partial(self._input_done, use))
+        return None
 
     def _after_forward(self, unit: _Unit, stays: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if unit.opened or not unit.calls:
@@ -298,7 +311,7 @@ class UnitGatherer:
         unit = use.unit
         if use.is_open:
             return
-        use.is_open, use.arrived = True, 0
+        use.is_open = True
         self._open[use] = None
         unit.needed += 1
         unit.opened += 1
@@ -308,8 +321,7 @@ class UnitGatherer:
         self._start_ahead(unit, -1)
 
     def _input_done(self, use: _Use, grad: torch.Tensor) -> None:
-        use.arrived += 1
-        if use.is_open and use.arrived == use.inputs:
+        if use.is_open:
             self._close(use)
 
     def _close(self, use: _Use, on: bool = True) -> None:

@@ -22,7 +22,7 @@ from shardwright.pipeline.planning.sliced_schedule import get_sliced
 from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.pipeline.schedules import STYLES
 from shardwright.pipeline.slices.past_keys import Past
-from shardwright.pipeline.slices.sequence_slices import SliceRule
+from shardwright.pipeline.slices.sequence_slices import SlicedInputs, SliceRule
 from shardwright.pipeline.slices.slice_check import slice_rule
 from shardwright.pipeline.stage import StagedModel
 from shardwright.plugins import HybridParallelPlugin
@@ -260,6 +260,19 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
             {"input_ids": 3, "attention_mask": 3},
             {"input_ids": 5, "attention_mask": 8},
         ]
+
+
+def test_slices_are_copied_when_a_model_gets_them() -> None:
+    """What stages only look at (shapes, contents of masks) takes no memory; what a model writes to is its own."""
+    ids = torch.arange(16).view(2, 8)
+    inputs = SlicedInputs([{"input_ids": ids}], SliceRule(2, ("input_ids",), 1.0, 0.0), lambda batch: batch)
+    for part in inputs.microbatches:
+        assert part["input_ids"].untyped_storage().data_ptr() == ids.untyped_storage().data_ptr()
+    given = inputs.batch(1)
+    assert given is inputs.batch(1), "a trace and the forward behind it look at one copy"
+    given["input_ids"].zero_()
+    assert ids.equal(torch.arange(16).view(2, 8))
+    assert inputs.batch(0)["input_ids"].equal(ids[:, :4])
 
 
 @contextmanager

@@ -57,6 +57,9 @@ OF_STAGE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.FREE})  # of no microbatch
 
 # which action before
 _NEEDS = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.RELOAD: Kind.OFFLOAD}
+_ALTERNATIVES = {Kind.B: Kind.I, Kind.I: Kind.B}  # ways to compute the gradient of the input
+_FORWARD_ONLY = frozenset({Kind.F})
+_TRAINING = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD})
 _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|GATHER|FREE|OFFLOAD|RELOAD|FB|F|B|I|W)(\d*)")
 _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)")
 
@@ -208,68 +211,116 @@ def validate(
     """
     if len(actions) != placement.num_ranks:
         raise ValueError(f"the schedule has lists for {len(actions)} ranks, the placement has {placement.num_ranks}")
-    allowed = {Kind.F} if forward_only else {Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD}
     for rank, rank_actions in enumerate(actions):
-        seen: set[Action] = set()
-        weights_done = dict.fromkeys(placement.stages_of(rank), 0)
-        gathers, gathered = any(action.kind is Kind.GATHER for action in rank_actions), set[int]()
+        checked = _RankCheck(rank, placement.stages_of(rank), num_microbatches, forward_only)
+        checked.gathers = any(action.kind is Kind.GATHER for action in rank_actions)
+        try:
+            for step, action in enumerate(rank_actions):
+                checked.step = step
+                checked.follow(action)
+            checked.end()
+        except _BadStep as wrong:
+            where = f"(rank {rank}, step {checked.step})\n{table(actions, (rank, checked.step))}"
+            raise ValueError(f"bad schedule: {wrong} {where}") from None
+        except _BadTotal as wrong:
+            raise ValueError(f"bad schedule: {wrong}\n{table(actions)}") from None
 
-        def fail(step: int, why: str, rank: int = rank) -> None:
-            raise ValueError(f"bad schedule: {why} (rank {rank}, step {step})\n{table(actions, (rank, step))}")
 
-        joined: Action | None = None
-        for step, action in enumerate(rank_actions):
-            if joined is not None and (action.kind is not Kind.B or action[1:] == joined[1:]):
-                fail(step, f"{action} behind {joined}, which runs together with a B of another microbatch or stage")
-            joined = action._replace(kind=Kind.F) if action.kind is Kind.FB else None
-            kind, stage, microbatch = action = joined if joined is not None else action
-            if kind in TRANSFER and not (forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
-                continue
-            if kind in (Kind.GATHER, Kind.FREE):
-                if (stage in gathered) is (kind is Kind.GATHER):
-                    fail(
-                        step,
-                        f"{action} of a stage that is {'gathered already' if stage in gathered else 'not gathered'}",
-                    )
-                gathered ^= {stage}
-                continue
-            if gathers and kind in NEEDS_WEIGHTS and stage not in gathered:
-                fail(step, f"{action} while the weights of stage {stage} are not gathered")
-            if kind not in allowed:
-                fail(step, f"{action} does not belong into a forward-only schedule")
-            if stage not in weights_done:
-                fail(step, f"{action} runs on rank {rank}, which holds stages {placement.stages_of(rank)}")
-            if kind is Kind.REDUCE:
-                if weights_done[stage] != num_microbatches:
-                    fail(step, f"{action} before the last weight gradient of stage {stage}")
-            elif not 0 <= microbatch < num_microbatches:
-                fail(step, f"{action} with only {num_microbatches} microbatches")
-            if action in seen:
-                fail(step, f"{action} comes twice")
-            seen.add(action)
-            needed = _NEEDS.get(kind)
-            if needed is not None and Action(needed, stage, microbatch) not in seen:
-                fail(step, f"{action} before {Action(needed, stage, microbatch)}")
-            other = {Kind.B: Kind.I, Kind.I: Kind.B}.get(kind)
-            if other is not None and Action(other, stage, microbatch) in seen:
-                fail(step, f"{action} after {Action(other, stage, microbatch)}: both compute the gradient of the input")
-            moved, back = Action(Kind.OFFLOAD, stage, microbatch), Action(Kind.RELOAD, stage, microbatch)
-            if other is not None and moved in seen and back not in seen:
-                fail(step, f"{action} without {back}: {moved} has taken its activations away")
-            if (
-                action in (moved, back)
-                and {Action(Kind.B, stage, microbatch), Action(Kind.I, stage, microbatch)} & seen
-            ):
-                fail(step, f"{action} after the backward that needs the activations")
-            if kind in (Kind.B, Kind.W):
-                weights_done[stage] += 1
-        if joined is not None:
-            fail(len(rank_actions) - 1, f"{joined} is the last action, and runs together with a B")
-        for stage, done in weights_done.items():
-            forwards = sum(Action(Kind.F, stage, microbatch) in seen for microbatch in range(num_microbatches))
-            wanted = 0 if forward_only else num_microbatches
-            if forwards != num_microbatches or done != wanted:
-                raise ValueError(
-                    f"bad schedule: stage {stage} on rank {rank} runs {forwards} forwards and {done} weight gradients "
-                    f"for {num_microbatches} microbatches\n{table(actions)}"
+class _BadStep(Exception):
+    """Says what is wrong with an action."""
+
+
+class _BadTotal(Exception):
+    """Says what is wrong with all of them together."""
+
+
+class _RankCheck:
+    """Follows the actions of one rank; raises where one does not belong there."""
+
+    def __init__(self, rank: int, stages: Sequence[int], num_microbatches: int, forward_only: bool) -> None:
+        self.step = 0
+        self.gathers = False
+        self._rank = rank
+        self._stages = stages
+        self._num_microbatches = num_microbatches
+        self._forward_only = forward_only
+        self._allowed = _FORWARD_ONLY if forward_only else _TRAINING
+        self._seen: set[Action] = set()
+        self._weights_done = dict.fromkeys(stages, 0)
+        self._gathered: set[int] = set()
+        self._joined: Action | None = None
+
+    def follow(self, action: Action) -> None:
+        action = self._parted(action)
+        kind, stage, _ = action
+        if kind in TRANSFER and not (self._forward_only and kind in (Kind.SEND_B, Kind.RECV_B)):
+            return
+        if kind in (Kind.GATHER, Kind.FREE):
+            self._check_gathering(action)
+            return
+        if self.gathers and kind in NEEDS_WEIGHTS and stage not in self._gathered:
+            raise _BadStep(f"{action} while the weights of stage {stage} are not gathered")
+        self._check_place(action)
+        if action in self._seen:
+            raise _BadStep(f"{action} comes twice")
+        self._seen.add(action)
+        self._check_order(action)
+        self._check_moves(action)
+        if kind in (Kind.B, Kind.W):
+            self._weights_done[stage] += 1
+
+    def end(self) -> None:
+        if self._joined is not None:
+            raise _BadStep(f"{self._joined} is the last action, and runs together with a B")
+        total = self._num_microbatches
+        for stage, done in self._weights_done.items():
+            forwards = sum(Action(Kind.F, stage, microbatch) in self._seen for microbatch in range(total))
+            if forwards != total or done != (0 if self._forward_only else total):
+                raise _BadTotal(
+                    f"stage {stage} on rank {self._rank} runs {forwards} forwards and {done} weight gradients for "
+                    f"{total} microbatches"
                 )
+
+    def _parted(self, action: Action) -> Action:
+        """FB as the F that it is; behind it stands its B."""
+        joined = self._joined
+        if joined is not None and (action.kind is not Kind.B or action[1:] == joined[1:]):
+            raise _BadStep(f"{action} behind {joined}, which runs together with a B of another microbatch or stage")
+        self._joined = action._replace(kind=Kind.F) if action.kind is Kind.FB else None
+        return action if self._joined is None else self._joined
+
+    def _check_gathering(self, action: Action) -> None:
+        is_gathered = action.stage in self._gathered
+        if is_gathered is (action.kind is Kind.GATHER):
+            raise _BadStep(f"{action} of a stage that is {'gathered already' if is_gathered else 'not gathered'}")
+        self._gathered ^= {action.stage}
+
+    def _check_place(self, action: Action) -> None:
+        """Whether the action belongs into a schedule of this kind, to this rank, and to a microbatch that there is."""
+        kind, stage, microbatch = action
+        if kind not in self._allowed:
+            raise _BadStep(f"{action} does not belong into a forward-only schedule")
+        if stage not in self._weights_done:
+            raise _BadStep(f"{action} runs on rank {self._rank}, which holds stages {self._stages}")
+        if kind is Kind.REDUCE:
+            if self._weights_done[stage] != self._num_microbatches:
+                raise _BadStep(f"{action} before the last weight gradient of stage {stage}")
+        elif not 0 <= microbatch < self._num_microbatches:
+            raise _BadStep(f"{action} with only {self._num_microbatches} microbatches")
+
+    def _check_order(self, action: Action) -> None:
+        """What has to come before, and that the gradient of the input is computed once."""
+        needed = _NEEDS.get(action.kind)
+        if needed is not None and (before := action._replace(kind=needed)) not in self._seen:
+            raise _BadStep(f"{action} before {before}")
+        other = _ALTERNATIVES.get(action.kind)
+        if other is not None and (twin := action._replace(kind=other)) in self._seen:
+            raise _BadStep(f"{action} after {twin}: both compute the gradient of the input")
+
+    def _check_moves(self, action: Action) -> None:
+        """Activations are in the device's memory when the backward needs them."""
+        moved, back = action._replace(kind=Kind.OFFLOAD), action._replace(kind=Kind.RELOAD)
+        if action.kind in _ALTERNATIVES and moved in self._seen and back not in self._seen:
+            raise _BadStep(f"{action} without {back}: {moved} has taken its activations away")
+        if action.kind in MOVES and {action._replace(kind=kind) for kind in _ALTERNATIVES} & self._seen:
+            raise _BadStep(f"{action} after the backward that needs the activations")

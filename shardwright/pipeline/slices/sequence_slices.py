@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...utils.tensors import map_tensors
 from ..batch.microbatch import GRIDS, PATCHES, Batch, batch_size, items_of
 from ..batch.step_inputs import StepInputs
 from .past_keys import Past
@@ -124,7 +125,7 @@ class SliceRule:
         return [*found, length]
 
     def cut(self, microbatch: Batch, ends: Sequence[int]) -> list[Batch]:
-        """The slices of a microbatch, by name: copies, since some models write to their inputs."""
+        """The slices of a microbatch, by name, in its memory."""
         samples, length = batch_size(microbatch), ends[-1]
         entries = {name: value for name, value in self._entries(microbatch).items() if name not in _LEFT_OUT}
         return [
@@ -137,11 +138,11 @@ class SliceRule:
             return value
         shape = tuple(value.shape)
         if name == _MASK and shape[-1] == length:  # a slice looks at all that came before it
-            return value[:, :high].clone()
+            return value[:, :high]
         if name == _POSITIONS and shape[-1] == length:
-            return value.narrow(-1, low, high - low).clone()
+            return value.narrow(-1, low, high - low)
         if value.dim() >= 2 and shape[1] == length and shape[0] in (1, samples) and name != _MASK:
-            return value.narrow(1, low, high - low).clone()
+            return value.narrow(1, low, high - low)
         if value.dim() == 1 and shape[0] == samples:  # of samples, such as what they are classified as
             return value
         raise self._unknown(name, f"of shape {list(shape)}")
@@ -178,6 +179,15 @@ class SlicedInputs(StepInputs):
 
         super().__init__(cut(microbatches), cast, None if host is None else lambda: cut(host()))
         self.whole = StepInputs(microbatches, cast, host)
+        self._copied: tuple[int, Batch] | None = None  # the last one, by its number
+
+    def batch(self, index: int) -> Batch:
+        """A copy, since some models write to their inputs. Only of what a forward of the model is about to get: stages
+        that call their layers themselves need none.
+        """
+        if self._copied is None or self._copied[0] != index:
+            self._copied = index, map_tensors(torch.Tensor.clone, super().batch(index))
+        return self._copied[1]
 
     def past(self, index: int) -> Any:
         return self._past[index // self.num_slices].before(self._start(index))

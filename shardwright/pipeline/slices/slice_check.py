@@ -141,7 +141,8 @@ class _Check:
         ends = [length // 2 + 1, length]  # slices of unequal lengths, which no other size can be both of
         fits: list[list[bool]] = [[] for _ in self._survey.units]
         past = Past(length)
-        for part, (start, end) in zip(self._rule.cut(example, ends), pairwise([0, *ends]), strict=True):
+        parts = map_tensors(torch.Tensor.clone, self._rule.cut(example, ends))
+        for part, (start, end) in zip(parts, pairwise([0, *ends]), strict=True):
             before = past.before(start)
             handles = [
                 copied.get_submodule(unit.gate).register_forward_hook(
