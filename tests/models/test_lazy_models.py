@@ -4,6 +4,8 @@ loading.
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,3 +203,25 @@ def test_what_files_and_model_have_not_in_common_is_said(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=r"has no place for other\.model\.layers\.0") as caught:
         load()
     assert "has no model.layers.0." in str(caught.value)
+
+
+def test_copies_read_the_same_files_and_unsafe_ones_are_refused(tmp_path: Path) -> None:
+    cls, config = MODELS["llama"]
+    torch.manual_seed(0)
+    whole = cls(config())
+    whole.save_pretrained(tmp_path / "one")
+    whole.save_pretrained(tmp_path / "many", max_shard_size="30KB")
+    (tmp_path / "one" / "model.safetensors").rename(tmp_path / "one" / "model.fp16.safetensors")
+    for directory in (tmp_path / "one", tmp_path / "many"):
+        with LazyInitContext():
+            lazy = cls.from_pretrained(directory)
+        for model in (copy.deepcopy(lazy), lazy):
+            LazyInitContext.materialize(model)
+            for name, param in model.named_parameters():
+                assert torch.equal(param, whole.get_parameter(name)), name
+    index = tmp_path / "many" / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    for bad in ("../one/model.fp16.safetensors", "/etc/passwd", "..", 3):
+        index.write_text(json.dumps({"weight_map": {**table["weight_map"], "model.norm.weight": bad}}))
+        with LazyInitContext(), pytest.raises(ValueError, match="plain names inside the directory"):
+            cls.from_pretrained(tmp_path / "many")
