@@ -18,6 +18,7 @@ from shardwright.shardformer.layer import (
     DropoutForReplicatedInput,
     Linear1D_Col,
     Linear1D_Row,
+    ParallelModule,
 )
 from shardwright.shardformer.policies.base_policy import (
     ModulePolicyDescription,
@@ -147,6 +148,22 @@ def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, 2 * self.weight, self.bias)
 
 
+class Scaled(ParallelModule):
+    """A layer of a user's in the form of ours, with an argument of its own."""
+
+    def __init__(self, native: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.native, self.factor = native, factor
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any = None, factor: float = 1.0) -> nn.Module:  # type: ignore[override]
+        assert process_group.size() == 2
+        return Scaled(module, factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.native(x) * self.factor
+
+
 def linears_of_their_own(rank: int, world_size: int) -> None:
     """Linears whose forward a policy replaces compute it on their shards."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -156,15 +173,17 @@ def linears_of_their_own(rank: int, world_size: int) -> None:
             module.forward = functools.partial(doubled, module)  # type: ignore[method-assign]
     policy = {
         nn.Linear: ModulePolicyDescription(method_replacement={"forward": doubled}),
-        Block: ModulePolicyDescription(sub_module_replacement=linears()),
+        Block: ModulePolicyDescription(sub_module_replacement=[*linears(), child("behind", Scaled, factor=3.0)]),
     }
+    for layer in reference.layers:
+        layer.behind = Scaled(layer.behind, 3.0)
     model = ShardFormer(ShardConfig()).shard_model(model, Described(policy))
     for one in (reference, model):
         one(x).square().mean().backward()
     compare_models(reference, model, coordinate=rank, tolerance=1e-5)
 
 
-def test_replaced_forwards_of_linears_run_on_shards() -> None:
+def test_replaced_forwards_of_linears_run_on_shards_and_layers_of_the_users_in_their_places() -> None:
     run_ranks(linears_of_their_own, 2)
 
 
