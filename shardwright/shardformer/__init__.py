@@ -11,14 +11,14 @@ from .._moved import missing_name
 _HOMES = {
     "HeadGeometry": "heads",
     "ModelSharder": "sharder",
-    "ModulePolicyDescription": "policies.base",
+    "ModulePolicyDescription": "policies.descriptions",
     # users look for it here; shardformer does not use it
     "PipelineGradientCheckpointConfig": "shardwright.pipeline.checkpointing",
     "Plan": "plan",
     "Policy": "policies.base",
     "ShardConfig": "config",
     "ShardFormer": "shardformer",
-    "SubModuleReplacementDescription": "policies.base",
+    "SubModuleReplacementDescription": "policies.descriptions",
     "attention_rules": "rules",
     "get_autopolicy": "policies.auto",
     "mlp_rules": "rules",

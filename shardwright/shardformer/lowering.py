@@ -20,7 +20,7 @@ from .layer.conv1d import GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row
 from .layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row, parts_of_sizes
 from .layer.parallel_module import native_class, with_methods
-from .policies.base import ModulePolicyDescription, SubModuleReplacementDescription
+from .policies.descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 from .splits import EVEN, Split
 from .styles import Column, HiddenEmbedding, Replaced, Row, Style, VocabEmbedding, VocabHead
 

@@ -1,4 +1,4 @@
-"""Policies of GPT-2, OPT and BERT as users of Colossal-AI write them: layers class by class, vocabulary included,
+"""Policies of GPT-2, OPT, BERT and T5 as users of Colossal-AI write them: layers class by class, vocabulary included,
 neutral arguments everywhere, dropout layers for parallel input wherever a dropout is.
 """
 
@@ -17,6 +17,16 @@ from transformers.models.bert.modeling_bert import (
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel, GPT2Model
 from transformers.models.opt.modeling_opt import OPTDecoder, OPTDecoderLayer, OPTForCausalLM
+from transformers.models.t5.modeling_t5 import (
+    T5Attention,
+    T5DenseActDense,
+    T5DenseGatedActDense,
+    T5ForConditionalGeneration,
+    T5LayerCrossAttention,
+    T5LayerFF,
+    T5LayerSelfAttention,
+    T5Stack,
+)
 
 import shardwright.shardformer.layer as col_nn
 from shardwright.shardformer.policies.base_policy import (
@@ -204,8 +214,65 @@ class BertForMaskedLMPolicy(ReferencePolicy):
         return self.model
 
 
+class T5ForConditionalGenerationPolicy(ReferencePolicy):
+    """Both kinds of MLP are described; a model has one of them."""
+
+    def module_policy(self) -> Descriptions:
+        config, ranks = self.model.config, self.shard_config.tensor_parallel_size
+        dropout = child("dropout", col_nn.DropoutForParallelInput)
+
+        def mlp(*columns: str) -> ModulePolicyDescription:
+            return ModulePolicyDescription(
+                sub_module_replacement=[
+                    *(child(name, col_nn.Linear1D_Col, **self.neutral()) for name in columns),
+                    child("wo", col_nn.Linear1D_Row, **self.neutral()),
+                    dropout,
+                ]
+            )
+
+        policy: Descriptions = {
+            T5Stack: ModulePolicyDescription(
+                sub_module_replacement=[
+                    dropout,
+                    child("embed_tokens", col_nn.VocabParallelEmbedding1D, **self.padding()),
+                    child("final_layer_norm", col_nn.RMSNorm, sp_partial_derived=False),
+                ]
+            ),
+            T5Attention: ModulePolicyDescription(
+                attribute_replacement={
+                    "d_model": config.d_model // ranks,
+                    "n_heads": config.num_heads // ranks,
+                    "inner_dim": config.num_heads * config.d_kv // ranks,
+                },
+                sub_module_replacement=[
+                    *(child(name, col_nn.Linear1D_Col, **self.neutral()) for name in "qkv"),
+                    child("o", col_nn.Linear1D_Row, **self.neutral()),
+                    SubModuleReplacementDescription(
+                        suffix="relative_attention_bias",
+                        target_module=col_nn.Embedding1D,
+                        kwargs={"gather_output": False, "fp8_communication": False},
+                        ignore_if_not_exist=True,
+                    ),
+                ],
+            ),
+            T5DenseGatedActDense: mlp("wi_0", "wi_1"),
+            T5DenseActDense: mlp("wi"),
+        }
+        for layer in (T5LayerFF, T5LayerSelfAttention, T5LayerCrossAttention):
+            policy[layer] = ModulePolicyDescription(
+                sub_module_replacement=[child("layer_norm", col_nn.RMSNorm), dropout]
+            )
+        self.append_or_create_submodule_replacement(
+            description=child("shared", col_nn.VocabParallelEmbedding1D, **self.padding()),
+            policy=policy,
+            target_key=T5ForConditionalGeneration,
+        )
+        return self.head(policy, T5ForConditionalGeneration, "lm_head")
+
+
 POLICIES = {
     "gpt2-causal-lm": GPT2LMHeadModelPolicy,
     "opt-causal-lm": OPTForCausalLMPolicy,
     "bert-masked-lm": BertForMaskedLMPolicy,
+    "t5-gated-conditional-generation": T5ForConditionalGenerationPolicy,
 }

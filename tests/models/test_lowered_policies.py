@@ -18,6 +18,7 @@ from shardwright.shardformer.layer import (
     DropoutForReplicatedInput,
     Linear1D_Col,
     Linear1D_Row,
+    ParallelModule,
 )
 from shardwright.shardformer.policies.base_policy import (
     ModulePolicyDescription,
@@ -141,6 +142,49 @@ def ordered(rank: int, world_size: int) -> None:
 
 def test_parameters_are_replaced_whole_after_attributes_and_before_methods() -> None:
     run_ranks(ordered, 2)
+
+
+def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, 2 * self.weight, self.bias)
+
+
+class Scaled(ParallelModule):
+    """A layer of a user's in the form of ours, with an argument of its own."""
+
+    def __init__(self, native: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.native, self.factor = native, factor
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any = None, factor: float = 1.0) -> nn.Module:  # type: ignore[override]
+        assert process_group.size() == 2
+        return Scaled(module, factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.native(x) * self.factor
+
+
+def linears_of_their_own(rank: int, world_size: int) -> None:
+    """Linears whose forward a policy replaces compute it on their shards."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    reference, model = Tower(), Tower()
+    for module in reference.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = functools.partial(doubled, module)  # type: ignore[method-assign]
+    policy = {
+        nn.Linear: ModulePolicyDescription(method_replacement={"forward": doubled}),
+        Block: ModulePolicyDescription(sub_module_replacement=[*linears(), child("behind", Scaled, factor=3.0)]),
+    }
+    for layer in reference.layers:
+        layer.behind = Scaled(layer.behind, 3.0)
+    model = ShardFormer(ShardConfig()).shard_model(model, Described(policy))
+    for one in (reference, model):
+        one(x).square().mean().backward()
+    compare_models(reference, model, coordinate=rank, tolerance=1e-5)
+
+
+def test_replaced_forwards_of_linears_run_on_shards_and_layers_of_the_users_in_their_places() -> None:
+    run_ranks(linears_of_their_own, 2)
 
 
 # --- dropout ---
@@ -269,6 +313,10 @@ def test_descriptions_of_wrong_types(alone: Any) -> None:
         (lambda: many(param_replacement=widen), "param_replacement=.* must be a list of functions.*put it in a list"),
         (lambda: many(sub_module_replacement=linears()[0]), "must be a list of SubModuleRepl.*put it in a list"),
         (lambda: many(sub_module_replacement=[Linear1D_Col]), "must be a list of SubModuleReplacementDescription"),
+        (
+            lambda: prepare({Block: many(param_replacement=[lambda: None])}),
+            "Described.module_policy, Block: param_replacement: .* must be a function of a module, or of a module and",
+        ),
         (lambda: many(submodule_replacement=[]), "did you mean 'sub_module_replacement'"),
         (lambda: prepare([many()]), r"Described.module_policy returned \[.*must return a dict from classes"),
         (lambda: prepare({Block: linears()}), "is described by .* must be a ModulePolicyDescription"),

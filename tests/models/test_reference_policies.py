@@ -20,6 +20,7 @@ DROPOUT = {
     "gpt2-causal-lm": {"attn_pdrop": 0.2, "embd_pdrop": 0.2, "resid_pdrop": 0.2},
     "opt-causal-lm": {"dropout": 0.2, "attention_dropout": 0.2},
     "bert-masked-lm": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2},
+    "t5-gated-conditional-generation": {"dropout_rate": 0.2},
 }
 
 

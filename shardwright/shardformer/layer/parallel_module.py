@@ -72,7 +72,8 @@ def own_arguments(layer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """`kwargs` for `layer.from_native_module` without what asks for nothing here; ValueError for what it cannot
     take.
     """
-    if not isinstance(layer, type) or not issubclass(layer, ParallelModule):
+    makes = getattr(getattr(layer, "from_native_module", None), "__func__", None)
+    if makes is not ParallelModule.from_native_module.__func__:  # type: ignore[attr-defined]
         return dict(kwargs)  # of the user's own
     known = list(inspect.signature(layer._from_native).parameters)[2:]
     taken = _without_foreign(layer.__name__, kwargs, known)

@@ -1,7 +1,8 @@
-"""The names of `base` where policies written for other frameworks look for them."""
+"""The names of `base` and `descriptions` where policies written for other frameworks look for them."""
 
 from __future__ import annotations
 
-from .base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .base import Policy
+from .descriptions import ModulePolicyDescription, SubModuleReplacementDescription
 
 __all__ = ["ModulePolicyDescription", "Policy", "SubModuleReplacementDescription"]
