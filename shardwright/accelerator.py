@@ -18,10 +18,6 @@ class Accelerator:
         """ "cuda" or "cpu"."""
         return accelerator_type()
 
-    @property
-    def communication_backend(self) -> str:
-        return "nccl" if self.is_available() else "gloo"
-
     def is_available(self) -> bool:
         """Whether there is anything faster than the CPU."""
         return self.name == "cuda"

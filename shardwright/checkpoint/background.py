@@ -18,10 +18,6 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Until the running job has ended; raises what it raised."""
         if self._thread is not None:

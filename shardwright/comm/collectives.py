@@ -119,16 +119,6 @@ def reduce_scatter(
     return turns.wait(reduce_scatter_async(tensor, group, dim, sizes), tensor)
 
 
-def all_reduce_async(
-    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Handle[torch.Tensor]:
-    """Start reducing `tensor` in place; `wait()` returns it."""
-    if dist.get_world_size(group) == 1:
-        return Handle("all_reduce", [], lambda: tensor)
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return Handle("all_reduce", [work], lambda: tensor)
-
-
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """`tensor` with zeros appended along dim 0 until it has `size` entries."""
     if tensor.shape[0] == size:

@@ -44,6 +44,7 @@ class ModelWrapper(nn.Module):
     """
 
     _whole: WholeModel | None = None
+    input_guard: Any = None  # what checks its batches, put there by the booster
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

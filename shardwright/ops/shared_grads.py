@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..spec import get_spec
+from ..spec import ParamSpec, get_spec
 from .collective import reduce_from_group
 
 _SUMMED = "_shardwright_summed_in_backward"
@@ -72,68 +72,75 @@ class _Summing(NamedTuple):
     here.
     """
 
-    runs: list[_Run]
+    runs: list[HeldRun]
     group: dist.ProcessGroup
 
     def __call__(self, grad: Tensor) -> Tensor:
         if self.runs[0].dim is None:
             return reduce_from_group(grad, self.group)
-        sizes = [torch.Size(run.shape).numel() for run in self.runs]
-        parts = [
-            grad.new_zeros(size)
-            if run.offset is None
-            else grad.narrow(_dim(run), run.offset, run.shape[_dim(run)]).reshape(-1)
-            for run, size in zip(self.runs, sizes, strict=True)
-        ]
+        sizes = [run.numel for run in self.runs]
+        parts = [grad.new_zeros(run.numel) if run.offset is None else run.of(grad).reshape(-1) for run in self.runs]
         summed = reduce_from_group(torch.cat(parts), self.group).split(sizes)
         grad = grad.clone()
         for run, part in zip(self.runs, summed, strict=True):
             if run.offset is not None:
-                grad.narrow(_dim(run), run.offset, run.shape[_dim(run)]).copy_(part.view(run.shape))
+                run.of(grad).copy_(part.view(run.shape))
         return grad
 
 
-class _Run(NamedTuple):
+class HeldRun(NamedTuple):
     """Something that several ranks hold."""
 
     shape: tuple[int, ...]
     dim: int | None  # None: the whole parameter
     offset: int | None  # in this rank's shard along `dim`; None when this rank is no holder
 
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
 
-def _dim(run: _Run) -> int:
-    assert run.dim is not None
-    return run.dim
+    def of(self, shard: Tensor) -> Tensor:
+        """Its part of a tensor of a holder's shape."""
+        if self.dim is None:
+            return shard
+        assert self.offset is not None
+        return shard.narrow(self.dim, self.offset, self.shape[self.dim])
 
 
 class _Shared(NamedTuple):
     param: Tensor
-    runs: list[_Run]
+    runs: list[HeldRun]
 
 
-def _shared_runs(param: Tensor, rank: int, axis: str) -> list[_Run]:
+def _shared_runs(param: Tensor, rank: int, axis: str) -> list[HeldRun]:
     """In an order that all ranks agree on."""
     spec = get_spec(param)
     if spec is None:
         return []
     if axis in spec.partial:
-        return [_Run(tuple(param.shape), None, 0)]
-    if spec.dim is None or spec.axis != axis:
-        return []
+        return [HeldRun(tuple(param.shape), None, 0)]
+    return held_runs(spec, rank) if spec.axis == axis else []
+
+
+def held_runs(spec: ParamSpec, rank: int) -> list[HeldRun]:
+    """The rows that several ranks of the spec's axis hold, ascending; one that `rank` holds lies in one piece of its
+    shard.
+    """
     runs = []
     for run in spec.shared_runs:
+        assert spec.dim is not None
         shape = list(spec.full_shape)
         shape[spec.dim] = run.length
         offset = None
         if rank in run.holders:
             [(_, offset, _)] = spec.local_runs(rank, run.start, run.length)
-        runs.append(_Run(tuple(shape), spec.dim, offset))
+        runs.append(HeldRun(tuple(shape), spec.dim, offset))
     return runs
 
 
 def _sum(shared: list[_Shared], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
     """One all-reduce of [all runs | for every parameter, the number of ranks that have a gradient]."""
-    sizes = [torch.Size(run.shape).numel() for _, runs in shared for run in runs]
+    sizes = [run.numel for _, runs in shared for run in runs]
     flat = torch.zeros(sum(sizes) + len(shared), dtype=dtype, device=shared[0].param.device)
     slots = flat[: sum(sizes)].split(sizes)
     counts = flat[sum(sizes) :]
@@ -154,9 +161,6 @@ def _views(shared: list[_Shared], slots: Sequence[Tensor]) -> Iterator[tuple[Ten
     """The part of the gradient for each slot; None where this rank holds none, or has no gradient."""
     remaining = iter(slots)
     for param, runs in shared:
-        for shape, dim, offset in runs:
-            slot = next(remaining).view(shape)
-            if param.grad is None or offset is None:
-                yield None, slot
-            else:
-                yield (param.grad if dim is None else param.grad.narrow(dim, offset, shape[dim])), slot
+        for run in runs:
+            slot = next(remaining).view(run.shape)
+            yield None if param.grad is None or run.offset is None else run.of(param.grad), slot

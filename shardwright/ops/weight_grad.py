@@ -152,11 +152,6 @@ class WeightGradStore:
         """Whose gradients `run` completes."""
         return self._met.get(key, {}).keys()
 
-    def run_all(self) -> None:
-        """Every queue, in the order in which the queues were opened."""
-        for key in list(self._queues):
-            self.run(key)
-
     def run_one_of_others(self) -> bool:
         """Compute the oldest gradient of another queue than the one being filled, if there is one: work for while a
         message travels.
@@ -198,16 +193,6 @@ class WeightGradStore:
         _accumulate(param, part, compute)
         self._met[key][param] -= 1
         return param
-
-
-@contextmanager
-def immediate() -> Iterator[None]:
-    """Inside, weight gradients are computed at once even if a store is deferring outside."""
-    _active.append(None)
-    try:
-        yield
-    finally:
-        _active.pop()
 
 
 def active_store() -> WeightGradStore | None:

@@ -30,7 +30,6 @@ from .batch.microbatch import batch_size, items_of
 from .batch.ready import as_microbatches
 from .batch.step_inputs import StepInputs
 from .cut.plan import CutModel
-from .cut.tied import sync_tied_gradients
 from .hoisting.message_shapes import MessageShapes
 from .loss.check import LossCheck
 from .loss.router_loss import RouterLoss
@@ -57,7 +56,6 @@ class PipelineExecutor:
     pipe_group    the pipeline's ranks, in stage order; None with one rank
     message_groups  see `PipeComm`; with them building an executor is collective over the pipeline
     loss_group    ranks that hold other samples of the same global batch (data parallel); None: no others
-    tied_process_groups  see `tied.create_tied_process_groups`
     reduction     of the gradients of this rank's chunks; see `PipelineRuntime`
     gathering     of their weights
     gathered      of how many chunks weights are there at once, with `gathering`
@@ -85,7 +83,6 @@ class PipelineExecutor:
         pipe_group: dist.ProcessGroup | None = None,
         message_groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None,
         loss_group: dist.ProcessGroup | None = None,
-        tied_process_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         reduction: Reduction | None = None,
         gathering: Gathering | None = None,
         gathered: int = 1,
@@ -107,7 +104,6 @@ class PipelineExecutor:
         self.settings = settings
         self.grad_factor = grad_factor
         self._loss_group = loss_group
-        self._tied_process_groups = dict(tied_process_groups or {})
         self._device = device
         self._split_heads = dict(split_heads or {})
         self._loss_check = cut.loss_check
@@ -261,12 +257,6 @@ class PipelineExecutor:
         loss.checked = check.check(
             loss.criterion, step.microbatches, keys, loss.is_watched, step.training, loss.is_ready
         )
-
-    def sync_tied_gradients(self) -> None:
-        """Sum the gradients of parameters that several ranks hold. Once per optimizer step, before reducing,
-        clipping or stepping.
-        """
-        sync_tied_gradients(self.cut.staged.model, self.cut.tied_groups, self.cut.rank, self._tied_process_groups)
 
     def _run_alone(self, step: Step) -> None:
         with torch.set_grad_enabled(step.training):

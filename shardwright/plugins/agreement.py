@@ -132,7 +132,7 @@ def named(tables: Sequence[Facts], ranks: Sequence[int]) -> str:
 
 def place_of(plugin: Any) -> str:
     """Where this rank is, for messages: "dp 0, pp 1, tp 0"."""
-    mesh = getattr(plugin, "mesh", None)
+    mesh = plugin.mesh
     if mesh is None:
         return f"dp {plugin.data_parallel[1]}"
     return ", ".join(

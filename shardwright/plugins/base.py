@@ -44,6 +44,7 @@ class Plugin(ABC, metaclass=ExplainedArguments):
 
     argument_advice: ClassVar[Mapping[str, str]] = {}
     moves_parameters = False  # whether each gets memory of its own
+    mesh: ParallelMesh | None = None  # of a plugin that has several axes
 
     def configure(
         self,

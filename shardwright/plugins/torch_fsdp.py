@@ -232,7 +232,7 @@ class TorchFSDPPlugin(Plugin):
         """Keeps unsharded gradients on every rank until the first backward outside: memory for communication."""
         module = model.module if isinstance(model, ModelWrapper) else model
         assert isinstance(module, FSDPModule)
-        before = getattr(model, "syncs", True)
+        before = model.syncs if isinstance(model, TorchFSDPModel) else True
         _set_syncs(model, module, False)
         try:
             yield

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..cluster.mesh import ParallelMesh
 from ..interface import OptimizerWrapper
 from ..precision.policy import PRECISIONS
 from ..zero.optimizer import ZeroOptimizer
@@ -17,6 +18,7 @@ from .lora import add_lora
 
 class ZeroPlugin(Plugin):
     moves_parameters = True
+    mesh: ParallelMesh
 
     @property
     def steps_itself(self) -> bool:

@@ -33,10 +33,6 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
-def to_device(tree: T, device: torch.device) -> T:
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
-
-
 def multiply_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply all by one number, in place. A 0-d tensor enters in its own precision, also where the tensors have
     half.

@@ -24,15 +24,15 @@ _SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Job:
-    """What a model and its optimizer come to.
+    """What a model and its optimizer come to. Names alone: parameters that are cut or released meanwhile must go.
 
-    groups       number of the param group of every trained parameter, in the order of the model
+    groups       number of the param group of every trained parameter by name, in the order of the model
     elementwise  whether the optimizer steps every element by itself; else it looks at whole matrices
     dtypes       what every parameter works in, by each of its names; empty: in what it has
     given        dtypes that they had
     """
 
-    groups: Mapping[nn.Parameter, int]
+    groups: Mapping[str, int]
     elementwise: bool
     dtypes: Mapping[str, torch.dtype]
     given: Mapping[str, torch.dtype]
@@ -89,7 +89,7 @@ def check_job(
         raise ValueError(
             f"parameters lie on several devices ({', '.join(devices)}): move the model to one device before boost"
         )
-    return Job({param: groups[param] for param in trained}, is_elementwise(optim), dtypes, given)
+    return Job({name: groups[param] for param, name in trained.items()}, is_elementwise(optim), dtypes, given)
 
 
 def collect_entries(

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
+from ..interface.shards import LoadedShard, ParamShard
 from ..precision.grad_norm import power_sum
 from ..precision.grad_state import GradState
 from ..precision.optimizer import MixedPrecisionOptimizer
@@ -43,7 +44,7 @@ from .script_reads import ScriptReads
 from .segments import Segments
 from .settings import ZeroSettings
 from .sharding import shard_units
-from .shards import LoadedShard, ParamShard, list_shards, load_shards
+from .shards import list_shards, load_shards
 from .shared_rows import SharedRows
 from .unit_gatherer import UnitGatherer
 from .untrained import settle_rest

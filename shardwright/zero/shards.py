@@ -14,8 +14,6 @@ from .bucket import Bucket
 from .layout import Slot
 from .segments import Segment, Segments, is_elementwise_state
 
-__all__ = ["LoadedShard", "ParamShard", "check_complete", "list_shards", "load_shards"]
-
 
 def list_shards(segments: Segments, is_writer: Callable[[Bucket, ParamSpec], bool]) -> list[ParamShard]:
     """Parts of parameters in the order of the segments."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tied_gradients import sync_tied_gradients
 
 from shardwright.interface import OptimizerWrapper
 from shardwright.pipeline.checkpointing import PipelineGradientCheckpointConfig
@@ -104,7 +105,7 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
         cut.tied_groups, position, lambda stages: group_of([pipe_ranks[stage] for stage in stages])
     )
     loss_group = group_of(dp_ranks) if len(dp_ranks) > 1 else None
-    executor = PipelineExecutor(cut, settings, pipe_group=pipe_group, loss_group=loss_group, tied_process_groups=tied)
+    executor = PipelineExecutor(cut, settings, pipe_group=pipe_group, loss_group=loss_group)
     names = dict(model.named_parameters())
     optimizer = OptimizerWrapper(adamw(model))
     reference_optimizer = adamw(reference)
@@ -140,7 +141,7 @@ def run_case(rank: int, case: Case, pipe_ranks: list[int], dp_ranks: list[int]) 
             assert found == {"loss": None, "outputs": None}
         if not training:
             continue
-        executor.sync_tied_gradients()
+        sync_tied_gradients(model, cut.tied_groups, position, tied)
         by_name = dict(reference.named_parameters(remove_duplicate=False))
         for name, parameter in names.items():
             if parameter.grad is not None and loss_group is not None:

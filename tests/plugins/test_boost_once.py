@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwright import Booster
 from shardwright.optim.kind import check_supported, has_stepped, is_elementwise
 from shardwright.pipeline.cut.plan import CutPlan, plan_cut
 from shardwright.pipeline.cut.survey import survey_model
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin
+from shardwright.plugins.hybrid import plugin as hybrid
 from shardwright.plugins.hybrid.preflight import preflight
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.shardformer.plan import Plan
@@ -67,6 +71,26 @@ def boost(rank: int, world_size: int, make: Callable[[], Plugin], expected: dict
     assert dict(counts) == expected
 
 
+def keep_no_weights(rank: int, world_size: int) -> None:
+    """When ZeRO takes over, nobody remembers the weights of other stages."""
+    made = HybridParallelPlugin(pp_size=2, zero_stage=1, precision="bf16", num_microbatches=2)
+    model = zoo.build("llama-causal-lm")
+    weights = {name: weakref.ref(param) for name, param in model.named_parameters()}
+    left: list[set[str]] = []
+    original = hybrid.lay_out
+
+    def looking(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        left.append({name for name, param in weights.items() if param() is not None} - held)
+        return original(model, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid, "lay_out", looking)
+        Booster(plugin=made).boost(model, torch.optim.AdamW(model.parameters()))
+    assert left == [set()]
+
+
 ONCE = {
     **dict.fromkeys((function.__name__ for function in FUNCTIONS), 1),
     **{f"{owner.__name__}.{name}": 1 for owner, name in METHODS},
@@ -76,6 +100,10 @@ ONCE = {
 def test_a_hybrid_layout_is_computed_once() -> None:
     make = partial(HybridParallelPlugin, tp_size=2, pp_size=2, zero_stage=1, precision="bf16", num_microbatches=2)
     run_ranks(boost, 4, make, ONCE, True, timeout=100)
+
+
+def test_what_is_handed_on_keeps_no_weights() -> None:
+    run_ranks(keep_no_weights, 2, timeout=100)
 
 
 def test_zero_alone_is_computed_once() -> None:

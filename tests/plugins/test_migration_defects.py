@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import Booster
+from shardwright.interface.shards import LoadedShard
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.shardformer.layer import FusedRMSNorm, cross_entropy_1d
 from shardwright.testing import adamw, compare_models, keep_float64, loss_of, run_ranks, zoo
-from shardwright.zero.shards import LoadedShard
 
 TWO = {"num_hidden_layers": 2}
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from shardwright.comm.collectives import (
     all_gather,
     all_gather_async,
-    all_reduce_async,
     even_sizes,
     gather_sizes,
     reduce_scatter,
@@ -44,12 +43,8 @@ def exchange(rank: int, world_size: int, sizes: list[int]) -> None:
             )
     assert gather_sizes(sizes[rank], group, torch.device("cpu")) == sizes
     first, second = (all_gather_async(torch.full((2,), float(rank + k)), group) for k in (0, 10))
-    handle = all_reduce_async(torch.full((2,), float(rank)), group)
-    assert handle.pending
     assert second.wait().view(world_size, 2)[:, 0].tolist() == [10.0 + r for r in range(world_size)]
     assert first.wait() is first.wait()
-    assert handle.wait().tolist() == [sum(range(world_size))] * 2
-    assert not handle.pending
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [0, 2], [1, 0, 4, 2], [2, 2, 2, 2]], ids=str)

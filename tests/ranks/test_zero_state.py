@@ -13,12 +13,12 @@ from torch import nn
 from zero_cases import SAMPLES, Model, Plan, adamw, batch, loss_of, reference
 
 from shardwright.cluster.mesh import ParallelMesh
+from shardwright.interface.shards import LoadedShard
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
 from shardwright.zero.layout import ALIGN, closed_form_bytes
 from shardwright.zero.optimizer import ZeroOptimizer
 from shardwright.zero.settings import ZeroSettings
-from shardwright.zero.shards import LoadedShard
 
 
 def bitwise(rank: int, world_size: int) -> None:

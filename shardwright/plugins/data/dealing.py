@@ -111,11 +111,9 @@ class DataParallelSampler(DistributedSampler):
     so that all ranks get equally many: a rank with one batch less would leave the others waiting in their collectives.
     """
 
-    current_epoch = 0  # of the pass begun last; `epoch` is that of the next pass
     _start = 0
 
     def __iter__(self) -> Iterator[int]:
-        self.current_epoch = self.epoch
         indices = super().__iter__()
         self.epoch += 1
         start, self._start = self._start, 0

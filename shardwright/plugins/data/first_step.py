@@ -75,7 +75,7 @@ class FirstStep:
         _compare_replicas(records, peers, facts)
 
     def _record(self, facts: Facts) -> _Record:
-        mesh = getattr(self._plugin, "mesh", None)
+        mesh = self._plugin.mesh
         tp = mesh is not None and mesh.size("tp") > 1
         random = bytes(DIGEST)
         if tp and self._model is not None and self._model.training and uses_dropout(self._model):

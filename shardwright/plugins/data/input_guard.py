@@ -86,7 +86,7 @@ class CheckedBatches:
                 "once per epoch and pass the result to every step"
             )
         self._data_iter = data_iter
-        self._guard: InputGuard | None = getattr(model, "input_guard", None)
+        self._guard: InputGuard | None = model.input_guard if isinstance(model, ModelWrapper) else None
         self._model = model
         self._training = training
 

@@ -138,7 +138,6 @@ class HybridParallelPlugin(ZeroPlugin):
         )
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
-        self._units: UnitGatherer | None = None  # of the model boosted last, at stage 3
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
@@ -289,7 +288,6 @@ class HybridParallelPlugin(ZeroPlugin):
     # Boosting: the order in which things are applied.
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
-        self._units = None
         sharder = self._sharder(model)
         found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.layout = found.layout
@@ -333,7 +331,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if groups is not None:
             groups.rebind(model)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
-        wrapped, self._units = lay_out(
+        wrapped, units = lay_out(
             model,
             optimizer,
             self.mesh,
@@ -349,7 +347,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
-        executor = self._executor(cut, wrapped, probe, PlacedNumbers(place, cut.staged.model))
+        executor = self._executor(cut, wrapped, units, probe, PlacedNumbers(place, cut.staged.model))
         waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits
@@ -408,16 +406,20 @@ class HybridParallelPlugin(ZeroPlugin):
         return self.mesh.coordinate(*axes) if self.mesh.size(*axes) > 1 else None
 
     def _executor(
-        self, cut: CutModel, optimizer: OptimizerWrapper | None, probe: DocumentProbe, numbers: PlacedNumbers
+        self,
+        cut: CutModel,
+        optimizer: ZeroOptimizer | None,
+        units: UnitGatherer | None,
+        probe: DocumentProbe,
+        numbers: PlacedNumbers,
     ) -> PipelineExecutor:
-        units = self._units
         return PipelineExecutor(
             cut,
             self.settings.pipeline,
             pipe_group=self.pp_group if self.pp_size > 1 else None,
             message_groups=self.mesh.message_groups(cut.placement.channels),
             loss_group=self.dp_group if self.dp_size > 1 else None,
-            reduction=ChunkReduction(optimizer) if isinstance(optimizer, ZeroOptimizer) and self.pp_size > 1 else None,
+            reduction=ChunkReduction(optimizer) if optimizer is not None and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
             pairs=self.tp_size > 1,

@@ -125,9 +125,10 @@ def preflight(
         for name, spec in decision.specs.items()
     }
     if optimizer is not None and not job.elementwise:
-        for name, param in model.named_parameters():
-            if param in job.groups and id(param) in specs:
-                refuse_split(name, specs[id(param)], optimizer)
+        for name in job.groups:
+            spec = specs.get(id(model.get_parameter(name)))
+            if spec is not None:
+                refuse_split(name, spec, optimizer)
     kernels = sharder.kernels() if sharder is not None else ""
     layout = _Resolver(
         model, optimizer, settings, mesh, precision, plan, decisions, specs, job, batch, kernels
@@ -200,7 +201,7 @@ class _Resolver:
         return ResolvedLayout(
             model=type(self.model).__name__,
             parameters=sum(param.numel() for param in params.values()),
-            trained=sum(param.numel() for param in self.job.groups),
+            trained=sum(params[name].numel() for name in self.job.groups),
             world_size=self.mesh.world_size,
             sizes={axis: self.mesh.size(axis) for axis in ("dp", "pp", "tp", "sp")},
             order=tuple(axis for axis in self.mesh.axes if self.mesh.size(axis) > 1),
@@ -302,7 +303,7 @@ class _Resolver:
                 torch.empty(shape, dtype=kind.dtype, device="meta"), requires_grad=kind.is_floating_point()
             )
             family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], self._section(rank, name, tied))
-            entries[kind] = Entry(len(entries), name, local, spec, self.job.groups.get(kind, FROZEN), family)
+            entries[kind] = Entry(len(entries), name, local, spec, self.job.groups.get(name, FROZEN), family)
         return self._bucket_shape(rank, amounts[fullest], entries)
 
     def _section(self, rank: int, name: str, tied: Mapping[str, str]) -> int:
