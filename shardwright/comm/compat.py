@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,10 +142,6 @@ def default_store() -> dist.Store:
     """
     return torch.distributed.distributed_c10d._get_default_store()
 
-
-# How function modes see that somebody asks for the tensor that another one is a view of. Checked on torch 2.13:
-# `Tensor._base`.
-get_base: Callable[..., Any] = cast(Any, torch.Tensor._base).__get__
 
 # What `torch.nn.functional.grouped_mm` calls, and so what a function mode sees of it. Checked on torch 2.11 and 2.13.
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm

@@ -30,7 +30,7 @@ def logsumexp(x: Tensor, shard: VocabShard, dim: int, keepdim: bool = False) -> 
     if _several(x, shard):
         peak = all_reduce(peak, shard.group, dist.ReduceOp.MAX)
     peak = peak.masked_fill(peak.isinf(), 0)  # rows of one value only, as torch has it
-    total = _summed((real - peak).exp().sum(dim, keepdim=True), shard)
+    total = summed((real - peak).exp().sum(dim, keepdim=True), shard)
     result = (total.log() + peak).to(x.dtype)
     return result if keepdim else result.squeeze(dim)
 
@@ -68,7 +68,7 @@ def gather(x: Tensor, shard: VocabShard, dim: int, index: Tensor) -> Tensor:
     foreign = (index < shard.start) | (index >= shard.start + shard.length)
     invalid = (index < 0) | (index >= shard.size)
     local = (index - shard.start).masked_fill(foreign, 0).masked_fill(invalid, shard.local)  # gather refuses these
-    return _summed(x.gather(dim, local).masked_fill(foreign, 0), shard)
+    return summed(x.gather(dim, local).masked_fill(foreign, 0), shard)
 
 
 def best(x: Tensor, shard: VocabShard, dim: int, largest: bool = True, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def total(
     if dtype is None and not real.is_floating_point():
         dtype = torch.int64  # as torch counts
     real = real.to(dtype) if dtype is not None else real
-    return _summed(_wide(real).sum(dims, keepdim=keepdim), shard).to(real.dtype)
+    return summed(_wide(real).sum(dims, keepdim=keepdim), shard).to(real.dtype)
 
 
 def _candidates(x: Tensor, shard: VocabShard, dim: int, k: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -132,5 +132,6 @@ def _several(x: Any, shard: VocabShard) -> bool:
     return shard.group.size() > 1 and not x.is_meta  # without data there is nothing to reduce
 
 
-def _summed(x: Tensor, shard: VocabShard) -> Tensor:
+def summed(x: Tensor, shard: VocabShard) -> Tensor:
+    """The sum of the ranks' parts."""
     return reduce_from_group(x, shard.group) if _several(x, shard) else x

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..spec import ParamSpec
 
@@ -57,18 +55,3 @@ class VocabShard:
         )
         start, length = real[0] if real else (0, 0)
         return cls(group, spec.full_shape[spec.dim], start, length, sum(piece.length for piece in pieces))
-
-    def columns(self, operand: Tensor) -> Tensor:
-        """This rank's columns of an operand [..., V] that goes with logits [..., V/n], zeros in the padding; others are
-        left as they are.
-
-        A parameter is refused: every rank would have a part of its gradient.
-        """
-        if not operand.ndim or operand.shape[-1] != self.size or self.size == self.local:
-            return operand
-        if operand.requires_grad:
-            raise ValueError(
-                f"a tensor of shape {list(operand.shape)} that is trained meets logits of which this rank holds "
-                f"{self.local} of {self.size} columns; shard it as the head is, or use parallel_output=False"
-            )
-        return torch.nn.functional.pad(operand.narrow(-1, self.start, self.length), (0, self.local - self.length))

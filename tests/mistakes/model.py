@@ -233,11 +233,9 @@ def generate(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`model(**batch).logits.argmax(-1)`, or a loss of one's own on `logits`, with `tp_size` above 1",
-    gets="`F.cross_entropy`, `argmax`, `topk`, `softmax`, `log_softmax`, `gather` and what goes row by row or element "
-    "by element are those "
-    "of the whole vocabulary, called on all ranks; what else needs all of it (`sort`, `mse_loss`, `numpy()`) is "
-    "refused, since a rank "
-    "holds a part of the logits",
+    gets="`F.cross_entropy`, `argmax`, `topk`, `softmax`, `log_softmax`, `gather`, `kl_div`, sizes and what goes row "
+    "by row or element by element are those of the whole vocabulary, called on all ranks; what else needs all of it "
+    "(`cosine_similarity`, `matmul`, `numpy()`) is refused, since a rank holds a part of the logits",
     fix="`shardformer.layer.whole_logits(logits)` on all ranks, or `HybridParallelPlugin(parallel_output=False)`, "
     "which gathers always",
 )
@@ -255,8 +253,8 @@ def logits_of_a_part(rank: int, world: int) -> None:
     norm = torch.nn.utils.get_total_norm([param.grad for param in made.plain.parameters() if param.grad is not None])
     assert abs(made.optimizer.get_grad_norm() - float(norm)) < 1e-5
     uses: list[Callable[[torch.Tensor], Any]] = [
-        lambda logits: logits.sort(-1),
-        lambda logits: F.mse_loss(logits, logits),
+        lambda logits: logits @ torch.ones(logits.shape[-1], 2),
+        lambda logits: F.cosine_similarity(logits, logits, -1),
         lambda logits: logits.detach().cpu().numpy(),
         lambda logits: torch.cat([logits, logits], -1),
     ]
@@ -273,8 +271,8 @@ def logits_of_a_part(rank: int, world: int) -> None:
         found = made.booster.execute_pipeline(
             iter([batch]), made.model, lambda outputs, inputs: outputs.loss, return_outputs=True
         )
-        with refused("std is not possible on logits of which this rank holds"):
-            found["outputs"]["logits"].std(-1)
+        with refused("corrcoef is not possible on logits of which this rank holds"):
+            found["outputs"]["logits"][0].corrcoef()
         assert torch.equal(found["outputs"]["logits"].argmax(-1), reference.argmax(-1))
     whole = job("tp", parallel_output=False).model(**batch).logits
     assert torch.equal(whole.argmax(-1), reference.argmax(-1))

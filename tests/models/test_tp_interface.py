@@ -177,7 +177,8 @@ def layers(rank: int, world_size: int) -> None:
     labels = torch.tensor([5, 100, -100, 0, 64])
     VocabParallelLMHead1D.from_native_module(head, group, make_vocab_size_divisible_by=64)
     local = head(x)
-    assert local.shape[-1] == 64
+    assert local.shape == (5, 101)
+    assert local.nbytes == 5 * 64 * 8  # what this rank holds
     loss = cross_entropy_1d(local, labels, process_group=group, vocab_size=101)
     torch.testing.assert_close(loss, F.cross_entropy(full, labels))
     # A head knows how many of its rows are padding.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.trainer_pt_utils import LabelSmoother
 
 from shardwright.shardformer.layer import whole_logits
 from shardwright.testing import run_ranks, zoo
@@ -36,8 +37,16 @@ def script(rank: int, world_size: int) -> None:
         assert model_of.model.norm.weight.grad is not None
     torch.testing.assert_close(margin(logits), margin(expected))
     torch.testing.assert_close(model.model.norm.weight.grad + 0, reference.model.norm.weight.grad, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"sort is not possible on logits .*whole_logits\(logits\)"):
-        logits.sort(-1)
+    with pytest.raises(ValueError, match=r"matmul is not possible on logits .*whole_logits\(logits\)"):
+        logits @ torch.ones(logits.shape[-1], 2)
+    # The loss that transformers' Trainer takes for label_smoothing_factor, which divides by logits.shape[-1].
+    smoothed = []
+    for each in (reference, model):
+        each.zero_grad()
+        loss = LabelSmoother(0.1)(each(**batch), labels, shift_labels=True)
+        loss.backward()
+        smoothed.append((loss, each.model.norm.weight.grad + 0, each.model.layers[0].input_layernorm.weight.grad + 0))
+    torch.testing.assert_close(*smoothed, rtol=1e-5, atol=1e-5)
     # Gradients of logits, of the loss of the model itself.
     seen: list[torch.Tensor] = []
     for each in (reference, model):

@@ -122,7 +122,7 @@ def modules(plugin: type, settings: dict[str, Any]) -> dict[str, Any]:
 def outputs(plugin: type, settings: dict[str, Any]) -> tuple[Any, ...]:
     _, model, _ = boosted(plugin(**settings))
     logits = model(input_ids=batch()["input_ids"]).logits
-    return tuple(logits.shape), logits.dtype
+    return tuple(logits.shape), logits.nbytes, logits.dtype
 
 
 def layer_calls(plugin: type, settings: dict[str, Any]) -> int:

@@ -169,7 +169,6 @@ class ReadsItsLogits(LlamaForCausalLM):
 
 ACCURACY: list[Any] = []
 COLUMNS = (
-    uniform_part,
     with_accuracy,
     to_a_teacher,
     sparse,
@@ -177,7 +176,7 @@ COLUMNS = (
     losses.means.z_loss,
     losses.by_hand.trainer_label_smoother,
 )
-SPLIT = (losses.means.smoothed, losses.by_hand.counted_by_item, losses.by_hand.focal_of_tokens)
+SPLIT = (uniform_part, losses.means.smoothed, losses.by_hand.counted_by_item, losses.by_hand.focal_of_tokens)
 
 
 def run_sharded(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
@@ -197,7 +196,7 @@ def compute_sharded(parallel_output: bool, plugin: dict[str, Any]) -> None:
         model = zoo.build("llama-causal-lm", dtype=torch.float64, **config)
         job = Job({"tp_size": 2, **plugin}, copy.deepcopy(model))
         check = job.model.executor.cut.loss_check
-        for criterion in (*SPLIT, *COLUMNS, looked_at_in_numpy) if parallel_output else COLUMNS[1:3]:
+        for criterion in (*SPLIT, *COLUMNS, looked_at_in_numpy) if parallel_output else COLUMNS[:2]:
             job.check(criterion, batch, 5)
             gathers = [verdict.gathers for verdict in check._verdicts.values()]
             assert all(gathers) == (criterion not in SPLIT and parallel_output), f"{criterion.__name__}: {gathers}"
