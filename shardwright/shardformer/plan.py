@@ -20,6 +20,7 @@ from ..spec import ParamSpec
 from .adapters import parts_of
 from .layer.parallel_module import ParallelGroup
 from .regions import Region, find_regions, unclosed, undecided_parameters
+from .side_by_side import proven
 from .styles import NAMED, Decision, Site, Style
 from .sum_at_exit import check_sums
 
@@ -65,6 +66,7 @@ class Plan:
                 ) from None
         self._check_ties(decisions)
         check_sums(decisions)
+        decisions = proven(model, decisions)
         if complete:
             self.check(model, decisions, find_regions(model, decisions))
         return decisions
