@@ -236,7 +236,7 @@ class RowParallel(_ParallelLinear):
             y = self._computed_alone(x, None)
             # Once among the ranks. The others multiply with zero, so that all have a gradient for it.
             return y if self.bias is None else y + (self.bias * (self.parallel.rank == 0)).to(y.dtype)
-        if self.together is not None and self.together.is_running:
+        if self.together is not None and not torch.compiler.is_compiling() and self.together.is_running:
             y = self.together.reduced(self._computed_alone(x, None), group, self.comes_first)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         if self._plain and torch.compiler.is_compiling():
