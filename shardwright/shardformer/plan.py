@@ -19,6 +19,7 @@ import torch.nn as nn
 from .adapters import parts_of
 from .layer.parallel_module import ParallelGroup
 from .regions import Region, find_regions, unclosed, undecided_parameters
+from .side_by_side import proven
 from .styles import NAMED, Decision, Site, Style
 from .sum_at_exit import check_sums
 from .ties import check_ties
@@ -65,6 +66,7 @@ class Plan:
                 ) from None
         check_ties(model, decisions, self.source)
         check_sums(decisions)
+        decisions = proven(model, decisions)
         if complete:
             self.check(model, decisions, find_regions(model, decisions))
         return decisions

@@ -38,6 +38,20 @@ def gptj(layers: int) -> Any:
     )
 
 
+def phi(layers: int) -> Any:
+    return tf.PhiForCausalLM(tf.PhiConfig(**SMALL, num_hidden_layers=layers))
+
+
+def gpt_neox(layers: int, beside: bool) -> Any:
+    return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SMALL, num_hidden_layers=layers, use_parallel_residual=beside))
+
+
+def falcon(layers: int, **settings: Any) -> Any:
+    return tf.FalconForCausalLM(
+        tf.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=layers, **settings)
+    )
+
+
 def mixtral(layers: int) -> Any:
     return tf.MixtralForCausalLM(
         tf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_hidden_layers=layers)
@@ -64,7 +78,14 @@ def deepseek(layers: int, dense: bool) -> Any:
 
 CASES: dict[str, tuple[Any, tuple[int, int]]] = {
     "dense": (llama, (2, 2)),
-    "side by side": (gptj, (2, 1)),
+    "side by side": (gptj, (1, 1)),
+    "side by side, dropouts in between": (phi, (1, 1)),
+    "side by side, two norms": (lambda layers: gpt_neox(layers, True), (1, 2)),
+    "one after the other": (lambda layers: gpt_neox(layers, False), (2, 2)),
+    # whose linears are a class of their own, and take their input each for itself
+    "side by side, falcon": (lambda layers: falcon(layers, multi_query=False), (1, 2)),
+    "side by side, two norms, grouped": (lambda layers: falcon(layers, new_decoder_architecture=True), (1, 2)),
+    "falcon, one after the other": (lambda layers: falcon(layers, multi_query=False, parallel_attn=False), (2, 2)),
     "experts": (mixtral, (2, 2)),
     "shared expert": (qwen2_moe, (2, 2)),
     "latent attention": (lambda layers: deepseek(layers, True), (2, 4)),

@@ -168,6 +168,7 @@ def test_plugins_with_pipelines_train_like_one_process() -> None:
         ("qwen2_moe", {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb"}, {}),
         ("deepseek_v3", {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "pp_style": "zb"}, {"recompute": True}),
         ("deepseek_v2", {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, {}),
+        ("qwen2_moe", {"tp_size": 4, "zero_stage": 0}, {}),
         ("qwen2_moe", {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb"}, {"lora": True}),
     ]
     run_ranks(plugin_steps, 4, four, timeout=110)

@@ -16,6 +16,7 @@ from shardwright.comm.collectives import (
     reduce_scatter,
 )
 from shardwright.comm.compat import reduce_scatter_single
+from shardwright.ops.collective import gather_for_shards, reduce_scatter_to_group
 from shardwright.testing import run_ranks
 from shardwright.utils.pytree import TorchDispatchMode
 
@@ -87,6 +88,16 @@ def copies(rank: int, world_size: int) -> None:
             assert found.count - by_backend[function] == expected, (function, samples, dim)
             assert result.is_contiguous()
         assert torch.equal(x, kept)
+        for gathers, differentiable in ((True, gather_for_shards), (False, reduce_scatter_to_group)):
+            given = x.clone().requires_grad_()
+            with Copies() as forward:
+                y = differentiable(given, group, dim)
+            dy = torch.randn_like(y)
+            with Copies() as backward:
+                y.backward(dy)
+            scattered = expected + own.count
+            assert forward.count == (expected if gathers else scattered), (differentiable, samples, dim)
+            assert backward.count == (scattered if gathers else expected), (differentiable, samples, dim)
 
 
 def test_even_exchanges_copy_as_little_as_can_be() -> None:

@@ -20,6 +20,7 @@ from ...models.config import first_int, hidden_size
 from ...pipeline.cut.plan import CutPlan
 from ...shardformer.layer.linear import input_size, is_linear, output_size
 from ...shardformer.plan import Decision
+from ...shardformer.side_by_side import SideBySide
 from ...shardformer.styles import Column, PartialSum, Row, VocabEmbedding, VocabHead
 from ...shardformer.sum_at_exit import SumAtExit
 from .resolved import Traffic
@@ -82,8 +83,15 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
     found: list[int] = []
     inputs: set[tuple[int, int]] = set()
     sums = tuple(f"{decision.site.name}." for decision in decisions if isinstance(decision.style, SumAtExit))
+    with_another = {
+        f"{decision.site.name}.{decision.style.first}"
+        for decision in decisions
+        if isinstance(decision.style, SideBySide)
+    }
     for decision in decisions:
         style, module = decision.style, decision.site.module
+        if decision.site.name in with_another:
+            continue
         if decision.site.name.startswith(sums):
             if isinstance(style, PartialSum):  # once for the block, forward and backward
                 found += [_features_of(module)] * 2

@@ -8,7 +8,9 @@ Shapes, with T tokens in any number of leading dims, O and I the full sizes, o a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Self, cast
 
 import torch
@@ -141,13 +143,75 @@ class ColumnParallel(_ParallelLinear):
         return gather_features(y, self._gathered_pieces, group) if self.gather_output else y
 
 
+class Together:
+    """Two row linears whose outputs are only added up, and are reduced together (see `shardformer.side_by_side`)."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor | None] = {}  # the first one's partial sums, by the thread of a running forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Together:
+        copied = memo[id(self)] = Together()
+        return copied
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the module around both runs in this thread."""
+        return get_ident() in self._held
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = get_ident()
+        self._held[thread] = None
+        try:
+            yield
+            if self._held[thread] is not None:
+                raise ValueError(
+                    "a layer whose attention and MLP are reduced together (SideBySide) ended without its MLP; give a "
+                    "policy without that rule"
+                )
+        finally:
+            del self._held[thread]
+
+    def reduced(self, partial: Tensor, group: dist.ProcessGroup, comes_first: bool) -> Tensor:
+        """Zeros in the place of the first one's sum, and the sum of both for the last one."""
+        thread = get_ident()
+        held = self._held[thread]
+        if comes_first:
+            if held is not None:
+                raise ValueError(
+                    "SideBySide: its first linear ran twice in one forward; give a policy without that rule"
+                )
+            self._held[thread] = partial.detach()
+            return cast(Tensor, _KeptBack.apply(partial, group))
+        if held is None:
+            return reduce_from_group(partial, group)
+        self._held[thread] = None
+        return reduce_from_group(partial + held.view_as(partial), group)
+
+
+class _KeptBack(torch.autograd.Function):
+    """forward y = 0, as x is part of another sum;  backward dx = dy"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return (copy_to_group(dy, ctx.group) if torch.is_grad_enabled() else dy), None
+
+
 class RowParallel(_ParallelLinear):
     """The sharded forward of linears whose inputs are dealt to the ranks.
 
     split_input     the input arrives whole; keep this rank's features of it
+    together        shared with another one whose output is only added to that of this one; `comes_first` of the two
     """
 
     split_input: bool
+    together: Together | None = None
+    comes_first = False
     _input_sizes: list[int]
     _plain: bool
     _group_name: str
@@ -173,6 +237,9 @@ class RowParallel(_ParallelLinear):
             y = self._computed_alone(x, None)
             # Once among the ranks. The others multiply with zero, so that all have a gradient for it.
             return y if self.bias is None else y + (self.bias * (self.parallel.rank == 0)).to(y.dtype)
+        if self.together is not None and not torch.compiler.is_compiling() and self.together.is_running:
+            y = self.together.reduced(self._computed_alone(x, None), group, self.comes_first)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         if self._plain and torch.compiler.is_compiling():
             return compiled.row_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         if self._plain:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..attention import by_head
 from ..heads import HeadGeometry
 from ..rules import Rules, attention_rules, mlp_rules
+from ..side_by_side import SideBySide
 from .base import Policy
 from .heads import policies_of_heads
 
@@ -18,6 +19,7 @@ class FalconPolicy(Policy):
         config = self.config
         grouped = config.new_decoder_architecture or not config.multi_query
         geometry = HeadGeometry(config.num_attention_heads, config.num_kv_heads if grouped else 1)
+        beside = config.new_decoder_architecture or config.parallel_attn
         arguments = {"alibi": by_head, "attention_mask": by_head} if config.alibi else {}
         return {
             **attention_rules(
@@ -29,6 +31,7 @@ class FalconPolicy(Policy):
                 arguments=arguments,
             ),
             **mlp_rules("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            **({"h.*": SideBySide("self_attention.dense", "mlp.dense_4h_to_h")} if beside else {}),
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..rules import Rules, attention_rules, mlp_rules
+from ..side_by_side import SideBySide
 from .base import Policy
 
 
@@ -14,7 +15,12 @@ class PhiPolicy(Policy):
                 "layers.*.self_attn.q_layernorm": "partial_gradient",
                 "layers.*.self_attn.k_layernorm": "partial_gradient",
             }
-        return {**attention_rules("layers.*.self_attn", o="dense"), **mlp_rules("layers.*.mlp", "fc1", "fc2"), **norms}
+        return {
+            **attention_rules("layers.*.self_attn", o="dense"),
+            **mlp_rules("layers.*.mlp", "fc1", "fc2"),
+            **norms,
+            "layers.*": SideBySide("self_attn.dense", "mlp.fc2"),
+        }
 
 
 class Phi3Policy(Policy):
