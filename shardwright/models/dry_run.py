@@ -28,12 +28,14 @@ _aten = torch.ops.aten
 class MadeUpValues(TorchDispatchMode):
     """Data-dependent operators on meta tensors return something of a shape that models go on with.
 
+    truth           what truth values are taken to be
     collectives     how many were answered
     """
 
-    def __init__(self) -> None:
+    def __init__(self, truth: bool = False) -> None:
         super().__init__()
         self.collectives = 0
+        self._truth = truth
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,7 +51,7 @@ class MadeUpValues(TorchDispatchMode):
             if found is not None:
                 return found
             if func is _aten._local_scalar_dense.default:
-                return False if first.dtype == torch.bool else 0.0 if first.dtype.is_floating_point else 0
+                return self._truth if first.dtype == torch.bool else 0.0 if first.dtype.is_floating_point else 0
             if func is _aten.nonzero.default:
                 return _nonzero(first)
             if func is _aten.index.Tensor and any(mask is not None and mask.dtype == torch.bool for mask in args[1]):
@@ -77,9 +79,9 @@ def _nonzero(mask: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def without_data() -> Iterator[MadeUpValues]:
+def without_data(truth: bool = False) -> Iterator[MadeUpValues]:
     """Inside, modules whose tensors are all on the meta device run although there is no data."""
-    with MadeUpValues() as made_up, torch.device("meta"):
+    with MadeUpValues(truth) as made_up, torch.device("meta"):
         yield made_up
 
 
@@ -129,8 +131,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
 
 
-def run_dry(model: nn.Module, batch: Any) -> Any:
-    """Output of `model`, a `meta_copy`, for `batch` moved to the meta device."""
+def run_dry(model: nn.Module, batch: Any, truth: bool = False) -> Any:
+    """Output of `model`, a `meta_copy`, for `batch` moved to the meta device; `truth` is the answer to `if mask.all()`
+    and its like.
+    """
     batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
-    with without_data(), torch.enable_grad():
+    with without_data(truth), torch.enable_grad():
         return call_model(model, batch)

@@ -214,7 +214,7 @@ class StagedModel:
         stage = run.stage
         if self._calls is not None and not run.is_last:
             calls = self._calls.find(
-                stage, run.received, inputs, index, lambda trace: self._trace(run, trace, inputs.batch(index))
+                stage, run.received, inputs, index, lambda trace, batch: self._trace(run, trace, batch)
             )
             if calls is not None:
                 run.in_model, self.current = False, run

@@ -393,3 +393,24 @@ def test_the_host_waits_for_nothing_in_a_forward(masked: bool) -> None:
                     stage,
                     reads.found,
                 )
+
+
+def test_entries_that_are_cast_make_groups_too() -> None:
+    """In mixed precision a model gets a new copy of every float entry, whose contents count all the same."""
+    model = zoo.build("llama-causal-lm", num_hidden_layers=6)
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.randn(2, 1, 8, 8, generator=generator) for _ in range(4)]
+    batches = [
+        {"input_ids": torch.full((2, 8), 3 + number), "attention_mask": each} for number, each in enumerate(masks)
+    ]
+
+    def cast(batch: Batch) -> Batch:
+        return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+
+    stages = Stages(model, 3)
+    arrived = (torch.randn(2, 8, model.config.hidden_size, dtype=torch.float64),)  # type: ignore[union-attr]
+    inputs = StepInputs(batches, cast)
+    for index, batch in enumerate(batches):
+        [found], _ = stages.of(1).run_microbatch(1, arrived, inputs, index)
+        [wanted], _ = stages.of(1).run(1, arrived, cast(batch))
+        assert torch.equal(found, wanted), index

@@ -1,14 +1,14 @@
 """How many bytes of activations a microbatch leaves in every layer, counted in a forward on the meta device.
 
 What autograd saves is counted by storage, once, for the layer that saves it first; parameters and buffers are not
-counted. Attention that a fused kernel computes saves its inputs, its output and a number per token and head, as on any
-device with such a kernel (on the meta device torch would compute it step by step).
+counted. Attention that a fused kernel computes saves its inputs, its mask as numbers, its output and a number per token
+and head, as on any device with such a kernel (on the meta device torch would compute it step by step).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from ...models.dry_run import meta_copy, run_dry
 from ...models.layer_chain import Unit
 from ...ops.keeping import ATTENTION, Region, Selection, keep_result
 from ...utils.pytree import tree_leaves
+from ..batch.microbatch import items_of
 from ..saved_bytes import Storages
 from .entry import ENTRY
 
@@ -72,7 +73,31 @@ def count_activations(
     """Run a copy of `model` on meta tensors like those of `batch`, in `dtype` where it is given.
 
     selection   what units keep that are recomputed in part; None: by cost
+
+    With padding, attention has a mask; without, models find out that there is nothing to mask (`if mask.all()`), and
+    fused kernels get none.
     """
+    if not _may_be_padded(batch):
+        with suppress(Exception):  # the model's own code may ask something else, to which yes is no answer
+            return _count(model, units, batch, dtype, selection, truth=True)
+    return _count(model, units, batch, dtype, selection, truth=False)
+
+
+def _may_be_padded(batch: Any) -> bool:
+    for key, value in items_of(batch):
+        if isinstance(value, torch.Tensor) and "mask" in str(key) and (value.is_meta or not bool(value.all())):
+            return True
+    return False
+
+
+def _count(
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: Any,
+    dtype: torch.dtype | None,
+    selection: Selection | None,
+    truth: bool,
+) -> Activations:
     copied = meta_copy(model)
     if dtype is not None:
         copied.to(dtype)
@@ -87,7 +112,7 @@ def count_activations(
         if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             module.register_forward_hook(counter.linear)
     with counter, saved_tensors_hooks(counter.save, lambda tensor: tensor), counter.region:
-        run_dry(copied, batch)
+        run_dry(copied, batch, truth)
     *kept, kept_before = counter.kept
     *deferred, deferred_before = counter.deferred
     return Activations(kept, counter.recomputed[:-1], deferred, counter.selective[:-1], (kept_before, deferred_before))
@@ -148,11 +173,11 @@ class _Counter(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            query, key, value = (
-                args[place] if place < len(args) else kwargs[name]
-                for place, name in enumerate(("query", "key", "value"))
+            query, key, value, mask = (
+                args[place] if place < len(args) else kwargs.get(name)
+                for place, name in enumerate(("query", "key", "value", "attn_mask"))
             )
-            return _Fused.apply(query, key, value)
+            return _Fused.apply(query, key, value, mask)
         return func(*args, **kwargs)
 
 
@@ -160,14 +185,19 @@ class _Fused(torch.autograd.Function):
     """What a fused attention kernel saves; it computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
-            return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(
-                query.shape[:-1], dtype=torch.float32
-            )
+            # In memory heads stand behind tokens, as the projection behind it wants them: it makes no copy.
+            *samples, heads, tokens, _ = query.shape
+            out = query.new_empty(*samples, tokens, heads, value.shape[-1]).transpose(-2, -3)
+            return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
         out, sums = keep_result(attend, name=ATTENTION)
-        ctx.save_for_backward(query, key, value, out, sums)
+        if mask is not None and mask.dtype is torch.bool:  # kernels add numbers: each call makes its own of them
+            mask = mask.new_empty(mask.shape, dtype=query.dtype)
+        ctx.save_for_backward(query, key, value, out, sums, *(() if mask is None else (mask,)))
         return cast(torch.Tensor, out)
 
     @staticmethod

@@ -158,10 +158,16 @@ class Survey:
         """Units before `position` whose outputs are read at or behind it: what travels over a cut there. In front of
         all: the entry.
         """
-        if position == 0:
-            return (ENTRY,)
+        return self._boundaries[position]
+
+    @cached_property
+    def _boundaries(self) -> tuple[tuple[int, ...], ...]:
         last_reads = self._last_reads
-        return tuple(unit for unit in range(position) if last_reads[unit] >= position)
+        behind = [
+            tuple(unit for unit in range(position) if last_reads[unit] >= position)
+            for position in range(1, self.num_units + 1)
+        ]
+        return ((ENTRY,), *behind)
 
     def template(self, unit: int) -> Template:
         """Structure of what a unit, or the entry, passes on."""

@@ -123,7 +123,12 @@ class LayerCalls:
         self._chances = 2
 
     def find(
-        self, number: int, received: Mapping[int, Any], inputs: StepInputs, index: int, run: Callable[[Trace], None]
+        self,
+        number: int,
+        received: Mapping[int, Any],
+        inputs: StepInputs,
+        index: int,
+        run: Callable[[Trace, Any], None],
     ) -> Calls | None:
         """Calls for a stage and a microbatch; None where the model's forward has to run. `run` is the forward under
         a trace.
@@ -185,7 +190,7 @@ class LayerCalls:
         look: Hashable,
         inputs: StepInputs,
         index: int,
-        run: Callable[[Trace], None],
+        run: Callable[[Trace, Any], None],
     ) -> tuple[Hashable, Calls]:
         """The group of microbatch `index` and the calls of all layers that could be traced."""
         first = min(other.units.start for other in served)
@@ -196,7 +201,7 @@ class LayerCalls:
         key = (look, inputs.frame(index))
         state = self.state()
         proof = self._proofs.get(key)
-        if proof is None or not self.unchanged_since(proof.state):
+        if proof is None or not self._is_same(proof.state, state):
             if len(self._proofs) >= _MOST_VERDICTS:
                 self._proofs.clear()
             read = proof.read if proof is not None else frozenset()  # groups keep their names
@@ -205,24 +210,15 @@ class LayerCalls:
         contents = inputs.contents(index, proof.read)
         replies = proof.known.get(contents, ()) if contents is not None else ()
         changed = False
-        trace = Trace(
-            self._templates,
-            self._entry,
-            first,
-            wanted,
-            sources,
-            inputs.batch(index),
-            proof,
-            prove=False,
-            replies=replies,
-        )
+        batch = inputs.batch(index)  # entries are known by their memory, and a cast makes new ones each time
+        trace = Trace(self._templates, self._entry, first, wanted, sources, batch, proof, prove=False, replies=replies)
         if proof.paths:
-            run(trace)
+            run(trace, batch)
         if not trace.is_proven:
-            trace = Trace(self._templates, self._entry, first, wanted, sources, inputs.batch(index), proof, prove=True)
+            trace = Trace(self._templates, self._entry, first, wanted, sources, batch, proof, prove=True)
             looked_at = [module for unit in wanted for module in self._layers[unit].modules()]
             before, kept = module_state(looked_at), Kept([*looked_at, *self._around, *self._beside])
-            run(trace)
+            run(trace, batch)
             assert trace.prover is not None
             self._defined |= trace.prover.defined
             if not same_state(before, module_state(looked_at)) or not self.unchanged_since(state):
@@ -252,11 +248,13 @@ class LayerCalls:
         return module_state([*self._around, *self._beside, *configs]), buffer_versions([*self._around, *self._beside])
 
     def unchanged_since(self, state: ModelState) -> bool:
-        attributes, versions = self.state()
+        return self._is_same(state, self.state())
+
+    def _is_same(self, before: ModelState, after: ModelState) -> bool:
         same = all(
-            state[1].get(storage) == version for storage, version in versions.items() if storage not in self._defined
+            before[1].get(storage) == version for storage, version in after[1].items() if storage not in self._defined
         )
-        return same and same_state(state[0], attributes)
+        return same and same_state(before[0], after[0])
 
     @property
     def modes(self) -> tuple[bool, ...]:

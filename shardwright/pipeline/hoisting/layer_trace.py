@@ -31,6 +31,7 @@ numbers as they were. What it found lives for one step.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -157,7 +158,9 @@ class Trace:
         self._wanted = wanted
         self._last = max(wanted)
         self._sources = sources
+        self._arrived = sorted(sources)
         self._stand_ins: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}  # what units before the first one are taken to return
         self._places: dict[int, tuple[int, int]] = {}  # id of a stand-in's tensor -> unit, number
         self._kept: list[torch.Tensor] = []  # ids stay valid
         self._next = first
@@ -234,6 +237,8 @@ class Trace:
         kwargs: dict[str, Any],
     ) -> Any:
         """A unit is called by the model."""
+        if unit < self._first and (known := self._before.get(unit, self)) is not self:
+            return known
         if unit >= self._first and not is_layer:
             return call(*args, **kwargs)  # the layers in it follow
         with self._aside():
@@ -241,7 +246,11 @@ class Trace:
 
     def _reached(self, unit: int, is_gate: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if unit < self._first:
-            return self._stand_in(min(known for known in self._sources if known >= unit))
+            place = bisect_left(self._arrived, unit)
+            output = self._stand_in(self._arrived[place])
+            for number in range(self._arrived[place - 1] + 1 if place else 0, self._arrived[place] + 1):
+                self._before[number] = output
+            return output
         if not is_gate or unit != self._next:
             raise Unfit
         self._next = unit + 1

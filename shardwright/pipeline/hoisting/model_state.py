@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -125,7 +126,7 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
             continue
         if not (isinstance(one, list) and isinstance(other, list) and len(one) == len(other)):
             return False
-        if any(a is not b for a, b in zip(one, other, strict=True)):
+        if not all(map(operator.is_, one, other)):
             return False
     return True
 
