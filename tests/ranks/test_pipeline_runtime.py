@@ -67,6 +67,16 @@ class ToldGradients:
         assert self.calls[0::2] == [("begin", *rest) for _, *rest in self.calls[1::2]], f"{where}: {self.calls}"
 
 
+def _adds_alike() -> bool:
+    """Whether this processor's `addmm` gives the bits of a product and a sum."""
+    generator = torch.Generator().manual_seed(0)
+    one, two, into = (torch.randn(16, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    return torch.equal(torch.addmm(into, one, two), into + one @ two)
+
+
+ADDS_ALIKE = _adds_alike()
+
+
 def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int) -> int:
     """`switches`: how many of the four settings each number of microbatches runs with; they take turns. Returns the
     number compared.
@@ -74,7 +84,7 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int
     assert dist.group.WORLD is not None
     keep_linears_alike = WeightGradStore()  # so that linears take one path, and results can be compared bit by bit
     compared = 0
-    first: dict[tuple[int, str], Tensor] = {}
+    first: dict[tuple[int, str, bool], Tensor] = {}
     references = {m: reference(make_batch(m, m), 1) for m in counts}
     for style, chunks in CASES:
         placement = schedules.get_placement(style, world_size, chunks)
@@ -103,8 +113,11 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int
                 assert result.losses == []
             for name, gradient in own_gradients(model, runtime, rank).items():
                 assert torch.allclose(gradient, gradients[name], rtol=1e-10, atol=1e-10), (where, name)
-                # Microbatches add up in the same order whatever the schedule, so not a bit may differ.
-                assert torch.equal(gradient, first.setdefault((m, name), gradient.clone())), (where, name)
+                # Microbatches add up in the same order whatever the schedule, so not a bit may differ, except where the
+                # processor rounds a product that is added at once in another way than a product and a sum.
+                kind = bool(schedules.splits_backward(style)) and not ADDS_ALIKE
+                same = first.setdefault((m, name, kind), gradient.clone())
+                assert torch.equal(gradient, same), (where, name)
             told.check(m, chunks, where)
             assert result.peak_live == simulate(schedule).peak_live[rank], where
             for stage in stages:
