@@ -140,7 +140,7 @@ class Booster(metaclass=ExplainedArguments):
         guard = InputGuard(model)
         if self.plugin is not None:
             self.plugin.check_dataloader(dataloader)
-            boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+            boosted = _boosted_by(self.plugin, model, optimizer, criterion, dataloader, lr_scheduler)
         else:
             require_parameters(model)
             require_own_parameters(model, optimizer)
@@ -486,3 +486,19 @@ def _require_scheduler_of(optimizer: Any, lr_scheduler: Any) -> None:
 def _without_autocast(model: nn.Module) -> nn.Module:
     """The plugin's own wrapper below what mixed precision put around it."""
     return model.module if isinstance(model, AutocastModel) else model
+
+
+def _boosted_by(plugin: Plugin, *given: Any) -> Boosted:
+    """What a plugin's `configure` returns, looked at: it may be a user's."""
+    name, returned = type(plugin).__name__, plugin.configure(*given)
+    if isinstance(returned, tuple) and len(returned) == len(Boosted._fields):
+        boosted = Boosted(*returned)
+        wrapped = boosted.optimizer is None or isinstance(boosted.optimizer, OptimizerWrapper)
+        if isinstance(boosted.model, ModelWrapper) and wrapped:
+            return boosted
+    raise ValueError(
+        f"{name}.configure returned {type(returned).__name__}; it must return Boosted(model, optimizer, criterion, "
+        "dataloader, lr_scheduler) with the model in a shardwright.interface.ModelWrapper and the optimizer, if any, "
+        "in "
+        "an OptimizerWrapper"
+    )

@@ -23,6 +23,13 @@ NO_GRAD_SCALER = (
 )
 
 
+NO_COPY = (
+    "copying or pickling a boosted optimizer (copy.deepcopy(optimizer), torch.save(optimizer, ...)): it shares "
+    "buffers, hooks and groups with its model. Save it with booster.save_optimizer(optimizer, path); "
+    "optimizer.state_dict() is this rank's part"
+)
+
+
 class LossScaler(Protocol):
     """What checkpoints keep of a loss scale."""
 
@@ -60,6 +67,9 @@ class OptimizerWrapper(Optimizer):
         # Deliberately without Optimizer.__init__: parameters and defaults belong to `optim`.
         self.optim = optim
         self.max_norm = max_norm
+        self._inner = optim if isinstance(optim, OptimizerWrapper) else None  # which then answers what is asked
+        if self._inner is not None and self._inner.scaler is not None:
+            self.scaler = self._inner.scaler
         # what to do about losses that are nan, set by the booster on the optimizer it returns
         self.loss_guard: LossGuard | None = None
         self._grad_norm: torch.Tensor | None = None
@@ -91,6 +101,9 @@ class OptimizerWrapper(Optimizer):
         self._grad_norm = None
         if self.loss_guard is not None:
             self.loss_guard.note(loss)
+        if self._inner is not None:
+            self._inner.backward(loss, inputs=inputs, retain_graph=retain_graph)
+            return
         loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
@@ -102,6 +115,9 @@ class OptimizerWrapper(Optimizer):
     ) -> None:
         """Backward from inner tensors whose gradients came from elsewhere (the next pipeline stage)."""
         self._grad_norm = None
+        if self._inner is not None:
+            self._inner.backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
+            return
         torch.autograd.backward(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
     @job.heeds_failures
@@ -132,20 +148,22 @@ class OptimizerWrapper(Optimizer):
     @property
     def sharded(self) -> ShardedOptimizer | None:
         """None: the model's own parameters are stepped on, and the wrapped optimizer holds their states."""
-        return self.optim.sharded if isinstance(self.optim, OptimizerWrapper) else None
+        return None if self._inner is None else self._inner.sharded
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates gradients without reducing them."""
-        return nullcontext()
+        return nullcontext() if self._inner is None else self._inner.no_sync()
 
     def require_cleared(self) -> None:
         """Refuse backwards onto the gradients of a step that was taken, where these cannot be added to. A pipeline
         asks before any rank communicates.
         """
+        if self._inner is not None:
+            self._inner.require_cleared()
 
     def plain_parameters(self) -> AbstractContextManager[None]:
         """Context in which the model runs; optimizers that watch reads of gradients do not inside."""
-        return nullcontext()
+        return nullcontext() if self._inner is None else self._inner.plain_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)
@@ -154,6 +172,8 @@ class OptimizerWrapper(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before clipping."""
+        if self._inner is not None:
+            return self._inner.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
         norm = torch.nn.utils.clip_grad_norm_(
             self.parameters(), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -161,6 +181,9 @@ class OptimizerWrapper(Optimizer):
         return self._grad_norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
+        if self._inner is not None:
+            self._inner.clip_grad_by_value(clip_value)
+            return
         for grad in gradients(self.parameters()):
             local_tensor(grad).clamp_(-clip_value, clip_value)
 
@@ -170,6 +193,8 @@ class OptimizerWrapper(Optimizer):
 
         A norm of another order than the one that was clipped by is that of the gradients as they are.
         """
+        if self._inner is not None:
+            return self._inner.get_grad_norm(norm_type)
         if self._grad_norm is not None and norm_type == self._norm_type:
             return float(self._grad_norm)
         grads = gradients(self.parameters())
@@ -211,6 +236,8 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
+        if type(self).__init__ is not OptimizerWrapper.__init__:
+            raise ValueError(NO_COPY)  # it holds more than the wrapped optimizer
         return {"optim": self.optim, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

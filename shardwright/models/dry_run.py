@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,7 +126,7 @@ def forward_defaults(model: nn.Module) -> dict[str, Any]:
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Output of `model` for `batch`, as everywhere under a pipeline."""
     defaults = forward_defaults(model)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return model(**{**defaults, **batch})
     return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
 

@@ -206,6 +206,8 @@ def _import_deepspeed() -> Any:
 def _read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    if not isinstance(config, str | Path):
+        raise ValueError(f"config={config!r} must be a ds_config: a dict, or the path of its json file")
     path = Path(config)
     if not path.is_file():
         raise ValueError(f"config={str(config)!r} is no file; give a ds_config as a dict or the path of its json file")
@@ -219,6 +221,11 @@ def _read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _normalised(config: dict[str, Any]) -> dict[str, Any]:
+    for key in ("optimizer", "tensor_parallel", "zero_optimization", "bf16", "fp16", "scheduler"):
+        if key in config and not isinstance(config[key], dict):
+            raise ValueError(
+                f"config[{key!r}]={config[key]!r} must be a table, as in DeepSpeed's documentation; or leave it out"
+            )
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key) == "auto":
             config[key] = 1

@@ -121,9 +121,10 @@ class TorchDDPPlugin(Plugin):
             raise ValueError(
                 "TorchDDPPlugin(fp8_communication=True): gradients are reduced in their own dtype here; leave it False"
             )
-        if bucket_cap_mb <= 0:
+        if not 0 < bucket_cap_mb < 2**40:
             raise ValueError(
-                f"TorchDDPPlugin(bucket_cap_mb={bucket_cap_mb}) must be more than 0; torch's default is 25"
+                f"TorchDDPPlugin(bucket_cap_mb={bucket_cap_mb}) must be more than 0 and less than 2**40; torch's "
+                "default is 25"
             )
         self.settings: dict[str, Any] = {
             _BUFFERS: broadcast_buffers,

@@ -32,7 +32,7 @@ class ZeroPlugin(Plugin):
 
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> Iterator[None]:
-        if not isinstance(optimizer, ZeroOptimizer):
+        if optimizer is None or not isinstance(optimizer.sharded, ZeroOptimizer):
             raise ValueError("no_sync needs the optimizer that boost returned: booster.no_sync(model, optimizer)")
         with optimizer.no_sync():
             yield

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..cluster import job
 from ..interface import OptimizerWrapper
-from ..interface.optimizer import NO_GRAD_SCALER
+from ..interface.optimizer import NO_COPY, NO_GRAD_SCALER
 from ..interface.shards import LoadedShard, ParamShard, ShardedOptimizer
 from ..optim.kind import choose_fused
 from ..utils.tensors import multiply_
@@ -227,11 +227,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles."""
-        raise ValueError(
-            "copying or pickling a boosted optimizer (copy.deepcopy(optimizer), torch.save(optimizer, ...)): it shares "
-            "buffers, hooks and groups with its model. Save it with booster.save_optimizer(optimizer, path); "
-            "optimizer.state_dict() is this rank's part"
-        )
+        raise ValueError(NO_COPY)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.grad_state = GradState.ACCUMULATING

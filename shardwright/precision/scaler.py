@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_COUNT = 2**62
+
 
 @dataclass(frozen=True)
 class ScalerConfig:
@@ -30,6 +33,16 @@ class ScalerConfig:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
+        for name in ("initial_scale", "min_scale", "max_scale"):
+            value = getattr(self, name)
+            if value > 0 and not _LEAST <= value <= _MOST:
+                raise ValueError(
+                    f"{name}={value!r} must be a number that fp32 can hold, from {_LEAST:.0e} to {_MOST:.0e}; losses "
+                    "are multiplied by the scale"
+                )
+        for name in ("growth_interval", "hysteresis"):
+            if getattr(self, name) > _COUNT:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {_COUNT}; {_COUNT} is never reached")
         if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 f"initial_scale={self.initial_scale}, min_scale={self.min_scale}, max_scale={self.max_scale}: "

@@ -172,10 +172,20 @@ class SelfCheck:
 
 def _agree_on_batches(group: dist.ProcessGroup, failure: Exception | None, batch: Any) -> None:
     """Every rank raises where some rank has failed, or where they have different batches. Collective."""
+    described = ""
+    if failure is None:
+        try:
+            described = _described(batch)
+        except Exception as unreadable:  # no numbers, or an entry that cannot be shown
+            failure = ValueError(
+                f"example_inputs cannot be compared between ranks ({type(unreadable).__name__}: {unreadable}); give a "
+                "batch of "
+                "tensors with numbers, such as next(iter(dataloader))"
+            )
     said = (
         None if failure is None else f"{type(failure).__name__ * (type(failure) is not ValueError)} {failure}".strip()
     )
-    mine = (said, _described(batch) if failure is None else "")
+    mine = (said, described)
     found: list[tuple[str | None, str]] = [mine] * group.size()
     dist.all_gather_object(found, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -198,8 +208,10 @@ def _agree_on_batches(group: dist.ProcessGroup, failure: Exception | None, batch
 
 def _described(batch: Any) -> str:
     """The batch in words, which differ where batches do."""
+    if isinstance(batch, Mapping):  # in any order
+        batch = dict(sorted(batch.items(), key=lambda entry: str(entry[0])))
     words = map_tensors(lambda tensor: f"{list(tensor.shape)} {tensor.dtype} ({hash_of(tensor)})", batch)
-    return str(dict(words) if isinstance(words, Mapping) else words).replace("torch.", "")
+    return str(words).replace("torch.", "")
 
 
 class _DryRunError(Exception):
@@ -212,6 +224,8 @@ class _DryRunError(Exception):
 
 def _own_batch(batch: Any) -> Any:
     """The first samples of a user's batch on the CPU, in double precision."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # what tokenizers return is no dict
     found: list[torch.Tensor] = []
     map_tensors(found.append, batch)
     rows = {len(tensor) if tensor.dim() else 0 for tensor in found}

@@ -11,6 +11,7 @@ from ..utils.argument_types import is_whole
 from .collectives import SUMMED, can_be_summed
 from .layout import BUCKET_SIZE_IN_M, bucket_numel
 
+_MOST = 1e9  # in millions, more than any model has
 _STAGES = "0 (all-reduce), 1 (optimizer states), 2 (and gradients) or 3 (and parameters)"
 
 
@@ -77,5 +78,5 @@ class ZeroSettings:
 
 
 def check_bucket_size(name: str, size: float, usual: int) -> None:
-    if size <= 0:
-        raise ValueError(f"{name}={size} must be positive ({usual} is usual)")
+    if not 0 < size <= _MOST:
+        raise ValueError(f"{name}={size} must be positive, at most {_MOST:.0e} ({usual} is usual)")

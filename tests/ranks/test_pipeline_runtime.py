@@ -84,7 +84,7 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int
     assert dist.group.WORLD is not None
     keep_linears_alike = WeightGradStore()  # so that linears take one path, and results can be compared bit by bit
     compared = 0
-    first: dict[tuple[int, str, bool], Tensor] = {}
+    first: dict[tuple[int, str, str], Tensor] = {}
     references = {m: reference(make_batch(m, m), 1) for m in counts}
     for style, chunks in CASES:
         placement = schedules.get_placement(style, world_size, chunks)
@@ -115,8 +115,8 @@ def _every_schedule(rank: int, world_size: int, counts: list[int], switches: int
                 assert torch.allclose(gradient, gradients[name], rtol=1e-10, atol=1e-10), (where, name)
                 # Microbatches add up in the same order whatever the schedule, so not a bit may differ, except where the
                 # processor rounds a product that is added at once in another way than a product and a sum.
-                kind = bool(schedules.splits_backward(style)) and not ADDS_ALIKE
-                same = first.setdefault((m, name, kind), gradient.clone())
+                among = "" if ADDS_ALIKE or not schedules.splits_backward(style) else style
+                same = first.setdefault((m, name, among), gradient.clone())
                 assert torch.equal(gradient, same), (where, name)
             told.check(m, chunks, where)
             assert result.peak_live == simulate(schedule).peak_live[rank], where

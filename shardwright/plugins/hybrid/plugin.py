@@ -453,9 +453,8 @@ class HybridParallelPlugin(ZeroPlugin):
             optimizer.require_cleared()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
-        trained = (
-            optimizer if self.pp_size > 1 and isinstance(optimizer, ZeroOptimizer) and torch.is_grad_enabled() else None
-        )
+        owner = optimizer.sharded if optimizer is not None and self.pp_size > 1 and torch.is_grad_enabled() else None
+        trained = owner if isinstance(owner, ZeroOptimizer) else None
         if trained is not None:
             trained.reopen()
         with optimizer.plain_parameters() if optimizer is not None else nullcontext():
