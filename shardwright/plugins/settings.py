@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ..models.example_inputs import check_example
 from ..pipeline.settings import PipelineSettings
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
+from ..shardformer.config import ShardingOptions
 from ..shardformer.policies.base import Policy
 from ..utils.errors import one_of
 from ..zero.settings import ZeroSettings, check_bucket_size
@@ -86,27 +86,14 @@ class PrecisionSettings:
             raise one_of("precision", self.precision, list(PRECISIONS))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardingSettings:
-    """How layers are sharded and which of torch's fused kernels they use (see `shardformer.config.ShardConfig`).
+@dataclass(kw_only=True)
+class ShardingSettings(ShardingOptions):
+    """How layers are sharded, by which policy."""
 
-    example_inputs  a batch like the real ones, of any size, for models whose inputs cannot be guessed when the stages
-                    are planned or a tensor-parallel plan is tried on a small copy
-    """
-
-    enable_all_optimization: bool
-    enable_fused_normalization: bool
-    enable_flash_attention: bool
-    enable_jit_fused: bool
-    enable_sequence_parallelism: bool
-    sequence_parallelism_mode: str | None
-    enable_sequence_overlap: bool
-    parallel_output: bool
-    custom_policy: Any
-    make_vocab_size_divisible_by: int
-    example_inputs: Any
+    custom_policy: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sequence_parallelism_mode not in (None, *SEQUENCE_MODES):
             raise one_of("sequence_parallelism_mode", self.sequence_parallelism_mode, SEQUENCE_MODES)
         if self.enable_sequence_parallelism or self.enable_sequence_overlap:
@@ -116,11 +103,6 @@ class ShardingSettings:
                 f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; "
                 "leave all three out"
             )
-        if self.make_vocab_size_divisible_by < 1:
-            raise ValueError(
-                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1, which pads only "
-                "to the number of ranks (64 is usual)"
-            )
         if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
             made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
             raise ValueError(
@@ -129,7 +111,6 @@ class ShardingSettings:
             )
         if self.enable_jit_fused:
             raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False")
-        check_example(self.example_inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

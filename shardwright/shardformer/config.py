@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -14,30 +14,21 @@ from .layer.parallel_module import ParallelGroup, group_or_all
 
 
 @dataclass(kw_only=True)
-class ShardConfig(metaclass=ExplainedArguments):
-    """How a model is sharded.
+class ShardingOptions:
+    """How layers are sharded and which of torch's fused kernels they use: what `ShardConfig` and
+    `HybridParallelPlugin` have in common.
 
-    tensor_parallel_process_group       ranks that share every layer; None means all ranks
-    sequence_parallel_process_group, pipeline_stage_manager, gradient_checkpoint_config
-                                        refused: stages and sequences are cut, and layers recomputed, by
-                                        `HybridParallelPlugin`
-    enable_tensor_parallelism           shard over the group; without it every rank keeps the whole model
     enable_all_optimization             flash attention and fused norms wherever the model can have them
     enable_flash_attention              attention through torch's fused kernels (sdpa)
     enable_fused_normalization          RMS norms through torch's fused kernel
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
                                         with False every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this
-    example_inputs                      a batch like the real ones, of any size, for models without a policy of their
-                                        own whose plan is tried on a small copy; None makes one up that fits the model's
-                                        kind
-    extra_kwargs                        for policies of your own; nothing here reads it
+    example_inputs                      a batch like the real ones, of any size, for models whose inputs cannot be
+                                        guessed when a plan is tried on a small copy, or stages are planned; None makes
+                                        one up that fits the model's kind
     """
 
-    tensor_parallel_process_group: dist.ProcessGroup | None = None
-    sequence_parallel_process_group: dist.ProcessGroup | None = None
-    pipeline_stage_manager: Any = None
-    enable_tensor_parallelism: bool = True
     enable_all_optimization: bool = False
     enable_fused_normalization: bool = False
     enable_flash_attention: bool = False
@@ -47,10 +38,41 @@ class ShardConfig(metaclass=ExplainedArguments):
     enable_sequence_overlap: bool = False
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
+    example_inputs: Any = None
+
+    def __post_init__(self) -> None:
+        check_example(self.example_inputs)
+        multiple = self.make_vocab_size_divisible_by
+        if multiple < 1:
+            raise ValueError(
+                f"make_vocab_size_divisible_by={multiple!r} must be at least 1, which pads only to the number of ranks "
+                "(64 is usual)"
+            )
+
+    def shared(self) -> dict[str, Any]:
+        """These options, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(ShardingOptions)}
+
+
+@dataclass(kw_only=True)
+class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
+    """How a model is sharded by `ShardFormer`; see `ShardingOptions` for the other options.
+
+    tensor_parallel_process_group       ranks that share every layer; None means all ranks
+    sequence_parallel_process_group, pipeline_stage_manager, gradient_checkpoint_config
+                                        refused: stages and sequences are cut, and layers recomputed, by
+                                        `HybridParallelPlugin`
+    enable_tensor_parallelism           shard over the group; without it every rank keeps the whole model
+    extra_kwargs                        for policies of your own; nothing here reads it
+    """
+
+    tensor_parallel_process_group: dist.ProcessGroup | None = None
+    sequence_parallel_process_group: dist.ProcessGroup | None = None
+    pipeline_stage_manager: Any = None
+    enable_tensor_parallelism: bool = True
     gradient_checkpoint_config: Any = None
     fp8_communication: bool = False
     inner_ring_size: int | None = None
-    example_inputs: Any = None
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     argument_advice: ClassVar[dict[str, str]] = {
@@ -70,7 +92,7 @@ class ShardConfig(metaclass=ExplainedArguments):
 
     def __post_init__(self) -> None:
         check_types(ShardConfig, vars(self))
-        check_example(self.example_inputs)
+        super().__post_init__()
         for name in ("tensor_parallel_process_group", "sequence_parallel_process_group"):
             if getattr(self, name) is not None:
                 try:
@@ -81,12 +103,6 @@ class ShardConfig(metaclass=ExplainedArguments):
             raise ValueError(f"extra_kwargs={self.extra_kwargs!r} must be a dict, which policies of your own may read")
         if self.enable_all_optimization:
             self.enable_fused_normalization = True
-        multiple = self.make_vocab_size_divisible_by
-        if multiple < 1:
-            raise ValueError(
-                f"make_vocab_size_divisible_by={multiple!r} must be a positive integer; 1 pads only to "
-                "the number of ranks"
-            )
         for name in (
             "sequence_parallelism_mode",
             "sequence_parallel_process_group",

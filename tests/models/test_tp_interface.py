@@ -335,7 +335,7 @@ def test_settings_that_cannot_be_honoured_are_refused():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be a positive integer"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be at least 1"),
         ({"parallel_output": "yes"}, "parallel_output='yes' must be True or False"),
         (
             {"sequence_parallelism_mode": "ring"},

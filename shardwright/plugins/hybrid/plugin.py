@@ -362,12 +362,7 @@ class HybridParallelPlugin(ZeroPlugin):
         config = ShardConfig(
             tensor_parallel_process_group=self.tp_group,
             enable_tensor_parallelism=self.tp_size > 1,
-            enable_all_optimization=options.enable_all_optimization,
-            enable_fused_normalization=options.enable_fused_normalization,
-            enable_flash_attention=options.enable_flash_attention,
-            parallel_output=options.parallel_output,
-            make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
-            example_inputs=self.settings.sharding.example_inputs,
+            **options.shared(),
         )
         return ModelSharder(model, options.custom_policy, config)
 
