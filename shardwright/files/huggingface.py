@@ -18,49 +18,45 @@ from .merged import MergedTensor
 from .paths import inside, read_json
 from .tensor_file import StoredTensor, TensorFile
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
 
 class HfFiles:
     """The tensors of one file, or of the files that an index names; files are opened when something in them is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        """variant   which files of a directory are meant: "fp16" for model.fp16.safetensors"""
         self.path = path
         self._open: dict[Path, TensorFile] = {}
         self._file_of: dict[str, Path] = {}
         if path.is_file():
             self._add_file(path)
         elif path.is_dir():
-            self._find()
+            self._find(variant)
         else:
             raise CheckpointNotFound(
                 f"{path} does not exist; give a directory with safetensors files, or one such file"
             )
 
-    def _find(self) -> None:
-        """The index if there is one, else the single file; with a name between (model.fp16.safetensors) where it is
-        the only one.
+    def _find(self, variant: str | None) -> None:
+        """The single file if there is one, else the index, as transformers does; without them, with a name between
+        (model.fp16.safetensors) where it is the only one.
         """
-        indexes = (
-            [self.path / INDEX]
-            if (self.path / INDEX).exists()
-            else sorted(self.path.glob("model.safetensors.index.*.json"))
-        )
-        singles = (
-            [self.path / SINGLE] if (self.path / SINGLE).exists() else sorted(self.path.glob("model.*.safetensors"))
-        )
-        found = indexes or singles
+        between = f".{variant}" if variant else ""
+        single, index_name = f"model{between}.safetensors", f"model.safetensors.index{between}.json"
+        patterns = [single, index_name]
+        if not variant:
+            patterns += ["model.*.safetensors", "model.safetensors.index.*.json"]
+        found = next((paths for pattern in patterns if (paths := sorted(self.path.glob(pattern)))), [])
         if len(found) != 1:
             raise CheckpointNotFound(
                 f"{self.path} has "
                 + (
                     f"several weights: {', '.join(path.name for path in found)}; give the file"
                     if found
-                    else f"neither {SINGLE} nor {INDEX}; save the model with safetensors (save_pretrained does)"
+                    else f"neither {single} nor {index_name}; save the model with safetensors (save_pretrained does)"
                 )
             )
         path = inside(self.path, found[0].name)
-        if not indexes:
+        if path.suffix != ".json":
             self._add_file(path)
             return
         index: Any = read_json(path)

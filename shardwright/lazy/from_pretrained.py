@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import initialization
@@ -59,13 +60,18 @@ def _from_pretrained(
     cls: Any, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, config: Any = None, **kwargs: Any
 ) -> Any:
     """The model that transformers would load, with a note of where its weights are."""
-    directory = Path(pretrained_model_name_or_path)
+    if not isinstance(pretrained_model_name_or_path, str | os.PathLike):
+        raise ValueError(
+            f"from_pretrained({pretrained_model_name_or_path!r}) inside LazyInitContext: give the directory of a "
+            f"model; {cls.__name__}(config) builds one with new weights"
+        )
+    directory = Path(pretrained_model_name_or_path, kwargs.pop("subfolder", None) or "")
     if not directory.is_dir():
         raise ValueError(
             f"from_pretrained({str(directory)!r}) inside LazyInitContext: every rank reads its slices from a local "
             "directory; download it first (huggingface_hub.snapshot_download) and give its path"
         )
-    dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))
+    dtype, variant = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))), kwargs.pop("variant", None)
     if kwargs.pop("use_safetensors", True) is False:
         raise ValueError(
             "use_safetensors=False inside LazyInitContext: pickled weights are not read; convert them to safetensors"
@@ -81,7 +87,7 @@ def _from_pretrained(
         config = deepcopy(config)
     unknown = [
         *(repr(arg) for arg in args),
-        *(name for name, value in kwargs.items() if value not in (None, False, {})),
+        *(name for name, value in kwargs.items() if value not in (None, False, {}) or name == "state_dict"),
     ]
     if unknown:
         raise ValueError(
@@ -92,8 +98,8 @@ def _from_pretrained(
             f"{directory} is quantised: quantised weights cannot be sharded by slices; use a checkpoint "
             "in bf16, fp16 or fp32"
         )
-    files = _files(directory)
-    if dtype in ("auto", None):
+    files = _files(directory, variant)
+    if dtype == "auto":
         dtype = config.dtype or files.floating_dtype()
     model = cls._from_config(config, dtype=dtype, **options)
     source = HfSource(files, model, model.state_dict())
@@ -104,9 +110,24 @@ def _from_pretrained(
     return model.eval()
 
 
-def _files(directory: Path) -> HfFiles:
+def _dtype(asked: Any) -> Any:
+    """What the argument says, as transformers reads it: "auto" or a torch.dtype."""
+    if isinstance(asked, dict):
+        asked = asked.get("", torch.get_default_dtype())  # those of sub-models have no effect in transformers either
+    dtype = getattr(torch, asked, None) if isinstance(asked, str) and asked != "auto" else asked
+    if dtype in ("auto", None) and asked in ("auto", None):
+        return "auto"
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"from_pretrained(dtype={asked!r}) inside LazyInitContext: weights are floating numbers; "
+            "give torch.float32, torch.bfloat16, torch.float16, their names, or 'auto'"
+        )
+    return dtype
+
+
+def _files(directory: Path, variant: str | None) -> HfFiles:
     try:
-        return HfFiles(directory)
+        return HfFiles(directory, variant)
     except CheckpointNotFound as error:
         raise ValueError(str(error)) from None
 

@@ -78,3 +78,52 @@ def test_files_of_a_base_model_fit_a_model_with_a_head_and_the_reverse(
     if build is gpt2:
         assert_same(lazy(type(model), tmp_path / "base"), model)
         assert_same(loaded(type(model), tmp_path / "base"), model)
+
+
+def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
+    model = qwen3(5, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert_same(tf.Qwen3ForCausalLM.from_pretrained(tmp_path), model)
+    assert_same(lazy(tf.Qwen3ForCausalLM, tmp_path), model)
+    assert_same(loaded(tf.Qwen3ForCausalLM, tmp_path), model)
+    edit(tmp_path, lambda tensors: tensors.update({"model.embed_tokens.weight": tensors["lm_head.weight"].clone()}))
+    assert_same(lazy(tf.Qwen3ForCausalLM, tmp_path), model)
+
+
+def test_arguments_choose_the_files_and_dtypes_that_they_choose_in_transformers(tmp_path: Path) -> None:
+    qwen3(1).save_pretrained(tmp_path)
+    qwen3(2).half().save_pretrained(tmp_path, variant="fp16")
+    qwen3(3).save_pretrained(tmp_path / "sub")
+    qwen3(4).save_pretrained(tmp_path / "sub", variant="many", max_shard_size="20KB")
+    choices: list[dict[str, Any]] = [{}, {"variant": "fp16"}, {"subfolder": "sub"}, {"dtype": {"": torch.bfloat16}}]
+    choices += [{"subfolder": "sub", "variant": "many"}, {"dtype": {"vision": "bfloat16"}}, {"dtype": "bfloat16"}]
+    for cls in (tf.Qwen3ForCausalLM, tf.AutoModelForCausalLM):
+        for arguments in choices:
+            want = cls.from_pretrained(tmp_path, **arguments)
+            got = lazy(cls, tmp_path, **arguments)
+            assert got.dtype == want.dtype
+            assert_same(got, want)
+    refused: list[tuple[str, Any, dict[str, Any]]] = [
+        (r"dtype='foo'.*'auto'", tmp_path, {"dtype": "foo"}),
+        (r"dtype=torch\.int8", tmp_path, {"dtype": torch.int8}),
+        (r"dtype=3\b", tmp_path, {"dtype": 3}),
+        (r"from_pretrained\(None\).*directory", None, {}),
+        (r"state_dict", tmp_path, {"state_dict": {}}),
+        (r"neither model\.bf16\.safetensors", tmp_path, {"variant": "bf16"}),
+        (r"nowhere.*local directory", tmp_path, {"subfolder": "nowhere"}),
+    ]
+    for message, directory, arguments in refused:
+        with pytest.raises(ValueError, match=message):
+            lazy(tf.Qwen3ForCausalLM, directory, **arguments)
+
+
+def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
+    qwen3(1).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    model = qwen3(2)
+    model.save_pretrained(tmp_path / "new")
+    (tmp_path / "new" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert_same(tf.Qwen3ForCausalLM.from_pretrained(tmp_path), model)
+    assert_same(lazy(tf.Qwen3ForCausalLM, tmp_path), model)
+    assert_same(loaded(tf.Qwen3ForCausalLM, tmp_path), model)
