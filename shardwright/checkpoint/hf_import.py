@@ -130,23 +130,27 @@ def _take(
     for alias, name in aliases.items():
         if alias in source and name not in found:
             found[name] = alias
-    shapes, error = attempt(lambda: {name: source.shape(alias) for name, alias in found.items()})
+    wrong, error = attempt(lambda: _mismatched(source, held, found))
     agreement.check(error, f"loading {path}")
-    wrong = {item.name: item for item in held if item.name in found and shapes[item.name] != item.spec.full_shape}
     may_miss, may_have = ignored(model, "missing"), ignored(model, "unexpected")
     missing = [item.name for item in held if item.name not in found and not any(map(may_miss, item.aliases))]
-    mismatched = [f"{name} (file {shapes[name]}, model {item.spec.full_shape})" for name, item in wrong.items()]
     used = {key for alias in aliases if alias in source for key in source.keys_of(alias)}
     keys = sorted(source.keys)
     claimed = agreement.union([key in used or may_have(key) for key in keys])
-    lists = agreement.gather([missing, mismatched])
+    lists = agreement.gather([missing, list(wrong.values())])
     report = LoadReport(
         sorted({name for rank in lists for name in rank[0]}),
         [key for key, taken in zip(keys, claimed, strict=True) if not taken],
         sorted({line for rank in lists for line in rank[1]}),
     )
     if strict and not report.fits:
-        raise CheckpointMismatch(path, report.missing, report.unexpected, report.mismatched)
+        raise CheckpointMismatch(
+            path,
+            report.missing,
+            report.unexpected,
+            report.mismatched,
+            remedy="strict=False loads what fits and returns this list",
+        )
     for name in wrong:
         del found[name]
     parts = None if optimizer is None else parts_of_optimizer(optimizer, model, position)
@@ -155,6 +159,22 @@ def _take(
     if parts is not None:
         parts.publish_masters()
     return report
+
+
+def _mismatched(source: Any, held: list[Held], found: Mapping[str, str]) -> dict[str, str]:
+    """Name of the model -> name and both shapes, for tensors that have another shape in `source`, or none."""
+    wrong: dict[str, str] = {}
+    for item in held:
+        if item.name not in found:
+            continue
+        try:
+            shape = source.shape(found[item.name])
+        except CheckpointMismatch as error:
+            wrong[item.name] = f"{'; '.join(error.mismatched)} (model {item.spec.full_shape})"
+            continue
+        if shape != item.spec.full_shape:
+            wrong[item.name] = f"{item.name} (file {shape}, model {item.spec.full_shape})"
+    return wrong
 
 
 def _fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from ..models.config import config_of
 from ..spec import ParamSpec
 from .boxes import Box, parts_of
-from .errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
+from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UnsafeCheckpoint
 from .hf_names import bind, convert
 from .merged import MergedTensor
 from .paths import inside, read_json
@@ -42,19 +43,23 @@ class HfFiles:
         """
         between = f".{variant}" if variant else ""
         single, index_name = f"model{between}.safetensors", f"model.safetensors.index{between}.json"
-        patterns = [single, index_name]
+        found = [path for name in (single, index_name) if (path := self.path / name).exists()][:1]
+        others = [sorted(self.path.glob(name)) for name in ("model.*safetensors", "model.safetensors.index*.json")]
+        whole = [path for path in others[0] if not re.search(r"-\d+-of-\d+\.safetensors$", path.name)]
         if not variant:
-            patterns += ["model.*.safetensors", "model.safetensors.index.*.json"]
-        found = next((paths for pattern in patterns if (paths := sorted(self.path.glob(pattern)))), [])
-        if len(found) != 1:
+            found = found or whole or others[1]
+        names = ", ".join(path.name for path in whole + others[1])
+        if len(found) > 1:
             raise CheckpointNotFound(
-                f"{self.path} has "
-                + (
-                    f"several weights: {', '.join(path.name for path in found)}; give the file"
-                    if found
-                    else f"neither {single} nor {index_name}; save the model with safetensors (save_pretrained does)"
-                )
+                f"{self.path} has several weights: {names}; give load_model the path of one, from_pretrained variant="
             )
+        if not found:
+            remedy = (
+                f"it has {names}; leave variant={variant!r} out, or give the name between"
+                if names
+                else "save the model with safetensors (save_pretrained does)"
+            )
+            raise CheckpointNotFound(f"{self.path} has neither {single} nor {index_name}; {remedy}")
         path = inside(self.path, found[0].name)
         if path.suffix != ".json":
             self._add_file(path)
@@ -63,11 +68,11 @@ class HfFiles:
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict):
             raise UnsafeCheckpoint(f"{path} has no weight_map")
-        paths: dict[str, Path] = {}
+        shards: dict[str, Path] = {}
         for key, file in table.items():
-            if not isinstance(file, str) or file not in paths:
-                paths[file] = inside(self.path, file)
-            self._file_of[key] = paths[file]
+            if not isinstance(file, str) or file not in shards:
+                shards[file] = inside(self.path, file)
+            self._file_of[key] = shards[file]
 
     def _add_file(self, path: Path) -> None:
         self._open[path] = TensorFile(path)
@@ -148,7 +153,20 @@ class HfSource:
         return [key for key, _ in self._stored[name].keys]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._described(name).shape)
+        """From the headers of the files; CheckpointMismatch where several of them do not make one tensor."""
+        stored = self._stored[name]
+        described: StoredTensor | MergedTensor | None
+        described = self._files.described(stored.keys[0][0]) if stored.converter is None else self._merge(name)
+        if described is not None:
+            return described.shape
+        try:
+            return tuple(convert(self._config, name, stored, self._on_meta).shape)
+        except Exception:  # by files that do not fit, or by an operation that needs values
+            return tuple(self._described(name).shape)
+
+    def forget(self, name: str) -> None:
+        """As if the files did not have it."""
+        del self._stored[name]
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
         whole = self._described(name)
@@ -181,13 +199,35 @@ class HfSource:
         stored = self._stored[name]
         if stored.converter is None:
             return self._files.described(stored.keys[0][0])
-        if name not in self._merged:
-            self._merged[name] = MergedTensor.of(self._files, stored)
-        merged = self._merged[name]
+        merged = self._merge(name)
         if merged is not None:
             return merged
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made
-            whole = convert(self._config, name, stored, lambda key: self._files.tensor(key).clone())
-            self._last = (name, whole)
+            self._last = (name, self._convert(name))
         return self._last[1]
+
+    def _merge(self, name: str) -> MergedTensor | None:
+        if name not in self._merged:
+            self._merged[name] = MergedTensor.of(self._files, self._stored[name])
+        return self._merged[name]
+
+    def _on_meta(self, key: str) -> torch.Tensor:
+        return torch.empty(self._files.shape(key), dtype=self._files.dtype(key), device="meta")
+
+    def _convert(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        try:
+            return convert(self._config, name, stored, lambda key: self._files.tensor(key).clone())
+        except (CheckpointError, UnsafeCheckpoint):
+            raise
+        except Exception as error:  # of tensor arithmetic: of any kind
+            alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+            for key, pattern in stored.keys:
+                alike.setdefault((pattern, self._files.shape(key)), []).append(key)
+            parts = [
+                f"{keys[0]} {shape}" + (f" and {len(keys) - 1} more like it" if len(keys) > 1 else "")
+                for (_, shape), keys in alike.items()
+            ]
+            problem = f"{name}, which is made of {'; '.join(parts)}: one is missing, odd or too many ({error})"
+            raise CheckpointMismatch(self._files.path, mismatched=[problem]) from error
