@@ -19,8 +19,9 @@ from transformers import initialization
 from transformers.modeling_utils import PreTrainedModel
 
 from ..files.errors import CheckpointMismatch, CheckpointNotFound
-from ..files.hf_names import ignored
+from ..files.hf_names import ignored, tied_names
 from ..files.huggingface import HfFiles, HfSource
+from ..files.ties import are_equal
 from ..logging import get_dist_logger
 from .weights import SOURCE
 
@@ -145,6 +146,7 @@ def _check(source: HfSource, model: Any, directory: Path, ignores_shapes: bool) 
     Nothing here depends on the rank, so that all ranks raise the same before any of them waits for another.
     """
     mismatched = _forget_mismatched(source, model, directory, ignores_shapes)
+    apart = _part_tied(source, model)
     source.close()
     state = model.state_dict()
     may_miss, may_have = ignored(model, "missing"), ignored(model, "unexpected")
@@ -167,6 +169,8 @@ def _check(source: HfSource, model: Any, directory: Path, ignores_shapes: bool) 
         "not in the files and initialised anew": missing,
         "in the files and not used": unexpected,
         "of another shape in the files and initialised anew": list(mismatched.values()),
+        "tied by the config, but not tied because the files have different values (tie_word_embeddings=False says "
+        "so)": apart,
     }
     parts = [f"{what}: {_shown(names)}" for what, names in notes.items() if names]
     if parts:
@@ -197,6 +201,32 @@ def _forget_mismatched(source: HfSource, model: Any, directory: Path, ignores_sh
     for name in mismatched:
         source.forget(name)
     return mismatched
+
+
+def _part_tied(source: HfSource, model: Any) -> list[str]:
+    """As transformers does, give tensors that the config ties a parameter each where the files have different values
+    for them; returns their names.
+    """
+    apart: list[str] = []
+    found: dict[str, str] = {}  # tensor that others are tied to -> where the files have it
+    tensors = dict(_tensors(model))
+    for other, first in tied_names(model).items():
+        if first in source:
+            found[first] = first
+        if other not in source:
+            continue
+        if first not in found:
+            found[first] = other
+        elif not are_equal(source, found[first], other, tensors[first].dtype):
+            apart.append(other)
+    for name in apart:
+        owner, _, leaf = name.rpartition(".")
+        shared = tensors[name]
+        own = nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad)
+        own.__dict__.update(shared.__dict__)
+        setattr(model.get_submodule(owner), leaf, own)
+        del model.all_tied_weights_keys[name]
+    return apart
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

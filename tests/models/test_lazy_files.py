@@ -16,6 +16,8 @@ from shardwright import Booster
 from shardwright.checkpoint.hf_import import LoadReport
 from shardwright.files.huggingface import HfFiles
 from shardwright.lazy import LazyInitContext
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import run_ranks
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 77}
 
@@ -185,6 +187,66 @@ def test_shapes_and_missing_experts_are_found_in_the_headers(
         tf.MixtralForCausalLM.from_pretrained(tmp_path)
 
 
+def refuse_and_train(rank: int, world: int, damaged: Path, torn: Path, head: Path, want: dict[str, float]) -> None:
+    """Pipelines: what concerns one stage is found by both; ties that the files break or turn round hold on both."""
+    with LazyInitContext(), pytest.raises(ValueError, match=DAMAGES[0][2]):
+        tf.MixtralForCausalLM.from_pretrained(damaged)
+    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)}
+
+    def loss_of(model: Any, directory: Path | None = None) -> float | None:
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if directory is not None:
+            assert booster.load_model(boosted, directory).fits
+        for _ in range(2):  # the second loss is that of updated weights
+            result = booster.execute_pipeline(iter([batch]), boosted, lambda output, inputs: output.loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return None if result["loss"] is None else float(result["loss"])
+
+    for directory in (torn, head):
+        with LazyInitContext(seed=1):
+            model = tf.Qwen3ForCausalLM.from_pretrained(directory)
+        assert loss_of(model) in (None, pytest.approx(want[directory.name], rel=1e-5))
+    eager = tf.Qwen3ForCausalLM(tf.AutoConfig.from_pretrained(head)).eval()
+    assert loss_of(eager, head) in (None, pytest.approx(want["head"], rel=1e-5))
+    with pytest.raises((ValueError, RuntimeError), match=r"(lm_head|embed).* is tied to .*(lm_head|embed)"):
+        loss_of(tf.Qwen3ForCausalLM(tf.AutoConfig.from_pretrained(torn)), torn)
+    boosted, *_ = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")).boost(
+        qwen3(1, tie_word_embeddings=True)
+    )
+    with pytest.raises(ValueError, match=r"state dict does not fit .* is tied to"):
+        boosted.load_state_dict(
+            {**qwen3(1, tie_word_embeddings=True).state_dict(), "lm_head.weight": torch.ones(77, 32)}
+        )
+
+
+def plain_loss(directory: Path) -> float:
+    model = tf.Qwen3ForCausalLM.from_pretrained(directory)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(12).view(2, 6)
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def test_pipelines_find_the_same_and_train_what_transformers_trains(tmp_path: Path) -> None:
+    damaged, torn, head = (tmp_path / name for name in ("damaged", "torn", "head"))
+    mixtral(1).save_pretrained(damaged)
+    edit(damaged, lambda tensors: tensors.update({NORM: torch.zeros(7)}))
+    tied = qwen3(1, tie_word_embeddings=True)
+    for directory in (torn, head):
+        tied.save_pretrained(directory)
+    name = "model.embed_tokens.weight"
+    edit(torn, lambda tensors: tensors.update({"lm_head.weight": tensors[name].flip(0)}))
+    edit(head, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(name)}))
+    want = {directory.name: plain_loss(directory) for directory in (torn, head)}
+    run_ranks(refuse_and_train, 2, damaged, torn, head, want)
+
+
 def test_mismatched_sizes_are_ignored_as_transformers_does(tmp_path: Path, warnings: list[str]) -> None:
     mixtral(1).save_pretrained(tmp_path)
     changed: dict[str, Any] = {"ignore_mismatched_sizes": True, "vocab_size": 97, "num_local_experts": 3}
@@ -201,3 +263,44 @@ def test_mismatched_sizes_are_ignored_as_transformers_does(tmp_path: Path, warni
     for load in (tf.MixtralForCausalLM.from_pretrained, lambda *args, **kw: lazy(tf.MixtralForCausalLM, *args, **kw)):
         with pytest.raises((ValueError, RuntimeError), match=r"conversion|experts\.gate_up_proj"):
             load(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_tied_weights_that_differ_in_the_files_are_parted(tmp_path: Path, warnings: list[str]) -> None:
+    model = qwen3(1, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    differing = model.lm_head.weight.detach() + 1
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": differing}))
+    want = tf.Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(want.lm_head.weight, want.model.embed_tokens.weight)
+    got = lazy(tf.Qwen3ForCausalLM, tmp_path)
+    assert_same(got, want)
+    assert got.all_tied_weights_keys == want.all_tied_weights_keys
+    assert "different values (tie_word_embeddings=False says so): lm_head.weight" in warnings[0]
+    booster = Booster()
+    boosted, *_ = booster.boost(got)
+    booster.save_model(boosted, tmp_path / "again")
+    assert_same(tf.Qwen3ForCausalLM.from_pretrained(tmp_path / "again"), want)
+    assert booster.load_model(boosted, tmp_path).fits  # and it has room for both
+    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to model\.embed_tokens\.weight.*embeddings=False"):
+        loaded(tf.Qwen3ForCausalLM, tmp_path)
+
+
+def test_ties_to_a_tensor_that_the_files_lack_are_parted_as_in_transformers(tmp_path: Path) -> None:
+    """T5 ties three modules to one embedding: the files name all, differing, but not the embedding itself."""
+    config = tf.T5Config(
+        d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=40, vocab_size=77, decoder_start_token_id=0
+    )
+    torch.manual_seed(1)
+    tf.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+
+    def tear(tensors: dict[str, torch.Tensor]) -> None:
+        shared = tensors.pop("shared.weight")
+        names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+        tensors.update({name: shared + number // 2 for number, name in enumerate(names)})
+
+    edit(tmp_path, tear)
+    want = tf.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    got = lazy(tf.T5ForConditionalGeneration, tmp_path)
+    assert_same(got, want)
+    assert got.all_tied_weights_keys == want.all_tied_weights_keys
+    assert len(set(got.parameters())) == len(set(want.parameters()))
