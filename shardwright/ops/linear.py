@@ -80,11 +80,10 @@ def column_linear(
         link = _Link(group)
         weights = list({id(each): each for each in (weight, *siblings)}.values())
         opened, *aliases = _Open.apply(x, link, *weights)
-        places = enumerate(zip(weights, aliases, strict=True))
-        shared = _Shared(opened, link, {id(each): (place, alias) for place, (each, alias) in places})
+        shared = _Shared(opened, link, weights, aliases)
         setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: (weakref.ref(shared), x._version)})
     # Once: the link holds one pair of factors for each weight.
-    place, alias = shared.aliases.pop(id(weight), (None, weight))
+    place, alias = shared.take(weight)
     y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place)
     cast(Any, y.grad_fn).opened = shared  # kept for as long as the graph
     return y
@@ -145,12 +144,22 @@ class _Link:
 
 
 class _Shared:
-    """x1 of the note, and w1, w2, .. that nobody has taken yet: their place and alias by the id of the weight."""
+    """x1 of the note, and w1, w2, .. that nobody has taken yet.
 
-    __slots__ = ("__weakref__", "aliases", "link", "opened")
+    waiting     id of a weight -> the weight (while it lives, the id is its own), its place and its alias
+    """
 
-    def __init__(self, opened: Tensor, link: _Link, aliases: dict[int, tuple[int | None, Tensor]]) -> None:
-        self.opened, self.link, self.aliases = opened, link, aliases
+    __slots__ = ("__weakref__", "link", "opened", "waiting")
+
+    def __init__(self, opened: Tensor, link: _Link, weights: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+        self.opened, self.link = opened, link
+        pairs = zip(weights, aliases, strict=True)
+        self.waiting = {id(weight): (weight, place, alias) for place, (weight, alias) in enumerate(pairs)}
+
+    def take(self, weight: Tensor) -> tuple[int | None, Tensor]:
+        """Place and alias of a weight that is still to be taken, else the weight itself."""
+        _, place, alias = self.waiting.pop(id(weight), (weight, None, weight))
+        return place, alias
 
 
 def _shared_input(x: Tensor, group: dist.ProcessGroup) -> _Shared | None:
