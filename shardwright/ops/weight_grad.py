@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..comm.compat import has_hooks_on_gradient, post_accumulate_hooks
+from ..comm.compat import gradient_hooks, post_accumulate_hooks
 
 
 class Part(Protocol):
@@ -202,7 +202,7 @@ def active_store() -> WeightGradStore | None:
 
 def told_late(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Mark a post-accumulate hook that may be called when there is no gradient yet, and again when `run` has
-    accumulated it.
+    accumulated it; or a hook on gradients that may be called with None, and not at all for what `run` accumulates.
     """
     _told_late.add(hook)
     return hook
@@ -211,9 +211,9 @@ def told_late(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 def store_for(param: Tensor | None) -> WeightGradStore | None:
     """The store that backward should leave the gradient of `param` in, or None: autograd takes it."""
     store = active_store()
-    if store is None or not isinstance(param, Parameter) or has_hooks_on_gradient(param):
+    if store is None or not isinstance(param, Parameter):
         return None
-    return store if all(hook in _told_late for hook in post_accumulate_hooks(param)) else None
+    return store if all(hook in _told_late for hook in gradient_hooks(param) + post_accumulate_hooks(param)) else None
 
 
 def deferral_possible() -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.parametrize as parametrize
 
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import Plan, Policy, ShardConfig, ShardFormer
 from shardwright.spec import get_spec
-from shardwright.testing import run_ranks
+from shardwright.testing import compare_models, keep_float64, run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+STYLES: dict[str, Any] = {"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise"}
 
 
 class Attention(nn.Module):
@@ -28,7 +32,7 @@ class Attention(nn.Module):
 
 class AttentionPolicy(Policy):
     def plan(self) -> Plan:
-        return Plan({"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise"}, "AttentionPolicy")
+        return Plan(dict(STYLES), "AttentionPolicy")
 
 
 class Stretched(nn.Module):
@@ -69,3 +73,46 @@ def parametrized(rank: int, world: int) -> None:
 
 def test_parametrized_siblings_get_the_gradients_of_one_process() -> None:
     run_ranks(parametrized, 2, timeout=60)
+
+
+class Chain(nn.Module):
+    """In every second batch the blocks leave k and v out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: torch.Tensor, uses_all: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, bool(uses_all.flatten()[0]))
+        return x
+
+
+class ChainPolicy(Policy):
+    def plan(self) -> Plan:
+        return Plan({f"blocks.{name}": style for name, style in STYLES.items()}, "ChainPolicy")
+
+
+def unused(rank: int, world: int, stage: int) -> None:
+    reference, model = Chain(), Chain()
+    plugin = HybridParallelPlugin(
+        tp_size=2, zero_stage=stage, precision="fp32", max_norm=0.0, custom_policy=ChainPolicy()
+    )
+    booster = Booster(plugin=plugin)
+    with keep_float64():
+        reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step, uses_all in enumerate((0, 1, 0, 1, 0)):
+            x = torch.randn(4, 3, 8, dtype=torch.double, generator=torch.Generator().manual_seed(step))
+            flag = torch.full((4, 1), uses_all)
+            reference(x, flag).square().mean().backward()
+            booster.backward(boosted(x, flag).square().mean(), optimizer)
+            for each in (reference_optimizer, optimizer):
+                each.step()
+                each.zero_grad()
+    compare_models(reference, boosted, coordinate=plugin.mesh.coordinate, gradients=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adamw_leaves_siblings_alone_that_a_step_did_not_use(stage: int) -> None:
+    run_ranks(unused, 2, stage, timeout=60)
