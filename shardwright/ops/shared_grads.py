@@ -75,7 +75,9 @@ class _Summing(NamedTuple):
     runs: list[HeldRun]
     group: dist.ProcessGroup
 
-    def __call__(self, grad: Tensor) -> Tensor:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # a node left it out, on every rank: linears that share an input and that nobody used
+            return None
         if self.runs[0].dim is None:
             return reduce_from_group(grad, self.group)
         sizes = [run.numel for run in self.runs]

@@ -21,7 +21,9 @@ from .plan import Plan
 from .policies.auto import get_autopolicy
 from .policies.base import Policy, require_policy
 from .regions import Region, find_regions
+from .side_by_side import proven
 from .styles import Decision
+from .sum_at_exit import disproven
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -121,7 +123,8 @@ class ModelSharder:
         return shared
 
     def _change(self, decisions: list[Decision]) -> list[Decision]:
-        """What a policy changes in whole modules; the decisions, which are others where shapes have changed.
+        """What a policy changes in whole modules; the decisions, which are others where shapes have changed, or where
+        a module does not do any more what they were proven for.
 
         A rule that counts the heads of a module must see those that the model has, and what the policy says of them
         holds afterwards.
@@ -133,8 +136,13 @@ class ModelSharder:
         self._attributes = self._lowered.attributes_of(counted)
         for module, name, value in before:
             setattr(module, name, value)
-        if _shapes(self._native) != shapes:
+        wrong = disproven(decisions) if self._lowered.changes else set()
+        if wrong:
+            self._plan = self._plan.without(wrong)
+        if wrong or _shapes(self._native) != shapes:
             decisions = self._decisions = self._decide()
+        elif self._lowered.changes:
+            decisions = self._decisions = proven(self._native, decisions)
         return decisions
 
     def _take(self, native: nn.Module) -> None:

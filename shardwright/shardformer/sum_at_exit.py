@@ -83,6 +83,15 @@ def why_not(block: nn.Module, parts: Sequence[str]) -> str | None:
     return why_no_sum(block, closing, widths[0])
 
 
+def disproven(decisions: Sequence[Decision]) -> set[str]:
+    """The rules for blocks that are no sums any more, since a policy has changed them."""
+    return {
+        each.rule
+        for each in decisions
+        if isinstance(each.style, SumAtExit) and why_not(each.site.module, each.style.parts) is not None
+    }
+
+
 def check_sums(decisions: Sequence[Decision]) -> None:
     """ValueError for what is decided about modules of a block that sums and that would communicate inside."""
     for block in decisions:
@@ -117,7 +126,25 @@ def _closing(name: str, part: nn.Module) -> Iterator[str]:
 
 
 class _SumForward(ParallelModule):
+    _reduced = False  # whether this forward has run, where an instance has one of its own in front
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "forward" not in vars(self):
+            return super().__call__(*args, **kwargs)
+        self._reduced = False
+        returned = super().__call__(*args, **kwargs)
+        if not self._reduced:
+            raise ValueError(
+                f"{type(self).__name__}.forward was replaced after sharding, but the block is reduced once, in the "
+                "forward that was replaced: every rank would go on with its own part. Replace it before sharding (or "
+                "with a policy's method_replacement), let the new one call the old one, or give a policy without "
+                "SumAtExit"
+            )
+        return returned
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "forward" in vars(self):
+            self._reduced = True
         group = self.parallel.group
         values: list[Any] = [*args, *kwargs.values()]
         places = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils.parametrize as parametrize
+import transformers as tf
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
@@ -116,3 +117,32 @@ def unused(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adamw_leaves_siblings_alone_that_a_step_did_not_use(stage: int) -> None:
     run_ranks(unused, 2, stage, timeout=60)
+
+
+def unused_rows(rank: int, world: int) -> None:
+    """One key/value head that both ranks hold, in a backward that does not use it."""
+    with keep_float64():
+        models: list[Any] = []
+        for shards in (False, True):
+            torch.manual_seed(0)
+            config = tf.LlamaConfig(
+                vocab_size=101,
+                hidden_size=32,
+                intermediate_size=44,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=1,
+            )
+            model = tf.LlamaForCausalLM(config).double()
+            models.append(ShardFormer(ShardConfig()).shard_model(model) if shards else model)
+        for model in models:
+            hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+            model.model.layers[0].self_attn.q_proj(hidden).square().sum().backward()
+    expected, found = (model.model.layers[0].self_attn for model in models)
+    grad = torch.as_tensor(found.q_proj.weight.grad)
+    torch.testing.assert_close(grad, expected.q_proj.weight.grad.chunk(2)[rank], **CLOSE)
+    assert found.k_proj.weight.grad is None
+
+
+def test_rows_that_ranks_share_may_go_unused() -> None:
+    run_ranks(unused_rows, 2, timeout=60)
