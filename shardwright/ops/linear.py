@@ -24,8 +24,9 @@ they are and whichever of them the loss depends on. It starts the all-reduce of 
 left (x, dy) for it in their backward instead of computing dW, so Open computes every dW = dy^T x while the collective
 is in flight, waits, and returns all. Everything reaches autograd as ordinary gradients: accumulation hooks fire,
 `torch.autograd.grad` works, nothing depends on the engine's order of execution. Who is named and does not come (k and v
-of a cross-attention read another x) has no gradient from here. x knows x1 by a weak reference that the callers'
-nodes keep alive, so nothing outlives the graph, and x1 is not used again once x was modified in place.
+of a cross-attention read another x) has no gradient from here. Autograd tells the weight's hooks so, which a script's
+do not expect, so weights with such are left out. x knows x1 by a weak reference that the callers' nodes keep alive, so
+nothing outlives the graph, and x1 is not used again once x was modified in place.
 
 Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes
 projections that a cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not
@@ -48,7 +49,7 @@ from ..comm import turns
 from ..comm.compat import outputs_are_recorded
 from .collective import copy_to_group, reduce_from_group, reduce_scatter_to_group
 from .keeping import keep_result, num_active
-from .weight_grad import active_store, add_product, deferral_possible, store_for
+from .weight_grad import active_store, add_product, deferral_possible, may_be_left_out, store_for
 
 _SHARED = "_shardwright_shared_input"
 
@@ -78,7 +79,8 @@ def column_linear(
     shared = _shared_input(x, group)
     if shared is None:
         link = _Link(group)
-        weights = list({id(each): each for each in (weight, *siblings)}.values())
+        distinct = {id(each): each for each in (weight, *siblings)}.values()
+        weights = [each for each in distinct if may_be_left_out(each)]
         opened, *aliases = _Open.apply(x, link, *weights)
         shared = _Shared(opened, link, weights, aliases)
         setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: (weakref.ref(shared), x._version)})

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..comm.compat import without_torch_function
 from ..ops.shared_grads import sum_in_backward
+from ..ops.weight_grad import takes_none
 from ..optim.kind import is_elementwise
 from ..precision.grad_norm import power_sum, total_norm
 from ..spec import ParamSpec, get_spec, set_spec
@@ -102,6 +103,7 @@ class _Whole:
             runs = tuple(spec.owned(rank)) if spec.shared_runs else None
         return cls(group, spec.name, spec.is_sharded, spec.dim or 0, runs)
 
+    @takes_none
     def mark(self, param: Tensor) -> None:
         _step.runs = False  # also after a step that failed
         grad = param.grad

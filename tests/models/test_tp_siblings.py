@@ -76,6 +76,30 @@ def test_parametrized_siblings_get_the_gradients_of_one_process() -> None:
     run_ranks(parametrized, 2, timeout=60)
 
 
+def hooked(rank: int, world: int) -> None:
+    """Every second batch leaves k and v out; the hooks of the first block see those that are used alone."""
+    models: list[Any] = [blocks(), ShardFormer(ShardConfig()).shard_model(blocks(), AttentionPolicy())]
+    calls: list[list[str]] = [[], []]
+    for model, called in zip(models, calls, strict=True):
+        for name in "qkv":
+            weight = getattr(model[0], name).weight
+            weight.register_hook(lambda grad, name=name, called=called: called.append(name) or 3.0 * grad)
+            weight.register_post_accumulate_grad_hook(lambda param, called=called: called.append(str(param.dim())))
+        for step, uses_all in enumerate((False, True, False)):
+            x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            model[1](model[0](x, uses_all), uses_all).square().sum().backward()
+            called.append("step")
+    assert [sorted(called) for called in calls[1:]] == [sorted(calls[0])]
+    for (name, expected), found in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        spec = get_spec(found)
+        assert spec is not None, name
+        torch.testing.assert_close(torch.as_tensor(found.grad), spec.shard(expected.grad, rank), **CLOSE)
+
+
+def test_hooks_of_a_script_are_not_called_for_unused_siblings() -> None:
+    run_ranks(hooked, 2, timeout=60)
+
+
 class Chain(nn.Module):
     """In every second batch the blocks leave k and v out."""
 
@@ -90,14 +114,20 @@ class Chain(nn.Module):
 
 
 class ChainPolicy(Policy):
+    layer_lists = ("blocks",)
+
     def plan(self) -> Plan:
         return Plan({f"blocks.{name}": style for name, style in STYLES.items()}, "ChainPolicy")
 
 
-def unused(rank: int, world: int, stage: int) -> None:
+def unused(rank: int, world: int, stage: int, style: str = "") -> None:
     reference, model = Chain(), Chain()
+    staged: Any = {}
+    if style:
+        example = {"x": torch.randn(4, 3, 8, dtype=torch.double), "uses_all": torch.ones(4, 1)}
+        staged = {"pp_size": 2, "pp_style": style, "num_microbatches": 2, "example_inputs": example}
     plugin = HybridParallelPlugin(
-        tp_size=2, zero_stage=stage, precision="fp32", max_norm=0.0, custom_policy=ChainPolicy()
+        tp_size=2, zero_stage=stage, precision="fp32", max_norm=0.0, custom_policy=ChainPolicy(), **staged
     )
     booster = Booster(plugin=plugin)
     with keep_float64():
@@ -105,9 +135,12 @@ def unused(rank: int, world: int, stage: int) -> None:
         boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         for step, uses_all in enumerate((0, 1, 0, 1, 0)):
             x = torch.randn(4, 3, 8, dtype=torch.double, generator=torch.Generator().manual_seed(step))
-            flag = torch.full((4, 1), uses_all)
-            reference(x, flag).square().mean().backward()
-            booster.backward(boosted(x, flag).square().mean(), optimizer)
+            batch = {"x": x, "uses_all": torch.full((4, 1), float(uses_all))}
+            reference(**batch).square().mean().backward()
+            if style:
+                booster.execute_pipeline(iter([batch]), boosted, lambda y, _: y.square().mean(), optimizer)
+            else:
+                booster.backward(boosted(**batch).square().mean(), optimizer)
             for each in (reference_optimizer, optimizer):
                 each.step()
                 each.zero_grad()
@@ -117,6 +150,10 @@ def unused(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_adamw_leaves_siblings_alone_that_a_step_did_not_use(stage: int) -> None:
     run_ranks(unused, 2, stage, timeout=60)
+
+
+def test_adamw_leaves_unused_siblings_alone_where_weight_gradients_wait() -> None:
+    run_ranks(unused, 4, 1, "zb", timeout=60)
 
 
 def unused_rows(rank: int, world: int) -> None:
