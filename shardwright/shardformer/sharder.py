@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from ..lazy.weights import LazyWeights
 from ..spec import ParamSpec, get_spec, set_spec
-from .adapters import native_model
+from .adapters import check_adapters, native_model
 from .apply import adopt_root, apply_decisions
 from .attention import LocalHeads
 from .config import ShardConfig, require_config
@@ -86,6 +86,7 @@ class ModelSharder:
                     "LazyInitContext does not have yet; build it without one"
                 )
             if config.enable_tensor_parallelism and config.parallel.size > 1:
+                check_adapters(self._native)
                 self._plan = policy.whole_plan().extended(self._lowered.rules)
             else:
                 self._plan = Plan(self._lowered.replacing, source)

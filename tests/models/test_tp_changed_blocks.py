@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import types
+from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 from test_tp_sums import batch, build
 from transformers.models.qwen2_moe import modeling_qwen2_moe as native
 
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import ModulePolicyDescription, ShardConfig, ShardFormer
 from shardwright.shardformer.policies.moe import Qwen2MoePolicy
 from shardwright.testing import compare_models, keep_float64, run_ranks
@@ -57,3 +61,29 @@ def test_a_block_that_a_policy_makes_no_sum_is_reduced_part_by_part() -> None:
 
 def test_a_forward_in_front_of_a_block_that_sums_must_call_it() -> None:
     run_ranks(replaced_by_script, 2, timeout=60)
+
+
+def adapted_late(rank: int, world: int) -> None:
+    lora = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    tiny: Any = partial(build, "qwen2_moe", num_hidden_layers=1)
+    for how in (lambda model: peft.get_peft_model(model, lora), lambda model: model.add_adapter(lora)):
+        with pytest.raises(ValueError, match=r"of a sharded model: adapters .* on the whole model"):
+            how(ShardFormer(ShardConfig()).shard_model(tiny()))
+    model: Any = ShardFormer(ShardConfig()).shard_model(tiny())
+    peft.inject_adapter_in_model(lora, model.model)
+    optimizer = torch.optim.SGD([param for name, param in model.named_parameters() if "lora" in name], lr=1.0)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A.*after it was sharded.*Add adapters first"):
+        optimizer.step()
+    for layout in ({"tp_size": 2}, {"tp_size": 1, "zero_stage": 1}):
+        boosted: Any = Booster(plugin=HybridParallelPlugin(precision="fp32", **layout)).boost(tiny())[0]
+        for target in (boosted, boosted.unwrap()):
+            with pytest.raises(ValueError, match=r"after boost: .* Wrap a model before boosting"):
+                peft.get_peft_model(target, lora)
+    for name, reached in (("deepseek_v3", {}), ("qwen2_moe", {"target_parameters": ["mlp.experts.gate_up_proj"]})):
+        lora = peft.LoraConfig(r=3, target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM", **reached)
+        with pytest.raises(ValueError, match=r"mlp\.experts\.\w+ \(\w+Experts?\w*\) carries .* adapt linears"):
+            ShardFormer(ShardConfig()).shard_model(peft.get_peft_model(build(name), lora))
+
+
+def test_adapters_come_before_sharding() -> None:
+    run_ranks(adapted_late, 2, timeout=60)
