@@ -79,13 +79,15 @@ class ModelSharder:
             policy.set_model(self._native)
             _check_optimizations(self._native, config)
             source = type(policy).__name__
-            self._lowered = lower(self._native, policy.replacements(), source)
+            shards = config.enable_tensor_parallelism and config.parallel.size > 1
+            ranks = config.parallel.size if shards else 1
+            self._lowered = lower(self._native, policy.replacements(), source, ranks)
             if self._lowered.changes_parameters and LazyWeights.of(self.model) is not None:
                 raise ValueError(
                     f"{source}.module_policy: param_replacement changes numbers, which a model that was built in a "
                     "LazyInitContext does not have yet; build it without one"
                 )
-            if config.enable_tensor_parallelism and config.parallel.size > 1:
+            if shards:
                 check_adapters(self._native)
                 self._plan = policy.whole_plan().extended(self._lowered.rules)
             else:
