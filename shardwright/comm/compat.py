@@ -111,6 +111,11 @@ def graph_time(tensor: torch.Tensor) -> int:
     return number
 
 
+def runs_backward() -> bool:
+    """Whether this code runs as a part of a backward. Checked on torch 2.11 and 2.13: `_current_graph_task_id`."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """What `register_hook` has put on the gradient of `tensor`, in order. Torch has no public name for it (2.11 to
     2.13).

@@ -32,8 +32,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from ..comm.compat import runs_backward
 from ..ops.collective import copy_all_to_group, reduce_from_group
 from ..spec import ParamSpec, get_spec
+from ..utils.pytree import tree_leaves
 from ..utils.tensors import map_tensors
 from .adapters import has_adapters
 from .layer.linear import input_size, is_linear
@@ -172,13 +174,19 @@ class _SumForward(ParallelModule):
 
 
 class _Shown(ParallelModule):
-    """A replicated module of a block that sums. Hooks see outputs whose gradient counts on the first rank alone, the
-    block those whose gradient is a part of a sum.
+    """A replicated module of a block that sums. Hooks see inputs and outputs whose gradient counts on the first rank
+    alone, the block those whose gradient is a part of a sum.
     """
 
     _outputs: tuple[Any, Any] | None = None
+    _inputs: tuple[Any, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._inputs = None
+        if self._forward_pre_hooks:
+            inside = (args, kwargs)
+            args, kwargs = map_tensors(lambda tensor: _once(tensor, self.parallel.group), inside)
+            self._inputs = inside, (args, kwargs)
         returned = super().__call__(*args, **kwargs)
         if self._outputs is None:
             return returned
@@ -191,12 +199,32 @@ class _Shown(ParallelModule):
         return inside
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None:
+            ((inside_args, inside_kwargs), shown), self._inputs = self._inputs, None
+            given, left = tree_leaves((args, kwargs)), tree_leaves(shown)
+            if len(given) != len(left) or any(one is not other for one, other in zip(given, left, strict=True)):
+                raise ValueError(
+                    f"a forward pre-hook changes what {type(self).__name__} is given, inside of a block that is "
+                    "reduced once; remove the hook, or give a policy without SumAtExit"
+                )
+            args, kwargs = inside_args, inside_kwargs
+        if not torch.compiler.is_compiling() and runs_backward() and any(map(_is_leaf, tree_leaves((args, kwargs)))):
+            raise ValueError(
+                f"{type(self).__name__} is recomputed by itself by a reentrant checkpoint, inside of a block that is "
+                "reduced once: the gradients of its parameters would be this rank's part. Use "
+                "checkpoint(..., use_reentrant=False), checkpoint the whole block, or give a policy without SumAtExit"
+            )
         inside = super().forward(*args, **kwargs)
         if not self._forward_hooks:
             return inside
         shown = map_tensors(lambda tensor: _once(tensor, self.parallel.group), inside)
         self._outputs = inside, shown
         return shown
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a reentrant checkpoint has made this input, which it cuts from the graph around."""
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def _once(x: Tensor, group: dist.ProcessGroup) -> Tensor:

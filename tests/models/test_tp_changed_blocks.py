@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 from test_tp_sums import batch, build
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen2_moe import modeling_qwen2_moe as native
 
 from shardwright import Booster
@@ -41,6 +43,36 @@ def replaced_by_policy(rank: int, world: int) -> None:
         for loss in losses:
             loss.backward()
     compare_models(reference, model, coordinate=rank, losses=(losses[0].detach(), losses[1].detach()))
+
+
+def looked_into(rank: int, world: int) -> None:
+    """A hook that keeps what the router is given, for a loss; a checkpoint of the router's neighbour alone."""
+    models: list[Any] = [build("qwen2_moe", num_hidden_layers=1) for _ in range(2)]
+    models[1] = ShardFormer(ShardConfig(make_vocab_size_divisible_by=8)).shard_model(models[1])
+    losses = []
+    with keep_float64():
+        for model in models:
+            block, kept = model.model.layers[0].mlp, []
+            block.gate.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0]))
+            loss = model(**batch(0)).loss + kept[0].square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+    compare_models(*models, coordinate=rank, losses=(losses[0], losses[1]))
+    gate = models[1].model.layers[0].mlp.shared_expert_gate
+    inner = gate.forward
+    for reentrant in (False, True):
+        gate.forward = partial(checkpoint, inner, use_reentrant=reentrant)
+        loss = models[1](**batch(0)).loss
+        with pytest.raises(ValueError, match="recomputed by itself") if reentrant else nullcontext():
+            loss.backward()
+    handle = models[1].model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    with pytest.raises(ValueError, match="a forward pre-hook changes what"):
+        models[1](**batch(0))
+    handle.remove()
+
+
+def test_scripts_that_look_into_a_block_that_sums() -> None:
+    run_ranks(looked_into, 2, timeout=60)
 
 
 def replaced_by_script(rank: int, world: int) -> None:
