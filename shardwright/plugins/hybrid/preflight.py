@@ -430,7 +430,7 @@ class _Resolver:
         ]
 
     def _data_traffic(self, plans: Sequence[BucketPlan], microbatches: int | None) -> list[Traffic]:
-        if self.mesh.size("dp") == 1 or not self.job.groups:
+        if self.mesh.size("dp_sp") == 1 or not self.job.groups:
             return []
         options = self.settings.zero
         replicas = self.mesh.size("zero_replica") if options.stage else self.mesh.size("dp_sp")
