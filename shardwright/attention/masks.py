@@ -1,8 +1,8 @@
 """Who sees whom in a whole sequence, and the forms in which attention functions want to be told.
 
 Documents [B, 1, 1, S] say it for every token: 0 is padding, which nobody sees; tokens with the same number are of one
-document and see each other; padding sees all documents, as transformers lets it (what comes of it counts nowhere). With
-padding only, all other tokens have the number 1.
+document and see each other; padding sees all documents, as transformers lets it. With padding only, all other tokens
+have the number 1. What was added to make a sequence longer is -1: a batch as the script gave it does not have it.
 
 Beside that a token may see only those before it (`causal`), and of these only the last `window`, itself included.
 """
@@ -39,7 +39,7 @@ def visible(view: View, documents: Tensor | None, queries: Tensor, keys: Tensor)
     if documents is not None:
         of_keys = documents.index_select(-1, keys)
         of_queries = documents.index_select(-1, queries).transpose(-1, -2)
-        same = (of_keys > 0) & ((of_queries == of_keys) | (of_queries == 0))
+        same = (of_keys > 0) & ((of_queries == of_keys) | (of_queries <= 0))
         seen = same if seen is None else seen & same
     return seen
 
@@ -74,4 +74,6 @@ class WholeMasks:
             seen = visible(view._replace(window=None), None, positions, positions)
         if seen is None:
             return None
-        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        mask = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        # A query that sees nothing gets the mean of all values, of the keys that the script gave.
+        return mask if documents is None else mask.masked_fill(documents < 0, -torch.inf)

@@ -12,12 +12,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ...attention.ring import RingAttention
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
-from ...attention.ulysses import Trade, Ulysses
+from ...attention.ulysses import AttentionFunction, Trade, Ulysses
+from ...attention.zigzag import Share
+from ...comm.ring import rings_of
 from ...shardformer.adapters import native_model
+from ...utils.errors import divisors
 from ..settings import HybridSettings
 from .sequence_axis import SequenceAxis, SequenceFacts
-from .sequence_probe import probe_ulysses
+from .sequence_probe import probe_ring, probe_ulysses
 
 AXIS_MODES = ("all_to_all", "ring_attn")
 
@@ -66,9 +70,10 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
             f"num_sequence_slices={settings.pipeline.num_sequence_slices} with sequence_parallelism_mode={mode!r}: "
             "both cut sequences, and slices need the keys of those before them on one rank; use num_sequence_slices=1"
         )
-    if mode == "ring_attn":
+    inner = settings.layout.inner_ring_size
+    if inner is not None and size % inner:
         raise ValueError(
-            "sequence_parallelism_mode='ring_attn': this version has no ring attention yet; use 'all_to_all'"
+            f"inner_ring_size={inner} does not divide sp_size={size}; use one of {divisors(size)}, or None for one ring"
         )
 
 
@@ -84,7 +89,7 @@ def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts
     mode = settings.sharding.sequence_parallelism_mode
     if not settings.sharding.enable_sequence_parallelism or mode not in AXIS_MODES:
         return None
-    return probe_ulysses(model)
+    return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
 
 
 def split_sequences(
@@ -94,15 +99,21 @@ def split_sequences(
     if facts is None:
         return None
     mode = settings.sharding.sequence_parallelism_mode
-    native, name = native_model(model), attention_of(native_model(model))
-    trade = Trade(group)
-    form = form_of(name)
     assert mode is not None
-    assert form is not None, "probed before"
-    use_attention(native, Ulysses(trade, native_function(name), form), mode)
+    native = native_model(model)
+    name = attention_of(native)
+    function: AttentionFunction
+    if mode == "all_to_all":
+        trade, form = Trade(group), form_of(name)
+        assert form is not None, "probed before"
+        share, function = trade.share(), Ulysses(trade, native_function(name), form)
+    else:
+        share = Share(group.rank(), group.size(), zigzag=facts.causal)
+        function = RingAttention(share, rings_of(group, settings.layout.inner_ring_size))
+    use_attention(native, function, mode)
     native.register_forward_pre_hook(_require_parts, with_kwargs=True)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
-    return SequenceAxis(mode, trade.share(), group, native, facts)
+    return SequenceAxis(mode, share, group, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

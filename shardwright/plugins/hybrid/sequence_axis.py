@@ -49,10 +49,20 @@ class SequenceAxis:
 
     share   which positions this rank holds
     group   the ranks of the axis
+    pads_in_front  whether tokens that see nothing but padding come out as in the model itself
     """
 
-    def __init__(self, mode: str, share: Share, group: dist.ProcessGroup, model: nn.Module, facts: SequenceFacts):
+    def __init__(
+        self,
+        mode: str,
+        share: Share,
+        group: dist.ProcessGroup,
+        model: nn.Module,
+        facts: SequenceFacts,
+        pads_in_front: bool = True,
+    ) -> None:
         self._mode, self.shares, self._group, self._facts = mode, share, group, facts
+        self._pads_in_front = pads_in_front
         self._name = type(model).__name__
         self._config = getattr(model, "config", None)
         self._arguments = list(inspect.signature(model.forward).parameters)
@@ -139,13 +149,19 @@ class SequenceAxis:
             if mask.device.type == "cpu" and bool(mask.all()):
                 mask = None
             numbers = None if mask is None else (mask != 0).long()
+            if not self._pads_in_front and mask is not None and not bool(mask[:, 0].all()):
+                raise ValueError(
+                    f"attention_mask with padding in front and sequence_parallelism_mode={self._mode!r}: the eager "
+                    f"attention of {self._name} gives padding there the mean of all values, which a ring does not; "
+                    "pad behind the tokens, or use sequence_parallelism_mode='all_to_all'"
+                )
         else:
             numbers = self._packed(batch, positions)
         if numbers is None:
             if not missing or self._facts.causal:  # padding comes last, where no token looks
                 return None
             numbers = torch.ones(samples, length, dtype=torch.long, device=device)
-        return pad(numbers.expand(samples, length), (0, missing))[:, None, None].contiguous()
+        return pad(numbers.expand(samples, length), (0, missing), value=-1)[:, None, None].contiguous()
 
     def _packed(self, batch: Mapping[str, Any], positions: Tensor | None) -> Tensor | None:
         """The documents of packed rows, as transformers sees them: a new one begins where positions do not go on."""

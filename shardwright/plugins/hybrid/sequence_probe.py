@@ -12,12 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ...attention.ring import RingAttention
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import HEADS, SEQUENCE, AttentionFunction, Trade, Ulysses
 from ...attention.zigzag import Share
+from ...comm.ring import Ring
 from ...models.config import parts
 from ...shardformer.adapters import native_model
 from ...shardformer.layer.parallel_module import native_class
@@ -25,6 +28,7 @@ from ...shardformer.small_copy import build_small
 from .sequence_axis import IGNORED, SequenceFacts
 
 _LENGTH, _WINDOW, _FIRST_WORD, _LAST_WORD = 16, 5, 5, 60
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
 Batch = dict[str, Any]
 
@@ -60,6 +64,30 @@ def probe_ulysses(model: nn.Module) -> SequenceFacts:
         return Ulysses(trade, native_function(small), small), lambda: trade.calls
 
     return _Probe("all_to_all", model, small, wrap).facts()
+
+
+def probe_ring(model: nn.Module) -> SequenceFacts:
+    """The same for `ring_attn`, whose attention is its own."""
+    native = native_model(model)
+    for part in parts(getattr(native, "config", None)):
+        for option in _DROPOUTS:
+            if getattr(part, option, None):
+                why = f"{option}={getattr(part, option)} in its config, which must be 0 here"
+                raise ValueError(_refusal("ring_attn", model, why))
+
+    def wrap(order: Tensor) -> tuple[AttentionFunction, Callable[[], int]]:
+        shuffle = Shuffle(order)
+        ring = RingAttention(shuffle.share(), [Ring(dist.GroupMember.WORLD, 0, 0, 1)])  # type: ignore[arg-type]
+
+        def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+            q, k, v = (shuffle.to_heads(x, []) for x in (q, k, v))
+            out, _ = ring(module, q, k, v, mask, **options)
+            return shuffle.to_sequence(out, []), None
+
+        return attention, lambda: shuffle.calls
+
+    name = attention_of(native)
+    return _Probe("ring_attn", model, "sdpa" if name.startswith("flash") else name, wrap).facts()
 
 
 def _refusal(mode: str, model: nn.Module, why: str) -> str:
