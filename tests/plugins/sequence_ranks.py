@@ -152,7 +152,7 @@ def volumes(rank: int, world: int, samples: int, length: int, mode: dict[str, An
         booster = Booster(plugin=plugin)
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         ids = torch.randint(3, 100, (samples, length))
-        with Sent(rank) as sent:
+        with Sent(rank) as sent, booster.no_sync(model, optimizer):  # gradients stay where they are
             booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
         found.append(sent.found)
     return found
