@@ -50,7 +50,7 @@ from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
 from .sequence import check_sequence, of_sharder, probe_sequences, split_sequences
-from .sequence_axis import SequenceAxis
+from .sequence_axis import SequenceAxis, SequenceFacts
 
 
 class HybridParallelPlugin(ZeroPlugin):
@@ -146,6 +146,7 @@ class HybridParallelPlugin(ZeroPlugin):
         )
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
+        self._sequences: SequenceFacts | None = None  # likewise
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
@@ -286,6 +287,7 @@ class HybridParallelPlugin(ZeroPlugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
+        probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
     def _preflight(
@@ -297,6 +299,7 @@ class HybridParallelPlugin(ZeroPlugin):
     # Boosting: the order in which things are applied.
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
+        self._sequences = probe_sequences(self.settings, model)
         sharder = self._sharder(model)
         found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.layout = found.layout
@@ -316,7 +319,6 @@ class HybridParallelPlugin(ZeroPlugin):
                     "nothing is saved"
                 )
         probe = DocumentProbe(model)
-        facts = probe_sequences(self.settings, model)  # before layers are sharded
         place = self._place() if uses_dropout(model) else None
         adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
@@ -340,7 +342,7 @@ class HybridParallelPlugin(ZeroPlugin):
             model.to(get_current_device())
         if groups is not None:
             groups.rebind(model)
-        axis = split_sequences(self.settings, self.sp_group, model, facts)
+        axis = split_sequences(self.settings, self.sp_group, model, self._sequences)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
         wrapped, units = lay_out(
             model,
