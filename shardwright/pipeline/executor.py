@@ -27,7 +27,7 @@ from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
 from .batch.images import check_images
 from .batch.microbatch import batch_size, items_of
-from .batch.ready import as_microbatches
+from .batch.ready import Microbatches, as_microbatches
 from .batch.step_inputs import StepInputs
 from .cut.plan import CutModel
 from .hoisting.message_shapes import MessageShapes
@@ -73,6 +73,7 @@ class PipelineExecutor:
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch
                   as it is
     numbers       context of every forward of a stage, with random numbers of its own
+    divide        makes this rank's part of a batch that several ranks share along its sequences; None: it has all
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class PipelineExecutor:
         equal_numbers: bool = False,
         keeps_documents_apart: Callable[[], bool] | None = None,
         numbers: Callable[[], AbstractContextManager[None]] = nullcontext,
+        divide: Callable[[Any], Any] | None = None,
     ) -> None:
         self.cut = cut
         self.numbers = numbers
@@ -110,6 +112,7 @@ class PipelineExecutor:
         if cut.loss_check is not None:
             cut.loss_check.split_heads = self._split_heads
         self._cast_inputs = cast_inputs
+        self._divide = divide
         self._pairs = pairs
         self._gathered = gathered if gathering is not None else None
         self._same_batch = same_batch
@@ -171,7 +174,13 @@ class PipelineExecutor:
 
     def check_batch(self, batch: Any) -> None:
         """ValueError for a batch that has no microbatches."""
-        self._split(batch, None)
+        self._split(self._own_part(batch), None)
+
+    def _own_part(self, batch: Any) -> Any:
+        """What this rank gets of a batch, or of its ready-made microbatches."""
+        if self._divide is None:
+            return batch
+        return Microbatches(map(self._divide, batch)) if isinstance(batch, Microbatches) else self._divide(batch)
 
     def _split(self, batch: Any, device: torch.device | None) -> tuple[Any, list[Any]]:
         settings = self.settings
@@ -197,7 +206,7 @@ class PipelineExecutor:
                 f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)"
             )
         training = optimizer is not None and torch.is_grad_enabled()
-        given = next(data_iter)
+        given = self._own_part(next(data_iter))
         batch, microbatches = self._split(given, self._batch_device())
         if self.runtime is not None:
             for microbatch in microbatches:

@@ -43,16 +43,10 @@ class LayoutSettings:
     inner_ring_size: int | None
 
     def __post_init__(self) -> None:
-        if self.inner_ring_size is not None:
-            raise ValueError(
-                f"inner_ring_size={self.inner_ring_size} belongs to sequence_parallelism_mode='ring_attn', which is "
-                "off; leave it None"
-            )
-        if self.sp_size not in (None, 1):
-            raise ValueError(
-                f"sp_size={self.sp_size}: this version does not cut sequences yet; use sp_size=1 and tp_size, pp_size "
-                "or more data"
-            )
+        for name in ("sp_size", "inner_ring_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size} must be at least 1, or None")
 
     def check(self, zero_stage: int) -> None:
         """Refuse what does not fit ZeRO of this stage."""
@@ -96,13 +90,6 @@ class ShardingSettings(ShardingOptions):
         super().__post_init__()
         if self.sequence_parallelism_mode not in (None, *SEQUENCE_MODES):
             raise one_of("sequence_parallelism_mode", self.sequence_parallelism_mode, SEQUENCE_MODES)
-        if self.enable_sequence_parallelism or self.enable_sequence_overlap:
-            raise ValueError(
-                f"enable_sequence_parallelism={self.enable_sequence_parallelism}, "
-                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
-                f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; "
-                "leave all three out"
-            )
         if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
             made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
             raise ValueError(

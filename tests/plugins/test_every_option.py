@@ -92,6 +92,14 @@ PARTLY = PipelineGradientCheckpointConfig(selective_ratio=0.5)
 TP: Settings = {"tp_size": 2, **F32}
 
 
+ULYSSES: Settings = {
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "all_to_all",
+    "sp_size": 2,
+    "precision": "fp32",
+}
+
+
 def scaler_options() -> dict[str, list[Any]]:
     """The loss scale's: each moves it in fp16, none is used otherwise."""
     values = {
@@ -112,20 +120,30 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     **scaler_options(),
     "tp_size": [Changes(see.modules, 2)],
     "pp_size": [Changes(see.report, 2, {"num_microbatches": 4})],
-    "sp_size": [Refused(2, "sp_size=2: this version does not cut sequences")],
+    "sp_size": [
+        Changes(see.report, 4, ULYSSES, world=4),
+        Refused(2, "sp_size=2 without enable_sequence_parallelism=True"),
+        Refused(1, "sequence_parallelism_mode='all_to_all' with sp_size=1", ULYSSES),
+    ],
     "precision": [Changes(see.modules, "fp16")],
     "zero_stage": [Changes(see.traffic, stage, F32) for stage in (1, 2, 3)],
     "enable_all_optimization": [Changes(see.modules, True)],
     "enable_fused_normalization": [Changes(see.modules, True)],
     "enable_flash_attention": [Changes(see.report, True)],
     "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
-    "enable_sequence_parallelism": [Refused(True, "does not cut sequences yet")],
+    "enable_sequence_parallelism": [
+        Refused(True, "sequence_parallelism_mode=None"),
+        Refused(False, "enable_sequence_parallelism=True", ULYSSES),
+    ],
     "sequence_parallelism_mode": [
         Idle("all_to_all"),
         Refused("circle", "sequence_parallelism_mode='circle' is not one of"),
-        Refused("ring", "does not cut sequences yet", {"enable_sequence_parallelism": True}),
+        Refused("ring", "'all_to_all'", {"enable_sequence_parallelism": True}),
     ],
-    "enable_sequence_overlap": [Refused(True, "does not cut sequences yet")],
+    "enable_sequence_overlap": [
+        Refused(True, "enable_sequence_overlap=True"),
+        Refused(True, "belongs to sequence_parallelism_mode='split_gather'", ULYSSES),
+    ],
     "parallel_output": [Changes(see.outputs, False, TP), Idle(False)],
     "num_microbatches": [Changes(see.layer_calls, 2)],
     "microbatch_size": [Changes(see.layer_calls, 1), Refused(1, "give one of them", {"num_microbatches": 2})],

@@ -31,6 +31,7 @@ LEVELS = {
     "interface": 2,
     "optim": 2,
     "precision": 3,
+    "attention": 3,
     "shardformer": 4,
     "pipeline": 4,
     "zero": 4,
@@ -45,6 +46,7 @@ TRANSFORMERS_ALLOWED = (
     "lazy/from_pretrained",
     "files/hf_names",
     "pipeline/slices/past_keys",
+    "attention/sequence_modes",
     "testing/",
     "cli/",
 )

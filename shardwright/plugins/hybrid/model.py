@@ -20,6 +20,7 @@ from ...precision.policy import PrecisionPolicy
 from ...shardformer.model import ShardedModel
 from ...utils.tensors import map_tensors
 from .adapters import Home
+from .sequence_axis import SequenceAxis
 
 
 class HybridModel(ModelWrapper):
@@ -31,6 +32,7 @@ class HybridModel(ModelWrapper):
     adapters  where the LoRA parameters of the whole model are to be found
     share_buffers  gives all data-parallel ranks rank 0's running statistics; called before a forward that trains
     waits     ranks wait for each other in a forward
+    sequence  cuts batches along their sequences, where the plugin does
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class HybridModel(ModelWrapper):
         adapters: Mapping[str, Home] | None = None,
         share_buffers: Callable[[], None] | None = None,
         waits: bool = False,
+        sequence: SequenceAxis | None = None,
     ) -> None:
         super().__init__(module)
         self._waits = waits
@@ -51,6 +54,7 @@ class HybridModel(ModelWrapper):
         self.adapters = dict(adapters or {})
         self.share_buffers = share_buffers
         self._shards_logits = isinstance(module, ShardedModel)
+        self.sequence = sequence
 
     @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,9 +63,15 @@ class HybridModel(ModelWrapper):
         self.executor.check_call(args, kwargs)
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
+        whole: dict[str, Any] = {}
+        if self.sequence is not None:
+            whole = self.sequence.named(args, kwargs)
+            args, kwargs = (), self.sequence.divide(whole)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         with self._running(), self.executor.numbers(), job.forward(self._waits):
             outputs = self.module(*args, **kwargs)
+            if self.sequence is not None:
+                outputs = self.sequence.with_whole_loss(outputs, whole, kwargs)
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 
     def check_batch(self, batch: Any) -> None:

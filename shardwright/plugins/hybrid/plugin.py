@@ -49,6 +49,8 @@ from .config_form import read_config
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
+from .sequence import check_sequence, of_sharder, probe_sequences, split_sequences
+from .sequence_axis import SequenceAxis, SequenceFacts
 
 
 class HybridParallelPlugin(ZeroPlugin):
@@ -128,16 +130,23 @@ class HybridParallelPlugin(ZeroPlugin):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
+        check_sequence(self.settings)
         require_process_group("HybridParallelPlugin")
         validate_sizes(
             dist.get_world_size(), pp=pp_size, tp=tp_size, sp=sp_size or 1, dp=None, zero_group_size=zero_group_size
         )
         agree_on_arguments("HybridParallelPlugin", arguments)
         self.mesh = ParallelMesh(
-            pp=pp_size, tp=tp_size, sp=sp_size or 1, dp_outside=dp_outside, zero_group_size=zero_group_size
+            pp=pp_size,
+            tp=tp_size,
+            sp=sp_size or 1,
+            dp_outside=dp_outside,
+            ring_attention=sequence_parallelism_mode == "ring_attn",
+            zero_group_size=zero_group_size,
         )
         self.policy = PrecisionPolicy(precision)
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
+        self._sequences: SequenceFacts | None = None  # likewise
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
@@ -145,13 +154,14 @@ class HybridParallelPlugin(ZeroPlugin):
         facts = Facts(
             precision,
             zero_stage,
-            self.dp_size,
+            self.mesh.size("dp_sp"),
             pp_size,
             tp_size,
             sharing,
             self._postpones_weights,
             pp_style,
             "" if custom_policy is None or custom_policy.acts_without_sharding else type(custom_policy).__name__,
+            enable_sequence_parallelism,
         )
         self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
         tell(self.without_effect)
@@ -277,6 +287,7 @@ class HybridParallelPlugin(ZeroPlugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
+        probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
     def _preflight(
@@ -288,6 +299,7 @@ class HybridParallelPlugin(ZeroPlugin):
     # Boosting: the order in which things are applied.
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
+        self._sequences = probe_sequences(self.settings, model)
         sharder = self._sharder(model)
         found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.layout = found.layout
@@ -330,6 +342,7 @@ class HybridParallelPlugin(ZeroPlugin):
             model.to(get_current_device())
         if groups is not None:
             groups.rebind(model)
+        axis = split_sequences(self.settings, self.sp_group, model, self._sequences)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
         wrapped, units = lay_out(
             model,
@@ -347,10 +360,10 @@ class HybridParallelPlugin(ZeroPlugin):
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
-        executor = self._executor(cut, wrapped, units, probe, PlacedNumbers(place, cut.staged.model))
+        executor = self._executor(cut, wrapped, units, probe, PlacedNumbers(place, cut.staged.model), axis)
         waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
-            model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits
+            model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits, axis
         )
         return boosted, wrapped
 
@@ -362,7 +375,7 @@ class HybridParallelPlugin(ZeroPlugin):
         config = ShardConfig(
             tensor_parallel_process_group=self.tp_group,
             enable_tensor_parallelism=self.tp_size > 1,
-            **options.shared(),
+            **of_sharder(options.shared()),
         )
         return ModelSharder(model, options.custom_policy, config)
 
@@ -407,13 +420,14 @@ class HybridParallelPlugin(ZeroPlugin):
         units: UnitGatherer | None,
         probe: DocumentProbe,
         numbers: PlacedNumbers,
+        axis: SequenceAxis | None,
     ) -> PipelineExecutor:
         return PipelineExecutor(
             cut,
             self.settings.pipeline,
             pipe_group=self.pp_group if self.pp_size > 1 else None,
             message_groups=self.mesh.message_groups(cut.placement.channels),
-            loss_group=self.dp_group if self.dp_size > 1 else None,
+            loss_group=self.mixed_dp_group if self.mesh.size("dp_sp") > 1 else None,
             reduction=ChunkReduction(optimizer) if optimizer is not None and self.pp_size > 1 else None,
             grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
             postpone_weights=self._postpones_weights,
@@ -428,6 +442,7 @@ class HybridParallelPlugin(ZeroPlugin):
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp"))
             if self.pp_size * self.tp_size * self.sp_size > 1
             else None,
+            divide=None if axis is None else axis.divide,
         )
 
     # Training.
@@ -446,6 +461,8 @@ class HybridParallelPlugin(ZeroPlugin):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
         if optimizer is not None:
             optimizer.require_cleared()
+        if model.sequence is not None:
+            model.sequence.require_own_loss(criterion)
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
         owner = optimizer.sharded if optimizer is not None and self.pp_size > 1 and torch.is_grad_enabled() else None

@@ -65,6 +65,7 @@ from ..settings import HybridSettings
 from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
+from .sequence_traffic import part_length, sequence_traffic
 from .step_memory import held_note, leaving_note
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
 
@@ -191,12 +192,13 @@ class _Resolver:
         bubble, peak = self._schedule(microbatches)
         costs = self._stage_costs()
         tokens = Tokens.of(
-            self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize(), self._slices
+            self.model, self.batch.samples, self._held_length, microbatches, self._activation_itemsize(), self._slices
         )
         traffic = [
             *self._data_traffic(shapes[busiest][1], microbatches),
             *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens),
+            *sequence_traffic(self.settings, self.model, tokens, self._recomputes()),
         ]
         return ResolvedLayout(
             model=type(self.model).__name__,
@@ -228,6 +230,11 @@ class _Resolver:
     def _sharing(self) -> int:
         """Ranks that divide the optimizer among themselves."""
         return self.mesh.size("zero") if self.settings.zero.stage else 1
+
+    @property
+    def _held_length(self) -> int | None:
+        """Tokens of a sample on one rank."""
+        return None if self.batch.length is None else part_length(self.settings, self.batch.length)
 
     def _activation_itemsize(self) -> int:
         if self.precision.is_half:
@@ -380,7 +387,7 @@ class _Resolver:
             or self.mesh.size("tp") > 1
         ):
             return None
-        shape = (-(-batch.samples // microbatches), batch.length)
+        shape = (-(-batch.samples // microbatches), self._held_length or 1)
         dtype = self.precision.dtype if self.precision.is_half else None
         return held_note(
             self.model,
@@ -430,7 +437,7 @@ class _Resolver:
         ]
 
     def _data_traffic(self, plans: Sequence[BucketPlan], microbatches: int | None) -> list[Traffic]:
-        if self.mesh.size("dp") == 1 or not self.job.groups:
+        if self.mesh.size("dp_sp") == 1 or not self.job.groups:
             return []
         options = self.settings.zero
         replicas = self.mesh.size("zero_replica") if options.stage else self.mesh.size("dp_sp")

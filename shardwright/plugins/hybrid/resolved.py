@@ -66,7 +66,7 @@ class RankShape:
 class Traffic:
     """One kind of collective or message, for one rank and one step.
 
-    axis    ranks that take part: "dp", "tp", "pp"
+    axis    ranks that take part: "dp", "tp", "pp", "sp"
     what    what travels and how
     count   calls per step
     sent    bytes that a rank sends, by the ring formulas; None where it depends on a batch that is not known

@@ -1,0 +1,136 @@
+"""Attention of a block of queries against a block of keys, which may be a part of what the queries see.
+
+    scores = softcap(scale * q k^T)                     softcap(x) = cap * tanh(x / cap), if there is one
+    lse    = log sum over keys of exp(scores)           -inf where a query sees no key of the block
+    out    = exp(scores - lse) v
+
+Blocks are merged by their lse. The backward takes `out` and `lse` of *all* keys: then the gradients of blocks add up
+to those of the whole.
+
+Shapes: q [B, H, Q, D], k and v [B, K, ., D] with H a multiple of their heads, out [B, H, Q, Dv], lse [B, H, Q].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_OPS = torch.ops.aten
+_FUSED = (torch.float16, torch.bfloat16)
+_WIDEST = 256  # head size of torch's flash kernels
+
+
+class Rule(NamedTuple):
+    """How a block is computed.
+
+    causal  a query sees the keys up to its own index: queries and keys are the same tokens
+    mask    [B or 1, 1, Q, K], True where a query sees a key; None: all of them
+    """
+
+    scale: float
+    softcap: float | None = None
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """(out in q's dtype, lse in fp32 or better)"""
+    k, v = _for_each(k, q), _for_each(v, q)
+    if _kernel_fits(q, v, rule):
+        if q.device.type == "cpu":
+            out, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, rule.causal, scale=rule.scale)
+        else:
+            out, lse, *_ = _OPS._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, rule.causal, return_debug_mask=False, scale=rule.scale
+            )
+        return out, lse[..., : q.shape[2]]
+    scores, _ = _scores(q, k, rule)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # -inf - -inf, where nothing is seen
+    return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What this block adds to the gradients of q, k and v; `out` and `lse` are those of all keys."""
+    keys, values = _for_each(k, q), _for_each(v, q)
+    if _kernel_fits(q, v, rule):
+        given = dout.contiguous(), q, keys, values, out, lse.contiguous()
+        if q.device.type == "cpu":
+            dq, dk, dv = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(
+                *given, 0.0, rule.causal, scale=rule.scale
+            )
+        else:
+            unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+            dq, dk, dv = _OPS._scaled_dot_product_flash_attention_backward(
+                *given, None, None, q.shape[2], k.shape[2], 0.0, rule.causal, unused, unused[:0], scale=rule.scale
+            )
+    else:
+        dq, dk, dv = _plain_backward(dout, q, keys, values, out, lse, rule)
+    return dq, _summed(dk, k), _summed(dv, v)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys of both; `out` and what is returned in the dtype of lse."""
+    both = torch.logaddexp(lse, more_lse)
+    old, new = ((part - both).exp().nan_to_num(0.0).unsqueeze(-1) for part in (lse, more_lse))
+    return out * old + more * new, both
+
+
+def _kernel_fits(q: Tensor, v: Tensor, rule: Rule) -> bool:
+    if rule.mask is not None or rule.softcap is not None or q.shape[-1] != v.shape[-1]:
+        return False
+    if q.device.type == "cpu":
+        return True
+    if q.device.type != "cuda" or q.dtype not in _FUSED or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _for_each(keys: Tensor, queries: Tensor) -> Tensor:
+    """A head of keys for every head of queries."""
+    groups = queries.shape[1] // keys.shape[1]
+    return keys if groups == 1 else keys.repeat_interleave(groups, 1)
+
+
+def _summed(gradient: Tensor, keys: Tensor) -> Tensor:
+    """The gradient of a head of keys, over the query heads that it serves."""
+    groups = gradient.shape[1] // keys.shape[1]
+    if groups == 1:
+        return gradient
+    wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+    return wide.unflatten(1, (keys.shape[1], groups)).sum(2).to(gradient.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """(masked scores in fp32 or better, the slope of the soft cap)"""
+    scores = q @ k.transpose(-1, -2)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scale
+    slope = None
+    if rule.softcap is not None:
+        bent = torch.tanh(scores / rule.softcap)
+        scores, slope = bent * rule.softcap, 1 - bent.square()
+    if rule.causal:
+        size = scores.shape[-2:]
+        scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=q.device).triu_(1), -torch.inf)
+    if rule.mask is not None:
+        scores = scores.masked_fill(~rule.mask, -torch.inf)
+    return scores, slope
+
+
+def _plain_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, slope = _scores(q, k, rule)
+    weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)
+    wide = weights.dtype
+    dout, q, k, v, out = (tensor.to(wide) for tensor in (dout, q, k, v, out))
+    dv = weights.transpose(-1, -2) @ dout
+    dscores = weights * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
+    if slope is not None:
+        dscores = dscores * slope
+    dscores = dscores * rule.scale
+    return dscores @ k, dscores.transpose(-1, -2) @ q, dv

@@ -1,0 +1,132 @@
+"""The modes of sequence parallelism: what each asks of the settings, and who serves it.
+
+all_to_all     sequences over `sp_size` ranks; attention trades them for heads (`attention.ulysses`)
+ring_attn      sequences over `sp_size` ranks; keys and values travel round them (`attention.ring`)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...attention.ring import RingAttention
+from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
+from ...attention.ulysses import AttentionFunction, Trade, Ulysses
+from ...attention.zigzag import Share
+from ...comm.ring import rings_of
+from ...shardformer.adapters import native_model
+from ...utils.errors import divisors
+from ..settings import HybridSettings
+from .sequence_axis import SequenceAxis, SequenceFacts
+from .sequence_probe import probe_ring, probe_ulysses
+
+AXIS_MODES = ("all_to_all", "ring_attn")
+
+
+def check_sequence(settings: HybridSettings) -> None:
+    """ValueError for settings that contradict each other, or that nothing serves."""
+    options, layout, mode = settings.sharding, settings.layout, settings.sharding.sequence_parallelism_mode
+    size = layout.sp_size or 1
+    if layout.inner_ring_size is not None and mode != "ring_attn":
+        raise ValueError(
+            f"inner_ring_size={layout.inner_ring_size} belongs to sequence_parallelism_mode='ring_attn', which is off; "
+            "leave it None"
+        )
+    if not options.enable_sequence_parallelism:
+        if size > 1:
+            raise ValueError(
+                f"sp_size={size} without enable_sequence_parallelism=True: nothing would cut sequences; pass "
+                "enable_sequence_parallelism=True, sequence_parallelism_mode='all_to_all', or sp_size=1"
+            )
+        if options.enable_sequence_overlap:
+            raise ValueError(
+                "enable_sequence_overlap=True: this version does not split activations over tp yet; leave it out"
+            )
+        return
+    if mode not in AXIS_MODES:
+        raise ValueError(
+            f"enable_sequence_parallelism=True with sequence_parallelism_mode={mode!r}: this version cuts sequences by "
+            f"{' and '.join(map(repr, AXIS_MODES))} over sp_size ranks; choose one of these"
+        )
+    _check_axis(settings, mode, size)
+
+
+def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
+    if size == 1:
+        raise ValueError(
+            f"sequence_parallelism_mode={mode!r} with sp_size={settings.layout.sp_size}: there is no second rank to "
+            "share sequences with; use sp_size=2 or more, or enable_sequence_parallelism=False"
+        )
+    if settings.sharding.enable_sequence_overlap:
+        raise ValueError(
+            f"enable_sequence_overlap=True belongs to sequence_parallelism_mode='split_gather', not to {mode!r}; leave "
+            "it out"
+        )
+    if settings.pipeline.num_sequence_slices > 1:
+        raise ValueError(
+            f"num_sequence_slices={settings.pipeline.num_sequence_slices} with sequence_parallelism_mode={mode!r}: "
+            "both cut sequences, and slices need the keys of those before them on one rank; use num_sequence_slices=1"
+        )
+    inner = settings.layout.inner_ring_size
+    if inner is not None and size % inner:
+        raise ValueError(
+            f"inner_ring_size={inner} does not divide sp_size={size}; use one of {divisors(size)}, or None for one ring"
+        )
+
+
+def of_sharder(options: dict[str, Any]) -> dict[str, Any]:
+    """What shardformer is told: layers stay as they are where attention alone works on split sequences."""
+    if options["sequence_parallelism_mode"] not in AXIS_MODES:
+        return options
+    return {**options, "enable_sequence_parallelism": False, "sequence_parallelism_mode": None}
+
+
+def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | None:
+    """Whether the whole model can have its sequences cut: ValueError if not. None: nobody wants to."""
+    mode = settings.sharding.sequence_parallelism_mode
+    if not settings.sharding.enable_sequence_parallelism or mode not in AXIS_MODES:
+        return None
+    return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
+
+
+def split_sequences(
+    settings: HybridSettings, group: dist.ProcessGroup, model: nn.Module, facts: SequenceFacts | None
+) -> SequenceAxis | None:
+    """Let attention work on split sequences; returns who splits them."""
+    if facts is None:
+        return None
+    mode = settings.sharding.sequence_parallelism_mode
+    assert mode is not None
+    native = native_model(model)
+    name = attention_of(native)
+    function: AttentionFunction
+    if mode == "all_to_all":
+        trade, form = Trade(group), form_of(name)
+        assert form is not None, "probed before"
+        share, function = trade.share(), Ulysses(trade, native_function(name), form)
+    else:
+        share = Share(group.rank(), group.size(), zigzag=facts.causal)
+        function = RingAttention(share, rings_of(group, settings.layout.inner_ring_size))
+    use_attention(native, function, mode)
+    native.register_forward_pre_hook(_require_parts, with_kwargs=True)
+    native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
+    return SequenceAxis(mode, share, group, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
+
+
+def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is None or (mask is not None and mask.dim() != 4):
+        raise ValueError(
+            f"{type(model).__name__} was called itself, whose attention works on parts of sequences; call the model "
+            "that boost returned, which cuts them"
+        )
+
+
+def _refuse_generate(mode: str, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"generate with sequence_parallelism_mode={mode!r}: every rank has a part of each sequence, and a new token "
+        "would need a cache of all; save the model and generate from it in one process, or with tp_size"
+    )

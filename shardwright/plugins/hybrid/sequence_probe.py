@@ -1,0 +1,245 @@
+"""What a model makes of split sequences, tried on a small copy of it in one process.
+
+The copy gets its tokens in another order, with positions that say so, and an attention function that puts queries, keys
+and values in order before the attention and back afterwards. If its logits and its loss are those of the plain call,
+then tokens meet in that function alone, positions and masks are honoured, and sequences may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ...attention.ring import RingAttention
+from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
+from ...attention.ulysses import HEADS, SEQUENCE, AttentionFunction, Trade, Ulysses
+from ...attention.zigzag import Share
+from ...comm.ring import Ring
+from ...models.config import parts
+from ...shardformer.adapters import native_model
+from ...shardformer.layer.parallel_module import native_class
+from ...shardformer.small_copy import build_small
+from .sequence_axis import IGNORED, SequenceFacts
+
+_LENGTH, _WINDOW, _FIRST_WORD, _LAST_WORD = 16, 5, 5, 60
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
+Batch = dict[str, Any]
+
+
+class Shuffle(Trade):
+    """Stands for the ranks: one that holds the whole sequence, in another order."""
+
+    def __init__(self, order: Tensor) -> None:
+        self.rank, self.ranks, self.calls = 0, 1, 0
+        self._order, self._back = order, order.argsort()
+
+    def to_heads(self, x: Tensor, sizes: list[int]) -> Tensor:
+        self.calls += 1
+        return x.index_select(SEQUENCE, self._back)
+
+    def to_sequence(self, out: Tensor, sizes: list[int]) -> Tensor:
+        return out.index_select(HEADS, self._order)
+
+    def share(self) -> Share:
+        return Share(0, 1)
+
+
+def probe_ulysses(model: nn.Module) -> SequenceFacts:
+    """ValueError, naming what stands in the way, for a model that `all_to_all` cannot serve."""
+    name = attention_of(native_model(model))
+    form = form_of(name)
+    if form is None:
+        raise ValueError(_refusal("all_to_all", model, f"its attention is {name!r}, and 'sdpa' or 'eager' would do"))
+    small = "sdpa" if form == "flash" else name
+
+    def wrap(order: Tensor) -> tuple[AttentionFunction, Callable[[], int]]:
+        trade = Shuffle(order)
+        return Ulysses(trade, native_function(small), small), lambda: trade.calls
+
+    return _Probe("all_to_all", model, small, wrap).facts()
+
+
+def probe_ring(model: nn.Module) -> SequenceFacts:
+    """The same for `ring_attn`, whose attention is its own."""
+    native = native_model(model)
+    for part in parts(getattr(native, "config", None)):
+        for option in _DROPOUTS:
+            if getattr(part, option, None):
+                why = f"{option}={getattr(part, option)} in its config, which must be 0 here"
+                raise ValueError(_refusal("ring_attn", model, why))
+
+    def wrap(order: Tensor) -> tuple[AttentionFunction, Callable[[], int]]:
+        shuffle = Shuffle(order)
+        ring = RingAttention(shuffle.share(), [Ring(dist.GroupMember.WORLD, 0, 0, 1)])  # type: ignore[arg-type]
+
+        def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+            q, k, v = (shuffle.to_heads(x, []) for x in (q, k, v))
+            out, _ = ring(module, q, k, v, mask, **options)
+            return shuffle.to_sequence(out, []), None
+
+        return attention, lambda: shuffle.calls
+
+    name = attention_of(native)
+    return _Probe("ring_attn", model, "sdpa" if name.startswith("flash") else name, wrap).facts()
+
+
+def _refusal(mode: str, model: nn.Module, why: str) -> str:
+    return (
+        f"sequence_parallelism_mode={mode!r}: {type(native_model(model)).__name__} cannot have its sequences split: "
+        f"{why}. Decoders and encoders for text whose attention goes through transformers' AttentionInterface can "
+        "(Llama, Qwen, Mistral, GPT-2, BERT, ...); others: tp_size and pp_size"
+    )
+
+
+class _Probe:
+    def __init__(self, mode: str, model: nn.Module, name: str, wrap: Callable[[Tensor], Any]) -> None:
+        self._mode, self._model, self._wrap = mode, model, wrap
+        native = native_model(model)
+        config = copy.deepcopy(getattr(native, "config", None))
+        if config is None or not hasattr(config, "_attn_implementation"):
+            raise self._refused("it is none of transformers")
+        for part in parts(config):
+            if getattr(part, "output_router_logits", False):
+                raise self._refused(
+                    "output_router_logits=True adds a loss that is no sum over tokens; use output_router_logits=False"
+                )
+            rope = getattr(part, "rope_parameters", None) or {}
+            kinds = [
+                rope.get("rope_type"),
+                *(each.get("rope_type") for each in rope.values() if isinstance(each, dict)),
+            ]
+            if any(kind in ("dynamic", "longrope") for kind in kinds):
+                raise self._refused("its rotary frequencies follow the length of what it is given")
+            for window in _WINDOWS:
+                if isinstance(getattr(part, window, None), int) and getattr(part, window) > _WINDOW:
+                    setattr(part, window, _WINDOW)
+            part._attn_implementation = name
+        size = sum(param.numel() for param in native.parameters())
+        small = build_small(native_class(native), copy.deepcopy(config), size, ranks=1)
+        other = build_small(native_class(native), config, size, ranks=1)
+        if small is None or other is None:
+            raise self._refused("no small copy of it could be built to try it")
+        self._native, self._other = small, other
+        generator = torch.Generator().manual_seed(0)
+        self._order = torch.randperm(_LENGTH, generator=generator)
+        function, self._calls = wrap(self._order)
+        use_attention(other, function, "probe")
+        self._ids = torch.randint(_FIRST_WORD, _LAST_WORD, (3, _LENGTH), generator=generator)
+        self._mask = torch.ones_like(self._ids)
+        self._mask[1, -4:] = 0
+        self._mask[2, :3] = 0
+        self._places = torch.arange(_LENGTH).expand(3, -1)
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(_refusal(self._mode, self._model, why))
+
+    def facts(self) -> SequenceFacts:
+        """Runs the copies; raises where the shuffled one differs."""
+        with torch.no_grad():
+            try:
+                plain = self._native(input_ids=self._ids, use_cache=False)
+            except Exception as error:  # of the model's own code
+                raise self._refused(f"a call with input_ids alone fails ({_line(error)})") from error
+            if not isinstance(getattr(plain, "logits", None), Tensor) or plain.logits.shape[:2] != self._ids.shape:
+                raise self._refused("its head gives no logits for every token")
+            self._words = plain.logits.shape[-1]
+            self._compare("tokens in another order", {}, None)
+            ones = torch.ones_like(self._ids)
+            self._compare("padded sequences", {"attention_mask": self._mask, "position_ids": self._places}, self._mask)
+            causal = self._is_causal()
+            return SequenceFacts(causal, self._shifts(), self._own_positions(), causal and self._parts_documents(ones))
+
+    def _shuffled(self, batch: Batch) -> Any:
+        """What the model with the function makes of a batch, tokens in the other order."""
+        order, batch = self._order, dict(batch)
+        documents = batch.pop("documents", None)
+        mask = batch.pop("attention_mask", None)
+        if mask is not None:
+            documents = mask
+        ids = batch.pop("input_ids", self._ids)
+        places = batch.pop("position_ids", self._places)[: len(ids)]
+        moved = {name: value[:, order] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return self._other(
+            input_ids=ids[:, order],
+            position_ids=places[:, order],
+            attention_mask=None if documents is None else documents.long()[:, None, None],
+            use_cache=False,
+            **moved,
+        )
+
+    def _compare(self, what: str, batch: Batch, mask: Tensor | None, documents: Tensor | None = None) -> None:
+        expected = self._native(**{"input_ids": self._ids, **batch}, use_cache=False).logits
+        before = self._calls()
+        try:
+            got = self._shuffled({**batch, "documents": documents}).logits[:, self._order.argsort()]
+        except Exception as error:  # of the model's own code, or of a function that cannot honour what it is asked
+            raise self._refused(f"with {what} it fails ({_line(error)})") from error
+        if self._calls() == before:
+            raise self._refused("its attention does not go through transformers' AttentionInterface")
+        if mask is not None:
+            expected, got = expected[mask.bool()], got[mask.bool()]
+        if not torch.allclose(expected, got, rtol=1e-6, atol=1e-6):
+            raise self._refused(f"with {what} its logits are others, so that tokens meet outside of its attention")
+
+    def _is_causal(self) -> bool:
+        other = self._ids.clone()
+        other[:, -1] = _LAST_WORD + 1
+        first = self._native(input_ids=self._ids, use_cache=False).logits[:, 0]
+        return torch.allclose(first, self._native(input_ids=other, use_cache=False).logits[:, 0])
+
+    def _own_positions(self) -> bool:
+        given = {"input_ids": self._ids, "attention_mask": self._mask, "use_cache": False}
+        made, told = self._native(**given).logits, self._native(**given, position_ids=self._places).logits
+        return torch.allclose(made[self._mask.bool()], told[self._mask.bool()])
+
+    def _parts_documents(self, ones: Tensor) -> bool:
+        """Whether positions that begin again begin another document; then that must hold of the function too."""
+        places = torch.cat([torch.arange(7), torch.arange(_LENGTH - 7)])[None]
+        row, documents = self._ids[:1], ones[:1].clone()
+        documents[:, 7:] = 2
+        packed = self._native(input_ids=row, position_ids=places, use_cache=False).logits
+        alone = self._native(input_ids=row[:, 7:], position_ids=places[:, 7:], use_cache=False).logits
+        if not torch.allclose(packed[:, 7:], alone, rtol=1e-6, atol=1e-6):
+            return False
+        self._compare("packed rows", {"input_ids": row, "position_ids": places}, None, documents)
+        return True
+
+    def _shifts(self) -> bool:
+        labels = self._ids % self._words
+        labels[0, :6], labels[2, 9:] = IGNORED, IGNORED
+        moved = pad(labels[:, 1:], (0, 1), value=IGNORED)
+        try:
+            expected = self._native(input_ids=self._ids, labels=labels, use_cache=False).loss
+        except Exception as error:
+            raise self._refused(f"it takes no label for every token ({_line(error)})") from error
+        for shifts, extra in ((False, {}), (True, {"shift_labels": moved})):
+            try:
+                loss = self._shuffled({"labels": labels, **extra}).loss
+            except Exception:  # arguments that it does not know
+                continue
+            if torch.allclose(expected, loss, rtol=1e-6, atol=1e-6):
+                self._require_mean(labels, moved if shifts else labels, expected)
+                return shifts
+        raise self._refused("its loss is no mean over the labels of tokens")
+
+    def _require_mean(self, labels: Tensor, counted: Tensor, expected: Tensor) -> None:
+        total = torch.zeros_like(expected)
+        for half in range(2):
+            chosen = labels.clone()
+            chosen[:, half::2] = IGNORED
+            left = chosen if counted is labels else chosen[:, 1:]
+            loss = self._native(input_ids=self._ids, labels=chosen, use_cache=False).loss
+            total += loss * (left != IGNORED).sum() / (counted != IGNORED).sum()
+        if not torch.allclose(expected, total, rtol=1e-6, atol=1e-6):
+            raise self._refused("its loss is no mean over the labels of tokens")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

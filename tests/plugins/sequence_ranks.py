@@ -1,0 +1,174 @@
+"""Batches and models that `hybrid_ranks` does not have, with sequences split over ranks and in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwright import Booster
+from shardwright.pipeline.saved_bytes import measure
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import compare_models, keep_float64, zoo
+
+IGNORED = -100
+
+
+def gemma2() -> nn.Module:
+    """Soft caps, and windows in every second layer."""
+    config = transformers.Gemma2Config(
+        **{**zoo.entry("llama-causal-lm").config, "tie_word_embeddings": True},
+        head_dim=16,
+        sliding_window=4,
+        query_pre_attn_scalar=12,
+        attn_logit_softcapping=1.5,
+        attn_implementation="eager",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Gemma2ForCausalLM(config).double().train()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param), alpha=zoo.PERTURBATION)
+    return model
+
+
+MODELS = {"gemma2": gemma2, **{name: lambda name=name: zoo.build(name) for name in zoo.names()}}
+
+
+def packed(samples: int, length: int) -> dict[str, torch.Tensor]:
+    """Rows of documents of several lengths, which differ from row to row; the first label of each does not count."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 100, (samples, length), generator=generator)
+    labels, positions = ids.clone(), torch.zeros_like(ids)
+    for row in range(samples):
+        start = 0
+        while start < length:
+            stop = min(length, start + 3 + (5 * row + 7 * start) % 6)
+            positions[row, start:stop] = torch.arange(stop - start)
+            labels[row, start] = IGNORED
+            start = stop
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def padded_in_front(samples: int, length: int) -> dict[str, torch.Tensor]:
+    batch = packed(samples, length)
+    batch["attention_mask"] = (torch.arange(length) >= torch.arange(samples)[:, None] * 3 % length).long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+    del batch["position_ids"]
+    return batch
+
+
+def few_labels(samples: int, length: int) -> dict[str, torch.Tensor]:
+    """Some ranks have none."""
+    batch = packed(samples, length)
+    batch["labels"][:, : length - 2] = IGNORED
+    del batch["position_ids"]
+    return batch
+
+
+def masked(samples: int, length: int) -> dict[str, torch.Tensor]:
+    """For an encoder, padded behind."""
+    batch = few_labels(samples, length)
+    batch["attention_mask"] = (torch.arange(length) < length - torch.arange(samples)[:, None]).long()
+    return batch
+
+
+BATCHES = {"packed": packed, "in front": padded_in_front, "few": few_labels, "masked": masked}
+
+
+def compare_all(rank: int, world: int, cases: list[tuple[str, str, dict[str, Any], bool]], length: int = 19) -> None:
+    """(model, batch, arguments of the plugin, whether the model is called itself)"""
+    for name, kind, arguments, called in cases:
+        with keep_float64():
+            try:
+                compare(MODELS[name](), BATCHES[kind](3, length), arguments, called)
+            except Exception as error:
+                error.add_note(f"{name}, {kind}, {arguments}")
+                raise
+
+
+def compare(reference: nn.Module, batch: dict[str, torch.Tensor], arguments: dict[str, Any], called: bool) -> None:
+    """Two steps of SGD."""
+    plugin = HybridParallelPlugin(precision="fp32", **arguments)
+    booster = Booster(plugin=plugin)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    model: Any = copy.deepcopy(reference)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert optimizer is not None
+    for _ in range(2):
+        expected = reference(**batch).loss
+        expected.backward()
+        if called:
+            loss = model(**batch).loss
+            booster.backward(loss, optimizer)
+        else:
+            loss = booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]
+        losses = None if loss is None else (expected.detach(), loss.detach())
+        compare_models(
+            reference,
+            model,
+            coordinate=plugin.mesh.coordinate,
+            losses=losses,
+            gradients=optimizer.gradients(),
+            weights=False,
+        )
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+        compare_models(reference, model, coordinate=plugin.mesh.coordinate, gradients=False)
+
+
+class Sent(TorchDispatchMode):
+    """Calls and elements of what is sent, by the name of the operation; to this rank itself nothing is sent."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.found = rank, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname in ("alltoall_base_", "send"):
+            kind, amount = func._opname, sum(tensor.numel() for tensor in tree_leaves(args[0]))
+            if kind == "alltoall_base_":
+                amount = args[1].numel() - args[4][self.rank]
+            calls, total = self.found.get(kind, (0, 0))
+            self.found[kind] = calls + 1, total + amount
+        return func(*args, **(kwargs or {}))
+
+
+def volumes(rank: int, world: int, samples: int, length: int, mode: dict[str, Any]) -> Any:
+    """Of one layer, forward and backward, in both modes."""
+    found = []
+    for name in ("all_to_all", "ring_attn"):
+        plugin = HybridParallelPlugin(
+            precision="fp32", **{**mode, "sequence_parallelism_mode": name, "sp_size": world, "zero_stage": 1}
+        )
+        model = zoo.build("qwen3-causal-lm", dtype=torch.float32, num_hidden_layers=1)
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ids = torch.randint(3, 100, (samples, length))
+        with Sent(rank) as sent, booster.no_sync(model, optimizer):  # gradients stay where they are
+            booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+        found.append(sent.found)
+    return found
+
+
+def activations(rank: int, world: int, mode: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that a forward leaves, in one process and on this rank."""
+    found = []
+    ids = torch.randint(3, 100, (2, 48))
+    for split in (False, True):
+        model: Any = zoo.build("llama-causal-lm", dtype=torch.float32)
+        if split:
+            plugin = HybridParallelPlugin(precision="fp32", **mode)
+            model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with measure(model.parameters()) as saved:
+            loss = model(input_ids=ids, labels=ids).loss
+        found.append(saved.bytes)
+        del loss
+    return found[0], found[1]

@@ -1,0 +1,171 @@
+"""Sequences split over ranks of their own: layouts against one process, and what cannot be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from habits import Habits
+from hybrid_ranks import Layout, run_layout
+from sequence_ranks import activations, compare_all, volumes
+
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.plugins.hybrid.sequence_probe import probe_ring, probe_ulysses
+from shardwright.testing import run_ranks, zoo
+
+ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
+RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
+LAYOUTS = [
+    Layout("llama-causal-lm", 2, ULYSSES, calls=True, habits=Habits(lora=True), checkpointing=True, steps=2),
+    Layout(
+        "gpt2-causal-lm",
+        4,
+        {**ULYSSES, "pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "zero_stage": 1},
+        habits=Habits(clip="plugin", clip_at=0.05),
+        accumulate=2,
+        steps=2,
+    ),
+    Layout("qwen3-causal-lm", 4, {**RING, "tp_size": 2, "zero_stage": 3}, calls=True, steps=2),
+]
+# model, batch, arguments, called itself
+CASES = [
+    ("gemma2", "packed", ULYSSES, True),
+    ("gemma2", "packed", RING, False),
+    ("llama-causal-lm", "in front", RING, True),
+    ("bert-masked-lm", "masked", RING, True),
+    ("mixtral-causal-lm", "few", ULYSSES, False),
+]
+UNEVEN = [
+    ("mistral-causal-lm", "in front", {**ULYSSES, "sp_size": 3}, False),  # heads do not divide; windows
+    ("qwen3-causal-lm", "packed", {**RING, "sp_size": 3}, True),
+]
+MODELS = (
+    "llama-causal-lm",
+    "qwen3-causal-lm",
+    "gpt2-causal-lm",
+    "mistral-causal-lm",
+    "mixtral-causal-lm",
+    "bert-masked-lm",
+    "llama-token-classification",
+)
+SWEEP = [
+    Layout(model, world, {**mode, **plugin}, calls=calls, checkpointing=world == 2 and calls)
+    for model in MODELS
+    for mode in (ULYSSES, RING)
+    for world, plugin, calls in [
+        (2, {}, False),
+        (2, {"zero_stage": 2}, True),
+        (4, {"sp_size": 4}, True),
+        (4, {"tp_size": 2, "zero_stage": 3}, False),
+        (4, {"pp_size": 2, "num_microbatches": 3}, False),
+        (4, {"pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 2}, False),
+        (4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}, False),
+        (4, {"zero_stage": 1}, False),  # two replicas
+    ]
+] + [Layout(model, 4, {**RING, "sp_size": 4, "inner_ring_size": 2}, calls=True) for model in MODELS]
+BATCHES_SWEEP = [
+    (model, batch, {**mode, "sp_size": size}, called)
+    for model in ("gemma2", *MODELS[:5])
+    for batch in ("packed", "in front", "few")
+    for mode in (ULYSSES, RING)
+    for size, called in ((2, False), (4, True))
+    if (model, batch, mode["sequence_parallelism_mode"]) != ("gemma2", "in front", "ring_attn")
+]
+
+
+@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), (UNEVEN, 3)])
+def test_batches_of_all_kinds(cases: Any, world: int) -> None:
+    run_ranks(compare_all, world, cases)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", BATCHES_SWEEP, ids=str)
+def test_every_batch(case: Any) -> None:
+    run_ranks(compare_all, case[2]["sp_size"], [case])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout(layout: Layout) -> None:
+    run_ranks(run_layout, layout.world, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", SWEEP, ids=str)
+def test_every_layout(layout: Layout) -> None:
+    run_ranks(run_layout, layout.world, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bloom-causal-lm", "does not go through transformers' AttentionInterface"),
+        ("llama-sequence-classification", "no logits for every token"),
+        ("t5-conditional-generation", "T5ForConditionalGeneration cannot have its sequences split"),
+    ],
+)
+def test_models_that_cannot_be_split_are_named(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        probe_ulysses(zoo.build(name))
+
+
+def test_what_is_found_out_of_models() -> None:
+    assert probe_ring(zoo.build("qwen3-causal-lm")) == (True, True, True, True)
+    decoder, encoder, by_mask = map(
+        probe_ulysses, map(zoo.build, ("mistral-causal-lm", "bert-masked-lm", "opt-causal-lm"))
+    )
+    assert decoder == (True, True, True, True)
+    assert encoder == (False, False, True, False)
+    assert not by_mask.own_positions
+
+
+def mistakes(rank: int, world: int) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **ULYSSES))
+    model = zoo.build("llama-causal-lm", dtype=torch.float32)
+    batch = zoo.inputs(model)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def refused(words: str, call: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+    ids = batch["input_ids"]
+    refused("without labels", lambda: model(input_ids=ids))
+    refused("cannot be cut along", lambda: model(**batch, extra=torch.ones(len(ids), 3)))
+    refused("attention_mask of 4 dims", lambda: model(input_ids=ids, attention_mask=ids[:, None, None]))
+    refused("call the model that boost returned", lambda: model.unwrap()(**batch))
+    refused("generate with sequence_parallelism_mode", lambda: model.generate(ids))
+    refused(
+        "criterion='looks'.*outputs.loss alone",
+        lambda: booster.execute_pipeline(iter([batch]), model, looks, optimizer),
+    )
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.shape[1] == -(-ids.shape[1] // world)
+
+
+def looks(outputs: Any, inputs: Any) -> torch.Tensor:
+    loss: torch.Tensor = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
+    return loss
+
+
+def test_mistakes() -> None:
+    run_ranks(mistakes, 2)
+
+
+def test_what_travels() -> None:
+    """In numbers per layer, of b samples, S tokens, H heads and K heads of keys of size d, on each of n ranks."""
+    b, length, heads, keys, size, n = 2, 32, 4, 2, 16, 4
+    for ulysses, ring in run_ranks(volumes, n, b, length, RING):
+        sent = b * length // n * size * (n - 1) // n  # of one head, to the others
+        # k and v are sent to two ranks each, since there are fewer heads than ranks
+        assert ulysses == {"alltoall_base_": (8, 2 * (2 * heads + 2 * 2 * keys) * sent)}
+        block = 2 * b * (length // n) * keys * size  # k and v of one rank
+        assert ring == {"send": (3 * (n - 1), 3 * (n - 1) * block)}
+
+
+def test_activations_are_shared() -> None:
+    """What a layer leaves for its backward is a half on each of two ranks, but for the numbers of the mask."""
+    for mode in (ULYSSES, RING):
+        for whole, part in run_ranks(activations, 2, mode):
+            assert 0.49 <= part / whole <= 0.53, (mode, part / whole)
