@@ -50,8 +50,8 @@ class LayoutSettings:
             )
         if self.sp_size not in (None, 1):
             raise ValueError(
-                f"sp_size={self.sp_size}: this version does not cut sequences yet; use sp_size=1 and tp_size, pp_size "
-                "or more data"
+                f"sp_size={self.sp_size}: this version does not cut sequences over an axis of their own yet; use "
+                "sp_size=1, and sequence_parallelism_mode='split_gather' along tp_size"
             )
 
     def check(self, zero_stage: int) -> None:
@@ -96,13 +96,6 @@ class ShardingSettings(ShardingOptions):
         super().__post_init__()
         if self.sequence_parallelism_mode not in (None, *SEQUENCE_MODES):
             raise one_of("sequence_parallelism_mode", self.sequence_parallelism_mode, SEQUENCE_MODES)
-        if self.enable_sequence_parallelism or self.enable_sequence_overlap:
-            raise ValueError(
-                f"enable_sequence_parallelism={self.enable_sequence_parallelism}, "
-                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}, "
-                f"enable_sequence_overlap={self.enable_sequence_overlap}: this version does not cut sequences yet; "
-                "leave all three out"
-            )
         if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
             made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
             raise ValueError(

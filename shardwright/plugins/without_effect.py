@@ -36,7 +36,7 @@ class WithoutEffect(NamedTuple):
 class Facts(NamedTuple):
     """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO
     sub-group; `postpones` says whether a pipeline computes weight gradients apart, `sharding_policy` which custom
-    policy does nothing but shard.
+    policy does nothing but shard, `splits_sequences` whether sequence parallelism is on.
     """
 
     precision: str
@@ -48,6 +48,7 @@ class Facts(NamedTuple):
     postpones: bool = False
     pp_style: str = "1f1b"
     sharding_policy: str = ""
+    splits_sequences: bool = False
 
 
 class Rule(NamedTuple):
@@ -87,7 +88,7 @@ HYBRID: Sequence[Rule] = (
     ),
     Rule(("make_vocab_size_divisible_by",), lambda facts: facts.tp == 1, "tp_size=1 keeps the vocabulary whole"),
     Rule(("parallel_output",), lambda facts: facts.tp == 1, "logits are whole with tp_size=1"),
-    Rule(("sequence_parallelism_mode",), lambda facts: True, "enable_sequence_parallelism=False"),
+    Rule(("sequence_parallelism_mode",), lambda facts: not facts.splits_sequences, "enable_sequence_parallelism=False"),
     Rule(
         ("ddp_bucket_cap_mb",),
         lambda facts: facts.stage > 0,

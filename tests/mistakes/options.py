@@ -250,13 +250,13 @@ def check_reduction(rank: int, world: int) -> None:
 @mistake(
     symptom="`sequence_parallelism_mode='all_to_all'` with `enable_sequence_parallelism=False`, as benchmark scripts "
     "pass it",
-    gets="accepted and named as without effect; with `enable_sequence_parallelism=True` refused, and a mode that does "
-    "not exist is refused",
-    fix="leave both out",
+    gets="accepted and named as without effect; modes that this version does not have, or that do not exist, are "
+    "refused",
+    fix="leave both out, or `enable_sequence_parallelism=True` with `split_gather` or `ring` and `tp_size` above 1",
 )
 def sequence_mode_that_is_off(rank: int, world: int) -> None:
     assert idle(HybridParallelPlugin(sequence_parallelism_mode="all_to_all")) == {"sequence_parallelism_mode"}
-    with refused("does not cut sequences yet|this version does not cut sequences"):
+    with refused("this version does not cut sequences over an axis of their own"):
         HybridParallelPlugin(sequence_parallelism_mode="all_to_all", enable_sequence_parallelism=True)
     with refused("sequence_parallelism_mode='al_to_al'", "did you mean 'all_to_all'"):
         HybridParallelPlugin(sequence_parallelism_mode="al_to_al")

@@ -49,6 +49,8 @@ from .config_form import read_config
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
+from .sequence import check_sequence
+from .sequence_tensor import StageLengths, along_tensor, refuse_hidden_states, without_sequences
 
 
 class HybridParallelPlugin(ZeroPlugin):
@@ -128,6 +130,7 @@ class HybridParallelPlugin(ZeroPlugin):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
+        check_sequence(self.settings)
         require_process_group("HybridParallelPlugin")
         validate_sizes(
             dist.get_world_size(), pp=pp_size, tp=tp_size, sp=sp_size or 1, dp=None, zero_group_size=zero_group_size
@@ -152,6 +155,7 @@ class HybridParallelPlugin(ZeroPlugin):
             self._postpones_weights,
             pp_style,
             "" if custom_policy is None or custom_policy.acts_without_sharding else type(custom_policy).__name__,
+            enable_sequence_parallelism,
         )
         self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
         tell(self.without_effect)
@@ -347,7 +351,10 @@ class HybridParallelPlugin(ZeroPlugin):
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
-        executor = self._executor(cut, wrapped, units, probe, PlacedNumbers(place, cut.staged.model))
+        split = None if sharder is None else sharder.split
+        refuse_hidden_states(model, split)
+        numbers = StageLengths(PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None)
+        executor = self._executor(cut, wrapped, units, probe, numbers)
         waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits
@@ -362,9 +369,9 @@ class HybridParallelPlugin(ZeroPlugin):
         config = ShardConfig(
             tensor_parallel_process_group=self.tp_group,
             enable_tensor_parallelism=self.tp_size > 1,
-            **options.shared(),
+            **{**options.shared(), **without_sequences()},
         )
-        return ModelSharder(model, options.custom_policy, config)
+        return ModelSharder(model, options.custom_policy, config, along_tensor(self.settings))
 
     def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
         """Note on every parameter that other stages hold too which group that is; returns the process group of each."""
@@ -406,7 +413,7 @@ class HybridParallelPlugin(ZeroPlugin):
         optimizer: ZeroOptimizer | None,
         units: UnitGatherer | None,
         probe: DocumentProbe,
-        numbers: PlacedNumbers,
+        numbers: StageLengths,
     ) -> PipelineExecutor:
         return PipelineExecutor(
             cut,
