@@ -17,6 +17,7 @@ from .apply import apply_decisions
 from .config import ShardConfig
 from .plan import Plan
 from .regions import Region, find_regions
+from .rng import device_of
 from .self_check import SelfCheck
 from .sequence import AlongTensor, SequencePlan, plan_sequence
 from .small_copy import small_copies
@@ -49,7 +50,9 @@ def verified(
             "made to try it on; use enable_sequence_parallelism=False"
         )
     example = config.example_inputs
-    copies = small_copies(model, config.parallel.size, keep_inputs=example is not None)
+    device = device_of(config.parallel.group)
+    made = small_copies(model, config.parallel.size, keep_inputs=example is not None)
+    copies = (copied.to(device) for copied in made)
     smallest = next(copies, None)
     if smallest is None:
         raise ValueError(

@@ -353,7 +353,9 @@ class HybridParallelPlugin(ZeroPlugin):
         share_all(model, self.mixed_dp_group)
         split = None if sharder is None else sharder.split
         refuse_hidden_states(model, split)
-        numbers = StageLengths(PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None)
+        numbers = StageLengths(
+            PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None, self.tp_size
+        )
         executor = self._executor(cut, wrapped, units, probe, numbers)
         waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(

@@ -5,13 +5,14 @@ See `shardformer.sequence` for what layers do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ...shardformer.layer.sequence import Stack
 from ...shardformer.sequence import AlongTensor, SequencePlan, split_lengths
 from ...utils.carried import holding
 from ..settings import HybridSettings
@@ -97,12 +98,15 @@ class StageLengths:
     numbers     what a forward runs in besides
     """
 
-    def __init__(self, numbers: Callable[[], AbstractContextManager[None]], plan: SequencePlan | None) -> None:
-        self._numbers, self._plan = numbers, plan
+    def __init__(
+        self, numbers: Callable[[], AbstractContextManager[None]], plan: SequencePlan | None, ranks: int
+    ) -> None:
+        self._numbers, self._plan, self._ranks = numbers, plan, ranks
 
     @contextmanager
     def __call__(self, batch: Any = None) -> Iterator[None]:
-        lengths = {} if self._plan is None or batch is None else split_lengths(batch, tuple(self._plan.stacks))
-        known: dict[Hashable, Any] = {("sequence", name): length for name, length in lengths.items()}
-        with holding(known), self._numbers():
+        with holding({}), self._numbers():
+            if self._plan is not None and batch is not None:
+                for name, length in split_lengths(batch, tuple(self._plan.stacks)).items():
+                    Stack(name).tell(length, self._ranks)
             yield

@@ -62,6 +62,13 @@ class Stack:
                 "ranks must be [batch, length, hidden]; use enable_sequence_parallelism=False"
             )
         length = x.shape[1]
+        told = facts().get(self._told)
+        if told is not None and told != length:
+            raise ValueError(
+                f"{self.name}: sequences are {length} long where the batch has {told}; stages of a pipeline take the "
+                "length from input_ids, inputs_embeds, decoder_input_ids or labels; use pp_size=1, or "
+                "enable_sequence_parallelism=False"
+            )
         if length >= ranks:
             self.note(length)
             return True
@@ -79,6 +86,12 @@ class Stack:
     def forget(self) -> None:
         facts().pop(self._key, None)
 
+    def tell(self, length: int, ranks: int) -> None:
+        """Note what a stage of a pipeline is told."""
+        facts()[self._told] = length
+        if length >= ranks:
+            self.note(length)
+
     def sizes(self, ranks: int) -> list[int] | None:
         """Positions of every rank; None while nothing is split."""
         length = facts().get(self._key)
@@ -87,6 +100,10 @@ class Stack:
     @property
     def _key(self) -> tuple[str, str]:
         return "sequence", self.name
+
+    @property
+    def _told(self) -> tuple[str, str]:
+        return "sequence of the batch", self.name
 
 
 class _InStack(ParallelModule):
