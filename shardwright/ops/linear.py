@@ -47,8 +47,9 @@ from torch import Tensor
 
 from ..comm import turns
 from ..comm.compat import outputs_are_recorded
-from .collective import copy_to_group, reduce_from_group, reduce_scatter_to_group
+from .collective import Sizes, copy_to_group, reduce_from_group, reduce_scatter_to_group
 from .keeping import keep_result, num_active
+from .sequence_ring import Parts, product_of_parts
 from .weight_grad import active_store, add_product, deferral_possible, may_be_left_out, store_for
 
 _SHARED = "_shardwright_shared_input"
@@ -78,15 +79,16 @@ def column_linear(
         return linear(x, weight, bias, transposed=transposed)
     shared = _shared_input(x, group)
     if shared is None:
-        link = _Link(group)
+        link = Link(group)
         distinct = {id(each): each for each in (weight, *siblings)}.values()
         weights = [each for each in distinct if may_be_left_out(each)]
         opened, *aliases = _Open.apply(x, link, *weights)
-        shared = _Shared(opened, link, weights, aliases)
-        setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: (weakref.ref(shared), x._version)})
+        shared = note_shared(x, opened, link, weights, aliases)
     # Once: the link holds one pair of factors for each weight.
     place, alias = shared.take(weight)
-    y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place)
+    if shared.link.parts is not None and (place is None or torch.is_autocast_enabled(x.device.type)):
+        shared.link.parts.fill()
+    y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place, shared.local)
     cast(Any, y.grad_fn).opened = shared  # kept for as long as the graph
     return y
 
@@ -99,6 +101,7 @@ def row_linear(
     *,
     transposed: bool = False,
     scatter_dim: int | None = None,
+    scatter_sizes: Sizes | None = None,
 ) -> Tensor:
     """Row-parallel linear on this rank's slice of the features; the output is replicated.
 
@@ -106,14 +109,15 @@ def row_linear(
     dgrad     dx = dy W
     wgrad     dW = dy^T x, db = sum over tokens of dy
 
-    With `scatter_dim` the sum is reduce-scattered along that dim instead (sequence parallelism): y and dy hold this
-    rank's part of the tokens, dy is gathered in backward, and db is partial over the group.
+    With `scatter_dim` the sum is reduce-scattered along that dim instead (sequence parallelism), in parts of
+    `scatter_sizes`: y and dy hold this rank's part of the tokens, dy is gathered in backward, and db is partial over
+    the group.
     """
     if group.size() == 1:
         return linear(x, weight, bias, transposed=transposed)
     partial = linear(x, weight, None, transposed=transposed)
     if scatter_dim is not None:
-        y = reduce_scatter_to_group(partial, group, scatter_dim)
+        y = reduce_scatter_to_group(partial, group, scatter_dim, scatter_sizes)
     elif outputs_are_recorded(besides=num_active()):
         y = reduce_from_group(partial, group)
     else:
@@ -133,28 +137,66 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed:
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
-class _Link:
+class Link:
     """What the callers' backwards leave for that of `_Open`: x [T, I], dy [T, O] and the layout of W, by the place of
     its weight.
     """
 
-    __slots__ = ("group", "operands")
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.operands: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self.parts: Parts | None = None  # of x, where they are still on their way
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b, of what may still be on its way."""
+        parts, self.parts = self.parts, None
+        if parts is None or parts.is_complete:
+            return F.linear(x, weight, bias)
+        y = product_of_parts(parts, weight, bias)
+        parts.fill()
+        return y
+
+    def gather_again(self, local: Tensor) -> None:
+        """Start gathering x from what was kept of it."""
+        raise NotImplementedError
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """x, gathered again from what was kept of it."""
+        raise NotImplementedError
+
+    def weight_grads(self, dws: Sequence[Tensor | None], hides: bool) -> list[Tensor | None]:
+        """`dws` with what the operands make in the place of what stands for it; forgets them.
+
+        hides   whether a collective is in flight meanwhile
+        """
+        found = list(dws)
+        for place, operands in sorted(self.operands.items()):
+            if found[place] is not None:
+                found[place] = _weight_grad(*operands)
+        if hides and not self.operands and (store := active_store()) is not None:
+            store.run_one_of_others()  # where dW is postponed, one of a microbatch before hides the collective
+        self.operands.clear()
+        return found
 
 
 class _Shared:
     """x1 of the note, and w1, w2, .. that nobody has taken yet.
 
     waiting     id of a weight -> the weight (while it lives, the id is its own), its place and its alias
+    local       what x1 was gathered from and is gathered from again in backward, where it is (see `ops.sequence`)
     """
 
-    __slots__ = ("__weakref__", "link", "opened", "waiting")
+    __slots__ = ("__weakref__", "link", "local", "opened", "waiting")
 
-    def __init__(self, opened: Tensor, link: _Link, weights: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
-        self.opened, self.link = opened, link
+    def __init__(
+        self,
+        opened: Tensor,
+        link: Link,
+        weights: Sequence[Tensor],
+        aliases: Sequence[Tensor],
+        local: Tensor | None = None,
+    ) -> None:
+        self.opened, self.link, self.local = opened, link, local
         pairs = zip(weights, aliases, strict=True)
         self.waiting = {id(weight): (weight, place, alias) for place, (weight, alias) in enumerate(pairs)}
 
@@ -162,6 +204,22 @@ class _Shared:
         """Place and alias of a weight that is still to be taken, else the weight itself."""
         _, place, alias = self.waiting.pop(id(weight), (weight, None, weight))
         return place, alias
+
+
+def note_shared(
+    x: Tensor,
+    opened: Tensor,
+    link: Link,
+    weights: Sequence[Tensor],
+    aliases: Sequence[Tensor],
+    local: Tensor | None = None,
+) -> _Shared:
+    """Let column linears called with x compute with `opened` and `aliases` of their weights, as long as what this
+    returns lives.
+    """
+    shared = _Shared(opened, link, weights, aliases, local)
+    setattr(x, _SHARED, {**getattr(x, _SHARED, {}), link.group: (weakref.ref(shared), x._version)})
+    return shared
 
 
 def _shared_input(x: Tensor, group: dist.ProcessGroup) -> _Shared | None:
@@ -175,12 +233,14 @@ def _linear(
     bias: Tensor | None,
     param: Tensor,
     transposed: bool,
-    link: _Link | None = None,
+    link: Link | None = None,
     place: int | None = None,
+    local: Tensor | None = None,
 ) -> Tensor:
     """`weight` is what autograd differentiates, `param` the module's own parameter, which may be the same object.
 
     place   of the weight in `link`, if its gradient is to be left there
+    local   what is kept for backward instead of x, where the gradient is left in `link`
 
     All column linears on a shared input come through here, with or without a link: when a checkpointed region is
     recomputed, x may have been shared by then, and what is saved for backward must not depend on who comes first.
@@ -189,7 +249,7 @@ def _linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     # The parameters travel in a tuple, past autograd, which would hand them back as aliases.
-    return _Linear.apply(x, weight, bias, (param, bias), transposed, None if place is None else (link, place))
+    return _Linear.apply(x, weight, bias, (param, bias), transposed, None if place is None else (link, place, local))
 
 
 def _factors(x: Tensor, dy: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -210,12 +270,16 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         params: tuple[Tensor, Tensor | None],
         transposed: bool,
-        link: tuple[_Link, int] | None,
+        link: tuple[Link, int, Tensor | None] | None,
     ) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.x_shape, ctx.params, ctx.transposed, ctx.link = x.shape, params, transposed, link
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        local = None if link is None else link[2]
+        kept = x if local is None else local
+        ctx.save_for_backward(kept if need_weight else None, weight if need_x else None)
+        ctx.x_shape, ctx.params, ctx.transposed = x.shape, params, transposed
+        ctx.link, ctx.is_local = None if link is None else link[:2], local is not None
+        weight = weight.t() if transposed else weight
+        return F.linear(x, weight, bias) if link is None else link[0].product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,9 +290,15 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled() and need_x:
             weight = param.to(weight.dtype)  # what came through _Open takes no gradient but that of a first backward
         flat_dy = dy.reshape(-1, dy.shape[-1])
+        if need_weight and ctx.is_local:
+            ctx.link[0].gather_again(x)
         if need_x:
             dx = flat_dy.mm(weight.t() if transposed else weight).view(ctx.x_shape)
         if need_weight:
+            waits = not torch.is_grad_enabled() and ctx.is_local and store_for(param) is None
+            if ctx.is_local and not waits:
+                x = ctx.link[0].gathered(x).to(dy.dtype)
+            # Where it waits, _Open puts what has been gathered in the place of x.
             flat_x = x.reshape(-1, x.shape[-1])
             if torch.is_grad_enabled():  # gradients of gradients: nothing is postponed or left for others
                 dw = _weight_grad(flat_x, flat_dy, transposed)
@@ -255,7 +325,7 @@ class _Open(torch.autograd.Function):
     """forward (x, W..) -> (x, W..);  backward: sum dx over the ranks, computing dW.. meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: _Link, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, link: Link, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
         ctx.set_materialize_grads(False)
         # aliases, but not views: x may change in place when nothing else needs it
@@ -275,13 +345,7 @@ class _Open(torch.autograd.Function):
             # place is safe.
             dx = dx.contiguous()
             reduction = dist.all_reduce(dx, group=link.group, async_op=True)
-        found = list(dws)
-        for place, operands in sorted(link.operands.items()):
-            if found[place] is not None:
-                found[place] = _weight_grad(*operands)
-        if not link.operands and reduction is not None and (store := active_store()) is not None:
-            store.run_one_of_others()  # where dW is postponed, one of a microbatch before hides the collective
-        link.operands.clear()
+        found = link.weight_grads(dws, reduction is not None)
         if reduction is not None and dx is not None:
             turns.wait(reduction, dx)
         return dx, None, *found

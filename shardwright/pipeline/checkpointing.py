@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.keeping import Region, Selection
+from ..utils.carried import carried
 from .saved_bytes import note_checkpointed
 from .slices.past_keys import is_past
 
@@ -212,12 +213,12 @@ def without_cache(
 def run_checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`, keeping its inputs only; the backward pass runs it once more."""
     note_checkpointed((args, kwargs))
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return checkpoint(carried(function), *args, use_reentrant=False, **kwargs)
 
 
 def run_selectively(selection: Selection, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`, keeping its inputs and what `selection` says; the backward pass computes the rest once more."""
     region = Region(selection)
-    output = checkpoint(function, *args, use_reentrant=False, context_fn=region.contexts, **kwargs)
+    output = checkpoint(carried(function), *args, use_reentrant=False, context_fn=region.contexts, **kwargs)
     note_checkpointed((args, kwargs, region.tensors()))
     return output

@@ -72,7 +72,7 @@ class PipelineExecutor:
     keeps_documents_apart  whether the model does, in a packed row; asked when there is one
     cast_inputs   gives what the model gets of a microbatch the dtype that it works in; a criterion sees the microbatch
                   as it is
-    numbers       context of every forward of a stage, with random numbers of its own
+    numbers       context of every forward of a stage, with random numbers of its own; it is given the microbatch
     divide        makes this rank's part of a batch that several ranks share along its sequences; None: it has all
     """
 
@@ -96,7 +96,7 @@ class PipelineExecutor:
         same_batch: SameBatch | None = None,
         equal_numbers: bool = False,
         keeps_documents_apart: Callable[[], bool] | None = None,
-        numbers: Callable[[], AbstractContextManager[None]] = nullcontext,
+        numbers: Callable[..., AbstractContextManager[None]] = nullcontext,
         divide: Callable[[Any], Any] | None = None,
     ) -> None:
         self.cut = cut
@@ -323,10 +323,10 @@ class PipelineExecutor:
         assert step is not None
         staged = self.cut.staged
         if isinstance(step.inputs, SlicedInputs):
-            with self.numbers():
+            with self.numbers(step.inputs.microbatches[index]):
                 payload = staged.run_slice(stage, received, step.inputs, index)
             return payload if stage < staged.num_stages - 1 else self._behind_slice(step, step.inputs, payload, index)
-        with self.numbers():
+        with self.numbers(step.inputs.microbatches[index]):
             passed_on, output = staged.run_microbatch(
                 stage, received, step.inputs, index, partial(self._watched, step, index)
             )
@@ -341,7 +341,7 @@ class PipelineExecutor:
         batch, staged = inputs.whole.microbatches[number], self.cut.staged
         assert self.cut.slices is not None
         joined = step.slices.pop(number).all_of(payload, batch_size(batch), self.cut.slices.joined)
-        with self.numbers():
+        with self.numbers(batch):
             output = staged.run_tail(joined, inputs.whole, number, partial(self._watched, step, number))
         return self._part_of_loss(step, output, number)
 

@@ -154,6 +154,18 @@ class HybridSettings:
     zero: ZeroSettings
     replicas: ReplicaSettings
 
+    @property
+    def sequence_mode(self) -> str | None:
+        """Of sequence parallelism; None where it is off, or there are no ranks for it. Where none is named, it follows
+        from the ranks that there are.
+        """
+        if not self.sharding.enable_sequence_parallelism:
+            return None
+        if self.sharding.sequence_parallelism_mode is not None:
+            return self.sharding.sequence_parallelism_mode
+        over_axis = "all_to_all" if (self.layout.sp_size or 1) > 1 else None
+        return over_axis or ("split_gather" if self.layout.tp_size > 1 else None)
+
     @classmethod
     def deal(cls, flat: Mapping[str, Any]) -> HybridSettings:
         """Deal flat keyword arguments to their groups."""

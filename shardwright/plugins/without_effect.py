@@ -36,7 +36,7 @@ class WithoutEffect(NamedTuple):
 class Facts(NamedTuple):
     """What decides whether an option has anything to act on. Sizes are numbers of ranks: `dp` of those that exchange
     gradients, `sharing` of a ZeRO sub-group. `postpones` says whether a pipeline computes weight gradients apart,
-    `sharding_policy` which custom policy does nothing but shard, `splits_sequences` whether ranks share sequences.
+    `sharding_policy` which custom policy does nothing but shard, `splits_sequences` whether sequence parallelism is on.
     """
 
     precision: str

@@ -23,8 +23,13 @@ def apply_plan(model: nn.Module, plan: Plan, parallel: ParallelGroup) -> None:
 
 
 def apply_decisions(
-    model: nn.Module, decisions: Sequence[Decision], regions: Sequence[Region], parallel: ParallelGroup
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    regions: Sequence[Region],
+    parallel: ParallelGroup,
+    drawing: Sequence[Region] | None = None,
 ) -> None:
+    """drawing: the regions that draw random numbers of their own, where it is not all of them"""
     for decision in decisions:
         try:
             decision.style.convert(decision.site, decision.specs)
@@ -33,7 +38,7 @@ def apply_decisions(
             raise ValueError(f"{site.name} ({type(site.module).__name__}), rule {decision.rule!r}: {error}") from None
     _introduce_siblings(regions)
     if parallel.size > 1 and decisions:
-        _divide_dropout(regions, parallel)
+        _divide_dropout(regions if drawing is None else drawing, parallel)
     adopt_root(model, parallel)
 
 

@@ -143,7 +143,7 @@ def synchronize_rng(group: dist.ProcessGroup) -> None:
         return
     states = get_states()
     for number, state in enumerate(states):
-        shared = state.to(_device_of(group))
+        shared = state.to(device_of(group))
         dist.broadcast(shared, group=group, group_src=0)
         states[number] = shared.to(state.device)
     set_states(states)
@@ -197,7 +197,7 @@ def _seed(seed: int) -> None:
         accelerator.manual_seed(seed)
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """A device that the group's backend can communicate on."""
     if dist.get_backend(group) != "nccl":
         return torch.device("cpu")

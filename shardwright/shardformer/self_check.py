@@ -58,7 +58,11 @@ class SelfCheck:
         name = ""
         for whole in copies:
             name = type(whole).__name__
-            for batch in training_batches(whole) if example_inputs is None else [_own_batch(example_inputs)]:
+            for batch in (
+                training_batches(whole)
+                if example_inputs is None
+                else [_own_batch(example_inputs, next(whole.parameters()).device)]
+            ):
                 model = copy.deepcopy(whole)
                 try:
                     self._batch, self._has_loss = batch, False
@@ -222,8 +226,8 @@ class _DryRunError(Exception):
         self.collectives = collectives
 
 
-def _own_batch(batch: Any) -> Any:
-    """The first samples of a user's batch on the CPU, in double precision."""
+def _own_batch(batch: Any, device: torch.device) -> Any:
+    """The first samples of a user's batch, in double precision."""
     if isinstance(batch, Mapping):
         batch = dict(batch)  # what tokenizers return is no dict
     found: list[torch.Tensor] = []
@@ -232,7 +236,7 @@ def _own_batch(batch: Any) -> Any:
     alike = len(rows) == 1
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = (tensor[:_SAMPLES] if alike and tensor.dim() else tensor).detach().cpu()
+        tensor = (tensor[:_SAMPLES] if alike and tensor.dim() else tensor).detach().to(device)
         return tensor.double() if tensor.is_floating_point() else tensor
 
     return map_tensors(take, batch)

@@ -21,6 +21,8 @@ from .plan import Plan
 from .policies.auto import get_autopolicy
 from .policies.base import Policy, require_policy
 from .regions import Region, find_regions
+from .sequence import AlongTensor, SequencePlan
+from .sequence_check import verified
 from .side_by_side import proven
 from .styles import Decision
 from .sum_at_exit import disproven
@@ -35,11 +37,22 @@ class ModelSharder:
     communication, on every rank alike.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | None,
+        shard_config: ShardConfig,
+        sequence: AlongTensor | None = None,
+    ) -> None:
+        """sequence: how sequences are split over the ranks, if they are; what then calls the model sees to recomputed
+        layers and to stages (see `layer.sequence`)
+        """
         require_policy(policy)
         require_config(shard_config)
         self.model = model
         self.shard_config = shard_config
+        self.sequence = sequence
+        self.split: SequencePlan | None = None
         self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
         self.policy = policy if policy is not None else get_autopolicy(self._native)
         self._decisions: list[Decision] | None = None
@@ -100,6 +113,10 @@ class ModelSharder:
         regions = find_regions(self._native, decisions)
         self._plan.check(self._native, decisions, regions)
         self._regions = regions_for_dropout(self._native, decisions, regions, self._plan.source)
+        if self.sequence is not None:
+            lists = self.policy.layer_lists_in(self._native)
+            self.split = verified(self._native, self._plan, decisions, regions, lists, self.shard_config, self.sequence)
+            decisions = self.split.decisions(self._native, decisions)
         return decisions
 
     def shard(self, materialize: bool = True) -> list[dict[int, torch.Tensor]]:
@@ -113,7 +130,10 @@ class ModelSharder:
         decisions = self.prepare()
         shared = policy.get_shared_params()
         decisions = self._change(decisions)
-        apply_decisions(self._native, decisions, self._regions, config.parallel)
+        drawing = None if self.split is None else self.split.for_dropout(self._regions)
+        apply_decisions(self._native, decisions, self._regions, config.parallel, drawing)
+        if self.split is not None and self.sequence is not None:
+            self.split.apply(self._native, config.parallel, self.sequence)
         if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
             adopt_root(self.model, config.parallel)
         for module, name, value in self._attributes:

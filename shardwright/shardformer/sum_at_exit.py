@@ -33,13 +33,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..comm.compat import runs_backward
-from ..ops.collective import copy_all_to_group, reduce_from_group
+from ..ops.collective import copy_all_to_group, gather_for_shards, reduce_from_group, reduce_scatter_to_group
 from ..spec import ParamSpec, get_spec
 from ..utils.pytree import tree_leaves
 from ..utils.tensors import map_tensors
 from .adapters import has_adapters
 from .layer.linear import input_size, is_linear
 from .layer.parallel_module import ParallelModule
+from .layer.sequence import Stack
 from .linearity import why_no_sum
 from .styles import Column, Custom, Decision, PartialSum, Replicated, Row, ShardedParameter, Site, Style
 
@@ -128,6 +129,11 @@ def _closing(name: str, part: nn.Module) -> Iterator[str]:
 
 
 class _SumForward(ParallelModule):
+    """
+    stack   of layers between whose modules sequences are split, which then are gathered here and dealt out again
+    """
+
+    stack: Stack | None = None
     _reduced = False  # whether this forward has run, where an instance has one of its own in front
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,20 +154,27 @@ class _SumForward(ParallelModule):
         if "forward" in vars(self):
             self._reduced = True
         group = self.parallel.group
+        sizes = None if self.stack is None else self.stack.sizes(self.parallel.size)
         values: list[Any] = [*args, *kwargs.values()]
+        if sizes is not None:  # the gradients are summed as they are dealt out
+            first = next(place for place, value in enumerate(values) if isinstance(value, Tensor))
+            whole = gather_for_shards(values[first], group, 1, sizes)
+            values[first] = None
         places = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-        whole = list(self._whole_parameters()) if torch.is_grad_enabled() else []
-        opened = copy_all_to_group([values[place] for place in places] + [param for _, _, param in whole], group)
+        params = list(self._whole_parameters()) if torch.is_grad_enabled() else []
+        opened = copy_all_to_group([values[place] for place in places] + [param for _, _, param in params], group)
         for place, value in zip(places, opened, strict=False):
             values[place] = value
-        for (owner, name, _), value in zip(whole, opened[len(places) :], strict=True):
+        if sizes is not None:
+            values[first] = whole
+        for (owner, name, _), value in zip(params, opened[len(places) :], strict=True):
             owner._parameters[name] = cast(Any, value)
         try:
             output = super().forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
         finally:
-            for owner, name, param in whole:
+            for owner, name, param in params:
                 owner._parameters[name] = param
-        return reduce_from_group(output, group)
+        return reduce_from_group(output, group) if sizes is None else reduce_scatter_to_group(output, group, 1, sizes)
 
     def _whole_parameters(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         """Trained parameters that every rank holds and whose gradient is not summed elsewhere."""

@@ -252,7 +252,7 @@ def check_reduction(rank: int, world: int) -> None:
     "pass it",
     gets="accepted and named as without effect; refused with `enable_sequence_parallelism=True` and no `sp_size`, and "
     "a mode that does not exist is refused",
-    fix="leave both out, or give `sp_size` as well",
+    fix="leave both out, or give `sp_size` as well; `split_gather` and `ring` need `tp_size` above 1 instead",
 )
 def sequence_mode_that_is_off(rank: int, world: int) -> None:
     assert idle(HybridParallelPlugin(sequence_parallelism_mode="all_to_all")) == {"sequence_parallelism_mode"}

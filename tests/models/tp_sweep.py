@@ -2,6 +2,7 @@
 
 python -m tests.models.tp_sweep --write docs/models.md        # all, about half an hour on two cores
 python -m tests.models.tp_sweep llama opt mamba               # some
+python -m tests.models.tp_sweep --sequence split_gather       # with sequences split over the ranks
 """
 
 from __future__ import annotations
@@ -20,16 +21,27 @@ import torch.distributed as dist
 
 from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer import ModelSharder, ShardConfig
+from shardwright.shardformer.sequence import AlongTensor
 from shardwright.spec import get_spec
 from shardwright.testing import RankError, compare_models, keep_float64, run_ranks
 from tests.models import tiny_causal_lm as tiny
 
 TOLERANCE = 1e-8  # some models cast to single precision in ways that keep_float64 does not see
 FULLY = 0.75  # share of the parameters
+MODES = {"split_gather": AlongTensor(), "ring": AlongTensor(ring=True)}
 
 
-def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What one rank has to say about a model type."""
+def verify(
+    rank: int,
+    world_size: int,
+    model_type: str,
+    settings: Mapping[str, Any] | None = None,
+    sequence: AlongTensor | None = None,
+) -> dict[str, Any]:
+    """What one rank has to say about a model type.
+
+    sequence    how sequences are split over the ranks, if they are to be
+    """
     logging.disable(logging.WARNING)
     try:
         with keep_float64():
@@ -42,7 +54,7 @@ def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, A
         return {"status": "not built", "why": _line(error)}
     model = tiny.build(model_type, settings)
     try:
-        sharder = ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8))
+        sharder = ModelSharder(model, None, ShardConfig(make_vocab_size_divisible_by=8), sequence)
         with keep_float64():
             sharder.shard()
     except ValueError as error:
@@ -55,6 +67,8 @@ def verify(rank: int, world_size: int, model_type: str, settings: Mapping[str, A
         else ("transformers' plan" if getattr(reference, "tp_plan", None) else "names"),
         "dropped": [] if findings is None else findings.dropped,
     }
+    if sharder.split is not None:
+        result["whole"] = len(sharder.split.whole)  # modules that look at whole sequences and return parts
     model = sharder.model
     try:
         with keep_float64():
@@ -81,10 +95,10 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
-def run(model_type: str, timeout: float = 100) -> dict[str, Any]:
+def run(model_type: str, timeout: float = 100, sequence: AlongTensor | None = None) -> dict[str, Any]:
     started = time.monotonic()
     try:
-        results = run_ranks(verify, 2, model_type, timeout=timeout)
+        results = run_ranks(verify, 2, model_type, None, sequence, timeout=timeout)
         result = next((one for one in results if one["status"] != "verified"), results[0])
     except RankError as error:
         late = time.monotonic() - started > timeout
@@ -103,6 +117,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, help="file for one JSON line per model; types that it holds already are not run again"
     )
+    parser.add_argument("--sequence", choices=MODES, help="split sequences over the ranks too")
     options = parser.parse_args()
     known = tiny.causal_language_models()
     done = {}
@@ -110,7 +125,7 @@ def main() -> None:
         done = {line["model_type"]: line for line in map(json.loads, options.json.read_text().splitlines())}
     results = []
     for model_type in options.model_types or known:
-        result = done.get(model_type) or run(model_type)
+        result = done.get(model_type) or run(model_type, sequence=MODES.get(options.sequence))
         results.append(result)
         shown = {key: value for key, value in result.items() if key != "trace"}
         print(json.dumps(shown), flush=True)

@@ -114,7 +114,19 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["pp_style"] = "dualpipev"
     if pp > 1 and model.endswith("causal-lm") and plugin["pp_style"] != "auto":
         plugin["num_sequence_slices"] = random.Random(f"slices {seed}").choice([1, 1, 2, 3, 5])
+    if tp > 1:
+        _split_sequences(random.Random(f"sequence {seed}"), plugin)
     return _with_habits(rng, layout)
+
+
+def _split_sequences(rng: random.Random, plugin: dict[str, Any]) -> None:
+    """Half of the layouts with tensor parallelism split sequences along it."""
+    if rng.random() < 0.5:
+        return
+    plugin["enable_sequence_parallelism"] = True
+    plugin["sequence_parallelism_mode"] = rng.choice([None, "split_gather", "ring"])
+    plugin["enable_sequence_overlap"] = rng.random() < 0.5
+    plugin.pop("num_sequence_slices", None)
 
 
 def _other_schedule(rng: random.Random, plugin: dict[str, Any]) -> None:

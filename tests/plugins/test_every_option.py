@@ -132,16 +132,18 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "enable_flash_attention": [Changes(see.report, True)],
     "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
     "enable_sequence_parallelism": [
-        Refused(True, "sequence_parallelism_mode=None"),
+        Changes(see.traffic, True, {**TP, **F32}),
+        Refused(True, "enable_sequence_parallelism=True with tp_size=1"),
         Refused(False, "enable_sequence_parallelism=True", ULYSSES),
     ],
     "sequence_parallelism_mode": [
         Idle("all_to_all"),
         Refused("circle", "sequence_parallelism_mode='circle' is not one of"),
-        Refused("ring", "'all_to_all'", {"enable_sequence_parallelism": True}),
+        Changes(see.traffic, "ring", {**TP, **F32, "enable_sequence_parallelism": True}),
     ],
     "enable_sequence_overlap": [
-        Refused(True, "enable_sequence_overlap=True"),
+        Changes(see.report, True, {**TP, "enable_sequence_parallelism": True}),
+        Refused(True, "needs enable_sequence_parallelism=True"),
         Refused(True, "belongs to sequence_parallelism_mode='split_gather'", ULYSSES),
     ],
     "parallel_output": [Changes(see.outputs, False, TP), Idle(False)],

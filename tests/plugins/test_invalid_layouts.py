@@ -130,6 +130,28 @@ SETTINGS: dict[str, Case] = {
         {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "rings"},
         ["sequence_parallelism_mode='rings'"],
     ),
+    "sequences split along nothing": Case(
+        {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"},
+        ["sequence_parallelism_mode='split_gather' with tp_size=1", "tp_size=2 or more"],
+    ),
+    "sequences split along two axes": Case(
+        {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring", "tp_size": 2, "sp_size": 2},
+        ["sp_size=2", "use sp_size=1"],
+    ),
+    "sequences split and sliced": Case(
+        {
+            "enable_sequence_parallelism": True,
+            "tp_size": 2,
+            "pp_size": 2,
+            "num_microbatches": 2,
+            "num_sequence_slices": 2,
+        },
+        ["num_sequence_slices=2 with sequence_parallelism_mode='split_gather'", "num_sequence_slices=1"],
+    ),
+    "a sequence gathered again that is not split": Case(
+        {"enable_sequence_overlap": True, "tp_size": 2},
+        ["enable_sequence_overlap=True needs enable_sequence_parallelism=True"],
+    ),
     "a mode of the wrong type": Case(
         {"sequence_parallelism_mode": 1}, ["sequence_parallelism_mode=1", "string or None"]
     ),

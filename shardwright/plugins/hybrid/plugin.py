@@ -49,8 +49,9 @@ from .config_form import read_config
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
-from .sequence import check_sequence, of_sharder, probe_sequences, split_sequences
+from .sequence import check_sequence, probe_sequences, split_sequences
 from .sequence_axis import SequenceAxis, SequenceFacts
+from .sequence_tensor import StageLengths, along_tensor, refuse_hidden_states, without_sequences
 
 
 class HybridParallelPlugin(ZeroPlugin):
@@ -141,7 +142,7 @@ class HybridParallelPlugin(ZeroPlugin):
             tp=tp_size,
             sp=sp_size or 1,
             dp_outside=dp_outside,
-            ring_attention=sequence_parallelism_mode == "ring_attn",
+            ring_attention=self.settings.sequence_mode == "ring_attn",
             zero_group_size=zero_group_size,
         )
         self.policy = PrecisionPolicy(precision)
@@ -360,7 +361,12 @@ class HybridParallelPlugin(ZeroPlugin):
         if making is not None:
             making.finish()
         share_all(model, self.mixed_dp_group)
-        executor = self._executor(cut, wrapped, units, probe, PlacedNumbers(place, cut.staged.model), axis)
+        split = None if sharder is None else sharder.split
+        refuse_hidden_states(model, split)
+        numbers = StageLengths(
+            PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None, self.tp_size
+        )
+        executor = self._executor(cut, wrapped, units, probe, numbers, axis)
         waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits, axis
@@ -375,9 +381,9 @@ class HybridParallelPlugin(ZeroPlugin):
         config = ShardConfig(
             tensor_parallel_process_group=self.tp_group,
             enable_tensor_parallelism=self.tp_size > 1,
-            **of_sharder(options.shared()),
+            **{**options.shared(), **without_sequences()},
         )
-        return ModelSharder(model, options.custom_policy, config)
+        return ModelSharder(model, options.custom_policy, config, along_tensor(self.settings))
 
     def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
         """Note on every parameter that other stages hold too which group that is; returns the process group of each."""
@@ -419,7 +425,7 @@ class HybridParallelPlugin(ZeroPlugin):
         optimizer: ZeroOptimizer | None,
         units: UnitGatherer | None,
         probe: DocumentProbe,
-        numbers: PlacedNumbers,
+        numbers: StageLengths,
         axis: SequenceAxis | None,
     ) -> PipelineExecutor:
         return PipelineExecutor(

@@ -65,6 +65,7 @@ from ..settings import HybridSettings
 from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
+from .sequence_tensor import along_tensor, with_sequences
 from .sequence_traffic import part_length, sequence_traffic
 from .step_memory import held_note, leaving_note
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
@@ -140,7 +141,7 @@ def preflight(
             "on a small copy here"
         )
         layout = replace(layout, notes=(*layout.notes, guessed))
-    return Preflight(plan, layout, job)
+    return Preflight(plan, with_sequences(layout, settings), job)
 
 
 def _small_copies(model: nn.Module) -> Iterator[nn.Module]:
@@ -194,10 +195,11 @@ class _Resolver:
         tokens = Tokens.of(
             self.model, self.batch.samples, self._held_length, microbatches, self._activation_itemsize(), self._slices
         )
+        split = along_tensor(self.settings)
         traffic = [
             *self._data_traffic(shapes[busiest][1], microbatches),
-            *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes()),
-            *pipeline_traffic(self.plan, tokens),
+            *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes(), split),
+            *pipeline_traffic(self.plan, tokens, 1 if split is None else self.mesh.size("tp")),
             *sequence_traffic(self.settings, self.model, tokens, self._recomputes()),
         ]
         return ResolvedLayout(

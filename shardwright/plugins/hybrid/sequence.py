@@ -1,5 +1,7 @@
 """The modes of sequence parallelism: what each asks of the settings, and who serves it.
 
+split_gather   along tensor parallelism: regions gather and scatter (`sequence_tensor`)
+ring           the same, collectives in parts beside the products
 all_to_all     sequences over `sp_size` ranks; attention trades them for heads (`attention.ulysses`)
 ring_attn      sequences over `sp_size` ranks; keys and values travel round them (`attention.ring`)
 """
@@ -22,13 +24,14 @@ from ...utils.errors import divisors
 from ..settings import HybridSettings
 from .sequence_axis import SequenceAxis, SequenceFacts
 from .sequence_probe import probe_ring, probe_ulysses
+from .sequence_tensor import TENSOR_MODES, check_along_tensor
 
 AXIS_MODES = ("all_to_all", "ring_attn")
 
 
 def check_sequence(settings: HybridSettings) -> None:
     """ValueError for settings that contradict each other, or that nothing serves."""
-    options, layout, mode = settings.sharding, settings.layout, settings.sharding.sequence_parallelism_mode
+    options, layout, mode = settings.sharding, settings.layout, settings.sequence_mode
     size = layout.sp_size or 1
     if layout.inner_ring_size is not None and mode != "ring_attn":
         raise ValueError(
@@ -43,15 +46,18 @@ def check_sequence(settings: HybridSettings) -> None:
             )
         if options.enable_sequence_overlap:
             raise ValueError(
-                "enable_sequence_overlap=True: this version does not split activations over tp yet; leave it out"
+                "enable_sequence_overlap=True needs enable_sequence_parallelism=True, with tp_size of at least 2; set "
+                "both or neither"
             )
-        return
-    if mode not in AXIS_MODES:
+    elif mode is None:
         raise ValueError(
-            f"enable_sequence_parallelism=True with sequence_parallelism_mode={mode!r}: this version cuts sequences by "
-            f"{' and '.join(map(repr, AXIS_MODES))} over sp_size ranks; choose one of these"
+            "enable_sequence_parallelism=True with tp_size=1 and sp_size=1: there is no second rank to share sequences "
+            "with; use tp_size=2 or more ('split_gather', 'ring'), or sp_size=2 or more ('all_to_all', 'ring_attn')"
         )
-    _check_axis(settings, mode, size)
+    elif mode in TENSOR_MODES:
+        check_along_tensor(settings, mode)
+    else:
+        _check_axis(settings, mode, size)
 
 
 def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
@@ -77,17 +83,10 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
         )
 
 
-def of_sharder(options: dict[str, Any]) -> dict[str, Any]:
-    """What shardformer is told: layers stay as they are where attention alone works on split sequences."""
-    if options["sequence_parallelism_mode"] not in AXIS_MODES:
-        return options
-    return {**options, "enable_sequence_parallelism": False, "sequence_parallelism_mode": None}
-
-
 def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | None:
     """Whether the whole model can have its sequences cut: ValueError if not. None: nobody wants to."""
-    mode = settings.sharding.sequence_parallelism_mode
-    if not settings.sharding.enable_sequence_parallelism or mode not in AXIS_MODES:
+    mode = settings.sequence_mode
+    if mode not in AXIS_MODES:
         return None
     return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
 
@@ -98,7 +97,7 @@ def split_sequences(
     """Let attention work on split sequences; returns who splits them."""
     if facts is None:
         return None
-    mode = settings.sharding.sequence_parallelism_mode
+    mode = settings.sequence_mode
     assert mode is not None
     native = native_model(model)
     name = attention_of(native)

@@ -20,6 +20,7 @@ from ...models.config import first_int, hidden_size
 from ...pipeline.cut.plan import CutPlan
 from ...shardformer.layer.linear import input_size, is_linear, output_size
 from ...shardformer.plan import Decision
+from ...shardformer.sequence import AlongTensor
 from ...shardformer.side_by_side import SideBySide
 from ...shardformer.styles import Column, PartialSum, Row, VocabEmbedding, VocabHead
 from ...shardformer.sum_at_exit import SumAtExit
@@ -61,8 +62,14 @@ class Tokens:
         return None if self.tokens is None or features is None else self.tokens * features * self.itemsize
 
 
-def tensor_traffic(positions: Sequence[Sequence[Decision]], tokens: Tokens, recomputes: bool) -> list[Traffic]:
-    """All-reduces over tp, at the pipeline position that has most of them."""
+def tensor_traffic(
+    positions: Sequence[Sequence[Decision]], tokens: Tokens, recomputes: bool, split: AlongTensor | None = None
+) -> list[Traffic]:
+    """Collectives over tp, at the pipeline position that has most of them.
+
+    split   how sequences are split over these ranks: then an all-gather and a reduce-scatter, which together send as
+            much, stand for each all-reduce but those of the vocabulary
+    """
     of_position = [(_reduced_features(decisions), decisions) for decisions in positions]
     found, busiest = max(of_position, key=lambda position: sum(position[0]), default=([], ()))
     if not found:
@@ -75,7 +82,35 @@ def tensor_traffic(positions: Sequence[Sequence[Decision]], tokens: Tokens, reco
     what = ("activations and their gradients, all-reduce") + (
         " (without those that are recomputed)" if recomputes else ""
     )
-    return [Traffic("tp", what, calls, None if size is None else 2 * (ranks - 1) * size // ranks)]
+    reduced = Traffic("tp", what, calls, None if size is None else 2 * (ranks - 1) * size // ranks)
+    return [reduced] if split is None else _split_traffic(reduced, busiest, tokens, split, ranks)
+
+
+def _split_traffic(
+    reduced: Traffic, decisions: Sequence[Decision], tokens: Tokens, split: AlongTensor, ranks: int
+) -> list[Traffic]:
+    """What `reduced` is where sequences are split, without the gather behind the last layer and that of its gradient
+    before the first.
+    """
+    vocabulary = [each for each in decisions if isinstance(each.style, VocabEmbedding | VocabHead)]
+    of_vocabulary = _reduced_features(vocabulary)
+    again = _reduced_features([each for each in decisions if isinstance(each.style, Column)]) if split.again else []
+
+    def sent(features: Sequence[int]) -> int:
+        return (ranks - 1) * (tokens.bytes(sum(features)) or 0) // ranks
+
+    def times(number: int) -> int:
+        return number * (tokens.microbatches or 0)
+
+    count, size = reduced.count, reduced.sent
+    if count is not None:
+        count = 2 * (count - times(len(of_vocabulary))) + times(len(again))
+    if size is not None:
+        size += sent(again) - 2 * sent(of_vocabulary)
+    parts = Traffic("tp", "parts of sequences and their gradients, all-gather and reduce-scatter", count, size)
+    known = None if size is None else 2 * sent(of_vocabulary)
+    called = None if count is None else times(len(of_vocabulary))
+    return [parts, Traffic("tp", "vocabulary, all-reduce", called, known)] if of_vocabulary else [parts]
 
 
 def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
@@ -115,8 +150,11 @@ def _features_of(module: nn.Module) -> int:
     return first_int(module, ("hidden_dim", "hidden_size")) or 0
 
 
-def pipeline_traffic(plan: CutPlan, tokens: Tokens) -> list[Traffic]:
-    """Messages that the busiest pipeline rank sends: outputs forward, gradients backward."""
+def pipeline_traffic(plan: CutPlan, tokens: Tokens, parts: int = 1) -> list[Traffic]:
+    """Messages that the busiest pipeline rank sends: outputs forward, gradients backward.
+
+    parts   into which sequences are split between layers
+    """
     if plan.survey is None:
         return []
     sends = [0] * plan.placement.num_ranks
@@ -137,6 +175,6 @@ def pipeline_traffic(plan: CutPlan, tokens: Tokens) -> list[Traffic]:
             "pp",
             "activations forward, gradients backward, sent to neighbours",
             count,
-            None if size is None else sends[busiest] * size,
+            None if size is None else sends[busiest] * size // parts,
         )
     ]

@@ -1,0 +1,332 @@
+"""Layers whose activations are split along the sequence: what modules do where they meet them.
+
+Between the modules of a layer a rank holds [B, s_k, H], its part of the S positions as `torch.tensor_split` deals them.
+
+    first layer         splits what it is given, [B, S, H] -> [B, s_k, H]
+    gathering module    an attention, an MLP: gathers its first argument, [B, s_k, H] -> [B, S, H]; what else it is
+                        given (masks, positions, an encoder's states) is whole
+    gathering column    the same for one column linear, where the modules around it see parts of sequences
+    scattering row      deals the sum of the ranks' outputs out along the sequence
+    whole module        one that every rank computes alike from whole sequences; its output is split again
+    last layer          gathers what it returns
+
+How many positions there are is a fact of the running forward (`utils.carried`), left by the first layer, or by whoever
+runs a part of the layers. Without it nothing is split: a layer that is called by itself computes what it always did,
+and so does one that generates a token at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ...comm.collectives import even_sizes
+from ...ops.collective import gather_from_group, reduce_scatter_to_group, split_to_group
+from ...ops.linear import row_linear
+from ...ops.sequence import gather_sequence
+from ...ops.sequence_ring import finish, scattered_linear
+from ...ops.weight_grad import deferral_possible
+from ...utils.carried import facts
+from ..rng import sharded_rng, uses_dropout
+from .linear import ColumnParallel, RowParallel, is_conv1d
+from .parallel_module import ParallelGroup, ParallelModule
+
+_GATHERED = "_shardwright_gathered"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of layers through which one sequence goes.
+
+    name    of the list in the model
+    again   gather inputs of column linears once more in backward, and keep this rank's part alone
+    ring    gather and scatter in parts, while products of others are computed
+    """
+
+    name: str
+    again: bool = False
+    ring: bool = False
+
+    def begin(self, x: Tensor, ranks: int) -> bool:
+        """Note how long the sequences of x [B, S, H] are; whether they are split."""
+        if x.dim() != 3:
+            raise ValueError(
+                f"{self.name}: layers are given {list(x.shape)}, but sequences that are split over tp_size={ranks} "
+                "ranks must be [batch, length, hidden]; use enable_sequence_parallelism=False"
+            )
+        length = x.shape[1]
+        told = facts().get(self._told)
+        if told is not None and told != length:
+            raise ValueError(
+                f"{self.name}: sequences are {length} long where the batch has {told}; stages of a pipeline take the "
+                "length from input_ids, inputs_embeds, decoder_input_ids or labels; use pp_size=1, or "
+                "enable_sequence_parallelism=False"
+            )
+        if length >= ranks:
+            self.note(length)
+            return True
+        self.forget()
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{self.name}: sequences of {length} cannot be split over tp_size={ranks} ranks, each of which needs "
+                f"a position; use sequences of at least {ranks}, or enable_sequence_parallelism=False"
+            )
+        return False
+
+    def note(self, length: int) -> None:
+        facts()[self._key] = length
+
+    def forget(self) -> None:
+        facts().pop(self._key, None)
+
+    def tell(self, length: int, ranks: int) -> None:
+        """Note what a stage of a pipeline is told."""
+        facts()[self._told] = length
+        if length >= ranks:
+            self.note(length)
+
+    def sizes(self, ranks: int) -> list[int] | None:
+        """Positions of every rank; None while nothing is split."""
+        length = facts().get(self._key)
+        return None if length is None else even_sizes(length, ranks)
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return "sequence", self.name
+
+    @property
+    def _told(self) -> tuple[str, str]:
+        return "sequence of the batch", self.name
+
+
+class _InStack(ParallelModule):
+    stack: Stack
+
+    @property
+    def _sizes(self) -> list[int] | None:
+        return self.stack.sizes(self.parallel.size)
+
+
+class SplitLayer(_InStack):
+    """A layer of a stack. Outside of modules that see whole sequences, ranks draw random numbers of their own."""
+
+    is_first = False
+    is_last = False
+    draws = False
+
+    @classmethod
+    def of(cls, layer: nn.Module, parallel: ParallelGroup, stack: Stack, is_first: bool, is_last: bool) -> None:
+        split = cls.adopt(layer, parallel)
+        split.stack, split.is_first, split.is_last = stack, is_first, is_last
+        split.draws = uses_dropout(layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = self.parallel.group
+        if self.is_first and self.stack.begin(first_tensor(args, kwargs), self.parallel.size):
+            args, kwargs = with_first(lambda x: split_to_group(x, group, 1, self._sizes), args, kwargs)
+        sizes = self._sizes
+        if self.draws and self.training and sizes is not None:
+            with sharded_rng(group).fork():
+                output = super().forward(*args, **kwargs)
+        else:
+            output = super().forward(*args, **kwargs)
+        if not self.is_last or sizes is None:
+            return output
+        output = of_first(lambda y: gather_from_group(y, group, 1, sizes), output)
+        self.stack.forget()
+        return output
+
+
+class GatheringModule(_InStack):
+    """
+    weights     modules whose weights the column linears have that may read what is gathered
+    """
+
+    readers: tuple[nn.Module, ...] = ()
+    draws = False
+
+    @classmethod
+    def of(cls, module: nn.Module, parallel: ParallelGroup, stack: Stack, readers: tuple[nn.Module, ...]) -> None:
+        gathering = cls.adopt(module, parallel)
+        gathering.stack, gathering.draws = stack, uses_dropout(module)
+        # a tuple, so that they are no children
+        gathering.readers = tuple(reader for reader in readers if isinstance(reader, ColumnParallel))
+        if gathering.draws:
+            for reader in gathering.readers:
+                reader.register_forward_hook(partial(_open_numbers, parallel, stack))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        sizes = self._sizes
+        if sizes is None:
+            return super().forward(*args, **kwargs)
+        weights = [cast(Tensor, reader.weight) for reader in self.readers]
+        kept = []
+
+        def gather(x: Tensor) -> Tensor:
+            check_part(x.shape[1], sizes, self)
+            whole, alive = gather_sequence(
+                x, self.parallel.group, 1, sizes, weights, again=self.stack.again, in_parts=self.stack.ring
+            )
+            kept.append(alive)
+            return whole
+
+        args, kwargs = with_first(gather, args, kwargs)
+        try:
+            if not (self.draws and self.training):
+                return super().forward(*args, **kwargs)
+            # Whole sequences are the same on all ranks up to the column linears, behind which activations never are.
+            rng = sharded_rng(self.parallel.group)
+            with rng.replicated():
+                try:
+                    return super().forward(*args, **kwargs)
+                finally:
+                    rng.close()
+        finally:
+            finish(first_tensor(args, kwargs))
+
+
+class GatheringColumn(_InStack):
+    """x [B, s_k, I], or [B s_k, I]; columns that are called with the same x gather it once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = self._sizes
+        if sizes is None:
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        reference, version = getattr(x, _GATHERED, (None, 0))
+        whole = reference() if reference is not None and version == x._version else None
+        alive = None
+        if whole is None:
+            column = cast(Any, self)
+            dim, sizes = token_sizes(x, sizes, sizes[self.parallel.rank])
+            check_part(x.shape[dim], sizes, self)
+            weights = [column.weight, *(sibling.weight for sibling in column.siblings)]
+            whole, alive = gather_sequence(
+                x, self.parallel.group, dim, sizes, weights, again=self.stack.again, in_parts=self.stack.ring
+            )
+            setattr(x, _GATHERED, (weakref.ref(whole), x._version))
+        y: Tensor = super().forward(whole)  # type: ignore[misc]
+        if y.grad_fn is not None:
+            cast(Any, y.grad_fn).gathered = whole, alive  # for the columns that come
+        return y
+
+
+class ScatteringRow(_InStack):
+    """
+    by_rank     whether tokens in one dim come by the rank that holds them, and not by their sample
+    """
+
+    by_rank = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = self._sizes
+        row = cast(RowParallel, self)
+        if sizes is None or row.in_sum:
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        group = self.parallel.group
+        if row.split_input:
+            x = split_to_group(x, group, -1, row._input_sizes)
+        flat = x.dim() == 2 and not self.by_rank
+        if x.dim() == 2 and self.by_rank:
+            dim, sizes = token_sizes(x, sizes, sum(sizes))
+        else:
+            dim = 1
+        if flat or not row._plain:
+            summand = row._computed_alone(x, None)
+            summand = summand.unflatten(0, (-1, sum(sizes))) if flat else summand
+            y = reduce_scatter_to_group(summand, group, dim, sizes)
+            y = y.flatten(0, 1) if flat else y
+            return y if row.bias is None else y + row.bias.to(y.dtype)
+        if self.stack.ring and not deferral_possible() and not torch.compiler.is_compiling() and not _is_cast(x):
+            weight = row.weight.t() if is_conv1d(row) else row.weight
+            y = scattered_linear(x, weight, group, dim, sizes)
+            return y if row.bias is None else y + row.bias.to(y.dtype)
+        return row_linear(
+            x, row.weight, row.bias, group, transposed=is_conv1d(row), scatter_dim=dim, scatter_sizes=sizes
+        )
+
+
+class WholeModule(_InStack):
+    """Every rank gathers the sequence and keeps its part of the result: gradients of the parameters are whole."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        sizes, group = self._sizes, self.parallel.group
+        if sizes is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = with_first(lambda x: gather_from_group(x, group, 1, sizes), args, kwargs)
+        return of_first(lambda y: split_to_group(y, group, 1, sizes), super().forward(*args, **kwargs))
+
+
+class DrawsAlike(ParallelModule):
+    """A module that sees whole sequences within a layer that does not."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return super().__call__(*args, **kwargs)
+        with sharded_rng(self.parallel.group).replicated():
+            return super().__call__(*args, **kwargs)
+
+
+def _is_cast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def _open_numbers(parallel: ParallelGroup, stack: Stack, reader: nn.Module, *_: Any) -> None:
+    if reader.training and stack.sizes(parallel.size) is not None:
+        sharded_rng(parallel.group).open()
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a layer, or of a module of one."""
+    place = _place(args, kwargs)
+    value = args[place] if isinstance(place, int) else kwargs[place]
+    return cast(Tensor, value)
+
+
+def with_first(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with other hidden states."""
+    place = _place(args, kwargs)
+    if isinstance(place, int):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), dict(kwargs)
+    return args, {**kwargs, place: change(kwargs[place])}
+
+
+def of_first(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """What a module returns with other hidden states, which come first."""
+    if isinstance(output, Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))
+
+
+def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return index
+    if isinstance(kwargs.get("hidden_states"), Tensor):
+        return "hidden_states"
+    return next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+
+
+def token_sizes(x: Tensor, sizes: list[int], positions: int) -> tuple[int, list[int]]:
+    """Along which dim x holds tokens, and how many each rank has of them; `positions` of x in every sample."""
+    if x.dim() > 2:
+        return 1, sizes
+    samples = x.shape[0] // positions
+    return 0, [size * samples for size in sizes]
+
+
+def check_part(length: int, sizes: list[int], module: ParallelModule) -> None:
+    if length != sizes[module.parallel.rank]:
+        raise ValueError(
+            f"{type(module).__name__} is given {length} positions of a sequence where this rank's part has "
+            f"{sizes[module.parallel.rank]}: the model does not hand on what its layers return as it is; use "
+            "enable_sequence_parallelism=False"
+        )

@@ -1,0 +1,94 @@
+"""Whether a model may have its sequences split along tensor parallelism: tried on a small copy of it.
+
+What layers do with whole sequences outside of attention and MLPs (convolutions, state spaces, positions that they count
+themselves) shows as a wrong shape, loss or gradient. Then regions are tried as whole ones whose output is split, which
+is right for all that looks along the sequence within a module; what fails then too is refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import chain
+
+import torch.nn as nn
+
+from .apply import apply_decisions
+from .config import ShardConfig
+from .plan import Plan
+from .regions import Region, find_regions
+from .rng import device_of
+from .self_check import SelfCheck
+from .sequence import AlongTensor, SequencePlan, plan_sequence
+from .small_copy import small_copies
+from .styles import Decision
+
+_LOGGER = logging.getLogger(__name__)
+_WORKS = "use enable_sequence_parallelism=False, or sequence_parallelism_mode='all_to_all' or 'ring_attn'"
+
+
+def verified(
+    model: nn.Module,
+    plan: Plan,
+    decisions: Sequence[Decision],
+    regions: Sequence[Region],
+    lists: Sequence[str] | None,
+    config: ShardConfig,
+    how: AlongTensor,
+) -> SequencePlan:
+    """What becomes of the model's modules; ValueError, on all ranks alike, when its layers cannot have parts of
+    sequences. Collective.
+    """
+    _refuse_branches(model)
+    name = type(model).__name__
+    first = plan_sequence(model, decisions, regions, lists)
+    if config.parallel.is_played:  # a layout on paper
+        return first
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"enable_sequence_parallelism=True: {name} is not built from a config, so that no small copy of it can be "
+            "made to try it on; use enable_sequence_parallelism=False"
+        )
+    example = config.example_inputs
+    device = device_of(config.parallel.group)
+    made = small_copies(model, config.parallel.size, keep_inputs=example is not None)
+    copies = (copied.to(device) for copied in made)
+    smallest = next(copies, None)
+    if smallest is None:
+        raise ValueError(
+            f"enable_sequence_parallelism=True: no small copy of {name} can be built to try it on; use "
+            "enable_sequence_parallelism=False"
+        )
+    check = SelfCheck(chain([smallest], copies), config.parallel, example)
+    failed: list[str] = []
+    for careful in (False, True):
+
+        def apply(copied: nn.Module, careful: bool = careful) -> None:
+            own = plan.decide(copied, config.parallel, complete=False)
+            around = find_regions(copied, own)
+            split = plan_sequence(copied, own, around, lists, careful)
+            apply_decisions(copied, split.decisions(copied, own), around, config.parallel, split.for_dropout(around))
+            split.apply(copied, config.parallel, how)
+
+        found = check.failures(apply)
+        if found == []:
+            if careful:
+                _LOGGER.warning(
+                    f"{name}: attention and MLPs are computed from whole sequences and their outputs split, since they "
+                    "cannot scatter where they end; this sends twice what plain tensor parallelism does"
+                )
+            return first if not careful else plan_sequence(model, decisions, regions, lists, careful)
+        failed = found or ["its forward on parts of sequences"]
+    raise ValueError(
+        f"enable_sequence_parallelism=True: layers of {name} need whole sequences outside of attention and MLPs; on a "
+        f"small copy of it {', '.join(failed[:3])} came out wrong; {_WORKS}"
+    )
+
+
+def _refuse_branches(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if "DropPath" in type(module).__name__ and (getattr(module, "drop_prob", 0) or 0) > 0:
+            raise ValueError(
+                f"enable_sequence_parallelism=True: {name} ({type(module).__name__}) drops whole samples, which ranks "
+                f"that hold parts of a sequence do not agree on; set its probability to 0, or {_WORKS}"
+            )
