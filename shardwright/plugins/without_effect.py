@@ -34,9 +34,9 @@ class WithoutEffect(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides whether an option has anything to act on. Sizes are numbers of ranks: `dp` of those that exchange
-    gradients, `sharing` of a ZeRO sub-group. `postpones` says whether a pipeline computes weight gradients apart,
-    `sharding_policy` which custom policy does nothing but shard, `splits_sequences` whether ranks share sequences.
+    """What decides whether an option has anything to act on. Sizes are numbers of ranks, `sharing` those of a ZeRO
+    sub-group; `postpones` says whether a pipeline computes weight gradients apart, `sharding_policy` which custom
+    policy does nothing but shard, `splits_sequences` whether ranks share sequences.
     """
 
     precision: str
@@ -96,8 +96,11 @@ HYBRID: Sequence[Rule] = (
     ),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 0, "zero_stage=0 takes ddp_bucket_cap_mb"),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at zero_stage=3"),
-    Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(
+        ("broadcast_buffers", "communication_dtype", "overlap_communication"),
+        lambda facts: facts.dp == 1 and not facts.splits_sequences,
+        _ALONE,
+    ),
     Rule(
         ("overlap_allgather",),
         lambda facts: facts.sharing == 1,
