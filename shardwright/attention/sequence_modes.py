@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 
 from .ulysses import AttentionFunction
 
@@ -48,23 +48,24 @@ def native_function(name: str) -> Callable[[nn.Module], AttentionFunction]:
     return find
 
 
-def use_attention(model: Any, function: AttentionFunction, purpose: str) -> None:
-    """Let all attention of `model` go through `function`."""
+def use_attention(model: Any, function: AttentionFunction, purpose: str, copies: Sequence[Any] = ()) -> None:
+    """Let all attention of `model` go through `function`, and that of its `copies` without data."""
     from transformers import AttentionInterface
 
     name = f"shardwright_{purpose}_{next(_numbers)}"
     own = WeakSet(model.modules())
 
-    def of_model(module: nn.Module, *args: Any, **options: Any) -> Any:
-        if module not in own:
+    def of_model(module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
+        if module not in own and not query.is_meta:  # copies without data are asked for shapes
             raise ValueError(
                 f"a {type(module).__name__} of another model than the boosted one shares its config, which now names "
-                "attention on parts of sequences; build the other model from a copy of the config"
+                "attention on parts of sequences; build it from a copy of the config that was taken before "
+                "booster.boost"
             )
-        return function(module, *args, **options)
+        return function(module, query, *args, **options)
 
     AttentionInterface.register(name, of_model)
-    for module in model.modules():
+    for module in itertools.chain(*(each.modules() for each in (model, *copies))):
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
             config._attn_implementation_internal = name

@@ -43,10 +43,3 @@ class Share:
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Of this rank's tokens in the whole sequence, [S / n]."""
         return self.part(torch.arange(length, device=device), 0)
-
-    def join(self, parts: list[Tensor], dim: int) -> Tensor:
-        """The whole from the parts of all ranks."""
-        if not self.zigzag:
-            return torch.cat(parts, dim)
-        halves = [part.chunk(2, dim) for part in parts]
-        return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim)

@@ -142,19 +142,18 @@ class Sent(TorchDispatchMode):
 
 
 def volumes(rank: int, world: int, samples: int, length: int, mode: dict[str, Any]) -> Any:
-    """Of one layer, forward and backward, in both modes."""
+    """What a layer sends forward and backward, and the norm of its gradients: in both modes, and in rings of rings."""
     found = []
-    for name in ("all_to_all", "ring_attn"):
-        plugin = HybridParallelPlugin(
-            precision="fp32", **{**mode, "sequence_parallelism_mode": name, "sp_size": world, "zero_stage": 1}
-        )
+    ids = torch.randint(3, 100, (samples, length))
+    for name, inner in (("all_to_all", None), ("ring_attn", None), ("ring_attn", 2)):
+        chosen = {"sequence_parallelism_mode": name, "sp_size": world, "inner_ring_size": inner, "zero_stage": 1}
+        booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **{**mode, **chosen}))
         model = zoo.build("qwen3-causal-lm", dtype=torch.float32, num_hidden_layers=1)
-        booster = Booster(plugin=plugin)
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ids = torch.randint(3, 100, (samples, length))
         with Sent(rank) as sent, booster.no_sync(model, optimizer):  # gradients stay where they are
             booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
-        found.append(sent.found)
+        booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+        found.append((sent.found, optimizer.get_grad_norm()))
     return found
 
 

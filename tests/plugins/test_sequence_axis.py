@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -120,6 +121,18 @@ def test_what_is_found_out_of_models() -> None:
     assert not by_mask.own_positions
 
 
+def other_model(rank: int, world: int) -> None:
+    """Of the same config, which is refused, and of a copy of it."""
+    plugin = HybridParallelPlugin(precision="fp32", **ULYSSES)
+    model = zoo.build("llama-causal-lm", dtype=torch.float32)
+    shares, copies = type(model)(model.config), type(model)(copy.deepcopy(model.config))
+    batch = zoo.inputs(model)
+    Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="from a copy of the config that was taken before"):
+        shares(**batch)
+    assert copies(**batch).logits.shape[:2] == batch["input_ids"].shape
+
+
 def mistakes(rank: int, world: int) -> None:
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **ULYSSES))
     model = zoo.build("llama-causal-lm", dtype=torch.float32)
@@ -151,17 +164,20 @@ def looks(outputs: Any, inputs: Any) -> torch.Tensor:
 
 def test_mistakes() -> None:
     run_ranks(mistakes, 2)
+    run_ranks(other_model, 2)
 
 
 def test_what_travels() -> None:
     """In numbers per layer, of b samples, S tokens, H heads and K heads of keys of size d, on each of n ranks."""
     b, length, heads, keys, size, n = 2, 32, 4, 2, 16, 4
-    for ulysses, ring in run_ranks(volumes, n, b, length, RING):
+    for (ulysses, norm), *rings in run_ranks(volumes, n, b, length, RING):
         sent = b * length // n * size * (n - 1) // n  # of one head, to the others
         # k and v are sent to two ranks each, since there are fewer heads than ranks
         assert ulysses == {"alltoall_base_": (8, 2 * (2 * heads + 2 * 2 * keys) * sent)}
         block = 2 * b * (length // n) * keys * size  # k and v of one rank
-        assert ring == {"send": (3 * (n - 1), 3 * (n - 1) * block)}
+        for ring, same in rings:
+            assert ring == {"send": (3 * (n - 1), 3 * (n - 1) * block)}
+            assert same == pytest.approx(norm, rel=1e-5)
 
 
 def test_activations_are_shared() -> None:

@@ -232,6 +232,11 @@ class LossCheck:
                 call_model(self._model, without_images(inputs))
         return seen
 
+    @property
+    def model(self) -> nn.Module:
+        """The copy without memory."""
+        return self._model
+
     def follow_mode(self, training: bool) -> None:
         """The model is in training or in evaluation mode."""
         if training != self._model.training:

@@ -155,7 +155,7 @@ class HybridParallelPlugin(ZeroPlugin):
         facts = Facts(
             precision,
             zero_stage,
-            self.mesh.size("dp_sp"),
+            self.dp_size,
             pp_size,
             tp_size,
             sharing,
@@ -343,7 +343,8 @@ class HybridParallelPlugin(ZeroPlugin):
             model.to(get_current_device())
         if groups is not None:
             groups.rebind(model)
-        axis = split_sequences(self.settings, self.sp_group, model, self._sequences)
+        copies = [] if cut.loss_check is None else [cut.loss_check.model]
+        axis = split_sequences(self.settings, self.sp_group, model, self._sequences, copies)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
         wrapped, units = lay_out(
             model,

@@ -8,6 +8,7 @@ ring_attn      sequences over `sp_size` ranks; keys and values travel round them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -92,9 +93,13 @@ def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts
 
 
 def split_sequences(
-    settings: HybridSettings, group: dist.ProcessGroup, model: nn.Module, facts: SequenceFacts | None
+    settings: HybridSettings,
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    facts: SequenceFacts | None,
+    copies: Sequence[nn.Module] = (),
 ) -> SequenceAxis | None:
-    """Let attention work on split sequences; returns who splits them."""
+    """Let attention work on split sequences, also that of `copies` without data; returns who splits them."""
     if facts is None:
         return None
     mode = settings.sequence_mode
@@ -109,7 +114,7 @@ def split_sequences(
     else:
         share = Share(group.rank(), group.size(), zigzag=facts.causal)
         function = RingAttention(share, rings_of(group, settings.layout.inner_ring_size))
-    use_attention(native, function, mode)
+    use_attention(native, function, mode, copies)
     native.register_forward_pre_hook(_require_parts, with_kwargs=True)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     return SequenceAxis(mode, share, group, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
