@@ -28,7 +28,7 @@ from .layer.parallel_module import ParallelGroup
 from .layer.sequence import DrawsAlike, GatheringColumn, GatheringModule, ScatteringRow, SplitLayer, Stack, WholeModule
 from .regions import Region
 from .rng import uses_dropout
-from .styles import Decision, PartialGradient, Replicated, Site
+from .styles import Column, Decision, PartialGradient, Replicated, Site
 from .sum_at_exit import SumAtExit
 
 
@@ -173,6 +173,11 @@ class _Walk:
         }
         self._alone = [region.name for region in regions if region.opens == (region.module,)]
         self._sums = {decision.site.name for decision in decisions if isinstance(decision.style, SumAtExit)}
+        self._columns = [
+            decision.site.name
+            for decision in decisions
+            if isinstance(decision.style, Column) and decision.style.gather_output
+        ]
         self._sharded = [
             decision.site.name
             for decision in decisions
@@ -200,7 +205,7 @@ class _Walk:
             _is_below(other, name) for other in self._sums
         ):
             self._compute_whole(name)
-        elif region is not None and not inner and region.opens:
+        elif region is not None and not inner and (region.opens or self._gathered_columns(name)):
             if self._careful:
                 self._compute_whole(name)
             else:
@@ -235,13 +240,18 @@ class _Walk:
     def _gather(self, name: str, region: Region) -> None:
         plan = self._plan
         self._put(name)
-        plan.gathering[name] = tuple(self._names[id(module)] for module in region.opens)
+        opens = [self._names[id(module)] for module in region.opens]
+        plan.gathering[name] = (*opens, *self._gathered_columns(name))
         for row in region.closes:
             self._put(self._names[id(row)])
             plan.rows[self._names[id(row)]] = False
             wrapper = self._wrapper(self._names[id(row)])
             # Behind what has been scattered: the bias, and LoRA's B.
             self._note_partial(*(wrapper if wrapper is not None else (self._names[id(row)], row)))
+
+    def _gathered_columns(self, name: str) -> list[str]:
+        """Column linears of a region whose features are gathered behind them (norms over all heads)."""
+        return [column for column in self._columns if _is_below(column, name)]
 
     def _wrapper(self, name: str) -> tuple[str, nn.Module] | None:
         parts = name.split(".")
