@@ -40,6 +40,7 @@ _FLAGS = (
     "enable_flash_attention",
     "enable_fused_normalization",
     "enable_sequence_parallelism",
+    "enable_sequence_overlap",
 )
 _OTHER = (
     "sequence_parallelism_mode",

@@ -26,9 +26,9 @@ from .adapters import has_adapters
 from .layer.linear import is_linear
 from .layer.parallel_module import ParallelGroup
 from .layer.sequence import DrawsAlike, GatheringColumn, GatheringModule, ScatteringRow, SplitLayer, Stack, WholeModule
-from .regions import Region
+from .regions import Region, is_within
 from .rng import uses_dropout
-from .styles import Decision, PartialGradient, Replicated, Site
+from .styles import Column, Decision, PartialGradient, Replicated, Site
 from .sum_at_exit import SumAtExit
 
 
@@ -92,8 +92,8 @@ class SequencePlan:
         return [
             region
             for region in regions
-            if any(_is_below(region.name, name) for name in within)
-            or not any(_is_below(region.name, name) for name in own)
+            if any(is_within(region.name, name) for name in within)
+            or not any(is_within(region.name, name) for name in own)
         ]
 
     def apply(self, model: nn.Module, parallel: ParallelGroup, how: AlongTensor) -> None:
@@ -173,6 +173,11 @@ class _Walk:
         }
         self._alone = [region.name for region in regions if region.opens == (region.module,)]
         self._sums = {decision.site.name for decision in decisions if isinstance(decision.style, SumAtExit)}
+        self._columns = [
+            decision.site.name
+            for decision in decisions
+            if isinstance(decision.style, Column) and decision.style.gather_output
+        ]
         self._sharded = [
             decision.site.name
             for decision in decisions
@@ -192,22 +197,22 @@ class _Walk:
 
     def _visit(self, name: str, module: nn.Module) -> None:
         plan, region = self._plan, self._regions.get(name)
-        inner = [other for other in self._regions if other != name and _is_below(other, name)]
+        inner = [other for other in self._regions if other != name and is_within(other, name)]
         if name in self._sums:
             self._put(name)
             plan.sums.append(name)
-        elif any(_is_below(other, name) for other in self._alone) and not any(
-            _is_below(other, name) for other in self._sums
+        elif any(is_within(other, name) for other in self._alone) and not any(
+            is_within(other, name) for other in self._sums
         ):
             self._compute_whole(name)
-        elif region is not None and not inner and region.opens:
+        elif region is not None and not inner and (region.opens or self._gathered_columns(name)):
             if self._careful:
                 self._compute_whole(name)
             else:
                 self._gather(name, region)
-        elif region is not None or inner or any(_is_below(other, name) for other in self._sums):
+        elif region is not None or inner or any(is_within(other, name) for other in self._sums):
             self._open(name, module)
-        elif any(_is_below(other, name) for other in self._sharded) or not is_by_token(module):
+        elif any(is_within(other, name) for other in self._sharded) or not is_by_token(module):
             self._compute_whole(name)
         else:
             self._note_partial(name, module)
@@ -220,7 +225,7 @@ class _Walk:
             self._note(f"{name}.{local}", param)
         for local, child in module.named_children():
             below = f"{name}.{local}"
-            own = [edge for edge in edges.values() if _is_below(self._names[id(edge)], below)]
+            own = [edge for edge in edges.values() if is_within(self._names[id(edge)], below)]
             if not own:
                 self._visit(below, child)
                 continue
@@ -235,13 +240,18 @@ class _Walk:
     def _gather(self, name: str, region: Region) -> None:
         plan = self._plan
         self._put(name)
-        plan.gathering[name] = tuple(self._names[id(module)] for module in region.opens)
+        opens = [self._names[id(module)] for module in region.opens]
+        plan.gathering[name] = (*opens, *self._gathered_columns(name))
         for row in region.closes:
             self._put(self._names[id(row)])
             plan.rows[self._names[id(row)]] = False
             wrapper = self._wrapper(self._names[id(row)])
             # Behind what has been scattered: the bias, and LoRA's B.
             self._note_partial(*(wrapper if wrapper is not None else (self._names[id(row)], row)))
+
+    def _gathered_columns(self, name: str) -> list[str]:
+        """Column linears of a region whose features are gathered behind them (norms over all heads)."""
+        return [column for column in self._columns if is_within(column, name)]
 
     def _wrapper(self, name: str) -> tuple[str, nn.Module] | None:
         parts = name.split(".")
@@ -276,10 +286,6 @@ def is_by_token(module: nn.Module) -> bool:
     if is_linear(module):
         return True
     return not any(True for _ in module.children()) and all(param.ndim <= 1 for param in module.parameters())
-
-
-def _is_below(name: str, around: str) -> bool:
-    return name == around or name.startswith(f"{around}.")
 
 
 def split_lengths(batch: object, stacks: Sequence[str]) -> Mapping[str, int]:

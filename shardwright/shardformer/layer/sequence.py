@@ -146,7 +146,7 @@ class SplitLayer(_InStack):
 
 class GatheringModule(_InStack):
     """
-    weights     modules whose weights the column linears have that may read what is gathered
+    readers     the column linears that may be called with what is gathered
     """
 
     readers: tuple[nn.Module, ...] = ()
