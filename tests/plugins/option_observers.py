@@ -73,6 +73,12 @@ def recorded() -> Iterator[list[Event]]:
         yield events
 
 
+def logits(plugin: type, settings: dict[str, Any]) -> str:
+    """What a forward with labels returns for them."""
+    _, model, _ = boosted(plugin(**settings))
+    return type(model(**batch()).logits).__name__
+
+
 def traffic(plugin: type, settings: dict[str, Any]) -> list[Event]:
     """What two steps send and when they wait."""
     booster, model, optimizer = boosted(plugin(**settings))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...cluster import job
 from ...interface import ModelWrapper, OptimizerWrapper
+from ...kernels.lazy_logits import loss_wanted
 from ...ops.vocab_mode import as_scripts_see
 from ...pipeline.cut.plan import CutModel
 from ...pipeline.executor import PipelineExecutor
@@ -60,7 +61,8 @@ class HybridModel(ModelWrapper):
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
         args, kwargs = self._policy.cast_inputs((args, kwargs))
-        with self._running(), self.executor.numbers(), job.forward(self._waits):
+        wanted = loss_wanted(kwargs.get("labels") is not None)
+        with self._running(), self.executor.numbers(), job.forward(self._waits), wanted:
             outputs = self.module(*args, **kwargs)
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 
