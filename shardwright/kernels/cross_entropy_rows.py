@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..comm import turns
 from ..ops.vocab_shard import VocabShard
+from .backends import triton_kernels
 
 
 class Columns(NamedTuple):
@@ -77,6 +78,9 @@ def promoted(x: Tensor) -> Tensor:
 
 def row_shares(logits: Tensor, targets: Targets, columns: Columns, terms: Terms) -> tuple[Tensor, Tensor]:
     """This rank's share of every row: its largest logit [N], and [3, N] of sum exp(x - largest), x_target, sum x."""
+    kernels = triton_kernels("cross_entropy", logits) if logits.stride(1) == 1 else None
+    if kernels is not None:
+        return kernels.row_shares(logits, targets.column, targets.foreign, columns.length)  # type: ignore[no-any-return]
     real = promoted(logits[:, : columns.length])
     peak = real.amax(1) if columns.length else real.new_full(targets.column.shape, -torch.inf)
     shares = real.new_zeros((3, *targets.column.shape))
@@ -115,9 +119,12 @@ def row_gradients(
 ) -> Tensor:
     """dx [N, v] for dlosses [N], in the dtype of lse; in the memory of the logits with `reuse`, where that can be."""
     smoothing, z_loss = terms
+    dx = logits if reuse and logits.dtype == lse.dtype else torch.empty_like(logits, dtype=lse.dtype)
+    kernels = triton_kernels("cross_entropy", logits) if logits.stride(1) == 1 else None
+    if kernels is not None:
+        return kernels.row_gradients(logits, lse, dlosses, *targets, columns.length, columns.size, *terms, dx)  # type: ignore[no-any-return]
     dlosses = dlosses.masked_fill(targets.ignored, 0)
     slope = dlosses if not z_loss else dlosses * (1 + 2 * z_loss * lse)
-    dx = logits if reuse and logits.dtype == lse.dtype else torch.empty_like(logits, dtype=lse.dtype)
     real = dx[:, : columns.length]
     torch.sub(logits[:, : columns.length], lse.unsqueeze(1), out=real)
     real.exp_().mul_(slope.unsqueeze(1))

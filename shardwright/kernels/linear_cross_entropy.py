@@ -43,6 +43,11 @@ from .logit_steps import Step, applied, differentiated, steps_of
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of the logits of a chunk, in fp32
 
 
+def tokens_at_a_time(device: torch.device, rows: int) -> int:
+    """Whose logits, over `rows` of a vocabulary, exist at once. A loss of no more tokens has nothing to gain here."""
+    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * rows))
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +76,7 @@ def linear_cross_entropy(
     _check(x, weight, target, bias, shard, reduction, label_smoothing, softcap, chunk)
     columns = Columns(weight.shape[0], 0, weight.shape[0]) if shard is None else Columns.of(shard)
     if chunk is None:
-        chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
+        chunk = tokens_at_a_time(x.device, weight.shape[0])
     job = _Job(
         columns,
         Terms(label_smoothing, z_loss),

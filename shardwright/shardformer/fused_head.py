@@ -1,6 +1,7 @@
 """Heads that compute their logits only for those who read them: for losses that do without.
 
-A head over the vocabulary returns `kernels.lazy_logits.LazyLogits` while a loss is wanted of the forward that runs.
+A head over the vocabulary returns `kernels.lazy_logits.LazyLogits` while a loss is wanted of the forward that runs, and
+there are so many tokens that it gains by it.
 Which heads: those that sharding has made `LogitsParallel`, and on one rank what the model calls its output embeddings;
 of them linears that compute x W^T + b and nothing else. Heads keep identity, names and parameters; their class becomes
 a subclass of what it was.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.lazy_logits import Clock, Head, LazyLogits, is_loss_wanted
+from ..kernels.linear_cross_entropy import tokens_at_a_time
 from ..ops.vocab_mode import as_scripts_see, in_forward, mark_vocab_sharded
 from ..ops.vocab_shard import VocabShard
 from .adapters import native_model
@@ -48,6 +50,7 @@ class FusedHead(nn.Module):
             and isinstance(x, Tensor)
             and x.dtype == self.weight.dtype
             and not x.is_meta
+            and x.numel() > x.shape[-1] * tokens_at_a_time(x.device, self.weight.shape[0])
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled(x.device.type)
             and not getattr(self, "gather_output", False)

@@ -21,7 +21,9 @@ def _block(columns: int) -> int:
 
 
 @triton.jit
-def _shares(logits, stride, column, foreign, peak, shares, tokens, length, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _shares(
+    logits, stride, column, foreign, peak, shares, tokens, length, width, BLOCK: tl.constexpr, WIDE: tl.constexpr
+):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     most = tl.full((), -float("inf"), WIDE)
@@ -36,10 +38,11 @@ def _shares(logits, stride, column, foreign, peak, shares, tokens, length, BLOCK
         total = total * tl.exp(most - base) + tl.sum(tl.exp(x - base), 0)
         plain += tl.sum(tl.where(inside, x, 0.0), 0)
         most = above
-    target = tl.load(start + tl.load(column + row)).to(WIDE)
+    place = tl.load(column + row)
+    target = tl.load(start + place, mask=place < width, other=float("nan")).to(WIDE)  # what is no id has no loss
     tl.store(peak + row, most)
     tl.store(shares + row, total)
-    tl.store(shares + tokens + row, tl.where(tl.load(foreign + row) != 0, 0.0, target))
+    tl.store(shares + tokens + row, tl.where((tl.load(foreign + row) != 0) & (place < width), 0.0, target))
     tl.store(shares + 2 * tokens + row, plain)
 
 
@@ -75,7 +78,7 @@ def row_shares(logits: Tensor, column: Tensor, foreign: Tensor, length: int) -> 
     peak, shares = logits.new_empty(tokens, dtype=wide), logits.new_empty((3, tokens), dtype=wide)
     if tokens:
         _shares[(tokens,)](
-            logits, logits.stride(0), column, foreign, peak, shares, tokens, length,
+            logits, logits.stride(0), column, foreign, peak, shares, tokens, length, logits.shape[1],
             BLOCK=_block(length), WIDE=_wide(wide), num_warps=8,
         )  # fmt: skip
     return peak, shares
