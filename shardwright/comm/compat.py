@@ -6,7 +6,7 @@ Checked on torch 2.11 (`all_gather_into_tensor`, `reduce_scatter_tensor`) and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -201,3 +201,12 @@ def with_modes(modes: tuple[list[Any], list[Any]]) -> Iterator[None]:
             torch._C._pop_torch_dispatch_stack(None)
         for _ in functions:
             torch._C._pop_torch_function_stack()
+
+
+def tensor_without_memory(
+    cls: type, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of the subclass `cls` that stands for one of this shape; its `__torch_dispatch__` is asked for all that
+    is done with it. Checked on torch 2.11 and 2.13: `torch.Tensor._make_wrapper_subclass`.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)  # type: ignore[attr-defined]

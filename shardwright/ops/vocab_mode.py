@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from ..comm.compat import without_torch_function
+from ..kernels.lazy_logits import LazyLogits, check_use, fused_loss
 from ..utils import pytree
 from . import vocab_answers, vocab_rows
 from .cross_entropy import vocab_cross_entropy
@@ -203,13 +204,28 @@ class ShardedLogits(Tensor):
             return pytree.tree_map(as_scripts_see, _on_marked(func, args, kwargs or {}, by_script=True))
 
 
+class LazyShardedLogits(LazyLogits, ShardedLogits):
+    """The same, of logits that nobody has read yet."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        check_use(func, args, kwargs or {})
+        return ShardedLogits.__torch_function__(func, types, args, kwargs)
+
+
 def as_scripts_see(value: Any) -> Any:
     """`value`, as `ShardedLogits` where it is a marked tensor."""
     mark = mark_of(value)
     if mark is None or isinstance(value, ShardedLogits):
         return value
     if mark.promote:  # the model asked for fp32, and a script may write to it
-        value, mark = value.float(), mark._replace(promote=False)
+        mark = mark._replace(promote=False)
+        value = hand_on(value.float(), mark)
+    if isinstance(value, LazyLogits):
+        value.__class__ = LazyShardedLogits
+        return value
     if type(value) is Tensor:  # itself, so that hooks see the gradient of what the model made of it
         value.__class__ = ShardedLogits
         return value
@@ -374,13 +390,14 @@ def sharded_cross_entropy(
     class_dim = 0 if input.ndim == 1 else 1
     if mark.dim != class_dim:
         raise unsupported(f"cross_entropy over dim {class_dim} while the vocabulary is dim {mark.dim}", mark)
-    flat = input.movedim(class_dim, -1).reshape(-1, mark.shard.local)
-    loss = vocab_cross_entropy(
-        flat,
-        target.reshape(-1),
-        mark.shard,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    targets = target.reshape(-1)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    loss = fused_loss(input, targets, **options) if isinstance(input, LazyLogits) else None
+    if loss is None:
+        flat = input.movedim(class_dim, -1).reshape(-1, mark.shard.local)
+        loss = vocab_cross_entropy(flat, targets, mark.shard, **options)
     return loss.view(target.shape) if reduction == "none" else loss

@@ -22,6 +22,7 @@ from ..comm.p2p import PipeComm
 from ..comm.payload import Header
 from ..comm.shape_rules import MessageKey, ShapeRule, split_sizes
 from ..interface import OptimizerWrapper
+from ..kernels.lazy_logits import loss_wanted
 from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
@@ -326,7 +327,7 @@ class PipelineExecutor:
             with self.numbers(step.inputs.microbatches[index]):
                 payload = staged.run_slice(stage, received, step.inputs, index)
             return payload if stage < staged.num_stages - 1 else self._behind_slice(step, step.inputs, payload, index)
-        with self.numbers(step.inputs.microbatches[index]):
+        with self.numbers(step.inputs.microbatches[index]), loss_wanted(step.reads_loss_alone):
             passed_on, output = staged.run_microbatch(
                 stage, received, step.inputs, index, partial(self._watched, step, index)
             )
@@ -341,7 +342,7 @@ class PipelineExecutor:
         batch, staged = inputs.whole.microbatches[number], self.cut.staged
         assert self.cut.slices is not None
         joined = step.slices.pop(number).all_of(payload, batch_size(batch), self.cut.slices.joined)
-        with self.numbers(batch):
+        with self.numbers(batch), loss_wanted(step.reads_loss_alone):
             output = staged.run_tail(joined, inputs.whole, number, partial(self._watched, step, number))
         return self._part_of_loss(step, output, number)
 

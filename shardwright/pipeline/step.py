@@ -34,6 +34,11 @@ class Step:
         self.outputs: dict[int, Any] = {}
         self.slices: dict[int, SliceOutputs] = {}  # on the last stage, by microbatch
 
+    @property
+    def reads_loss_alone(self) -> bool:
+        """Nobody is given the outputs, so heads need not compute logits that the loss can do without."""
+        return (self.training or self.want_loss) and not self.want_outputs
+
     @cached_property
     def shape_keys(self) -> list[tuple[Any, ...]]:
         """Equal for microbatches whose tensors have equal shapes; the same on every rank of the pipeline."""

@@ -82,9 +82,14 @@ class PrecisionSettings:
 
 @dataclass(kw_only=True)
 class ShardingSettings(ShardingOptions):
-    """How layers are sharded, by which policy."""
+    """How layers are sharded, by which policy.
+
+    enable_fused_cross_entropy  losses of a head's logits that nobody reads are computed without them, a few tokens at
+                                a time (see `kernels.linear_cross_entropy`); False keeps logits whole
+    """
 
     custom_policy: Any = None
+    enable_fused_cross_entropy: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,9 +18,11 @@ class ShardingOptions:
     """How layers are sharded and which of torch's fused kernels they use: what `ShardConfig` and
     `HybridParallelPlugin` have in common.
 
-    enable_all_optimization             flash attention and fused norms wherever the model can have them
+    enable_all_optimization             flash attention and fused norms wherever the model can have them; the log says
+                                        what that came to
     enable_flash_attention              attention through torch's fused kernels (sdpa)
-    enable_fused_normalization          RMS norms through torch's fused kernel
+    enable_fused_normalization          norms in one kernel: liger-kernel's where it is installed, else our Triton
+                                        kernels, both on CUDA; RMS norms by torch's operator elsewhere
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
                                         with False every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this

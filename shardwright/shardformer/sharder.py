@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..kernels.norms import source
 from ..lazy.weights import LazyWeights
+from ..logging import get_dist_logger
 from ..spec import ParamSpec, get_spec, set_spec
 from .adapters import check_adapters, native_model
 from .apply import adopt_root, apply_decisions
@@ -77,7 +79,7 @@ class ModelSharder:
             already = getattr(getattr(self._native, "config", None), "_attn_implementation", None) == "sdpa"
             found.append("attention sdpa" + " (which it had by itself)" * already)
         if _wants_fused_norms(self.shard_config) and has_fusable_norms(self._native):
-            found.append("RMS norms fused")
+            found.append(f"norms fused ({source()})")
         return ", ".join(found)
 
     def prepare(self) -> list[Decision]:
@@ -138,7 +140,11 @@ class ModelSharder:
             adopt_root(self.model, config.parallel)
         for module, name, value in self._attributes:
             setattr(module, name, value)
+        turned_on = self.kernels()
         _use_optimizations(self._native, config)
+        if config.enable_all_optimization:
+            what = turned_on or f"nothing that {type(self._native).__name__} has not already"
+            get_dist_logger().info(f"enable_all_optimization=True turned on: {what}", ranks=[0])
         self._take(policy.finished_model())
         _describe_parameters(self.model)
         if materialize and weights is not None:

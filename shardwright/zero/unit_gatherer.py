@@ -97,6 +97,7 @@ class _Hook:
     """
 
     __slots__ = ("_function",)
+    of_layout = True  # and not a script's, which looks at what modules return
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function

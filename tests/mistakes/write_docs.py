@@ -19,6 +19,7 @@ TITLES = {
     "loss": "Losses and criteria",
     "messages": "Messages between pipeline stages",
     "microbatches": "Microbatches",
+    "logits": "Logits that a loss did without",
     "model": "The boosted model",
     "options": "Settings",
     "pairs": "Forwards and backwards at the same time",

@@ -37,6 +37,7 @@ from shardwright.shardformer.layer import (
     VocabParallelLMHead1D,
     cross_entropy_1d,
 )
+from shardwright.shardformer.layer.norm import fuse_norms
 from shardwright.shardformer.layer.parallel_module import full_tensor
 from shardwright.shardformer.policies.auto import get_autopolicy
 from shardwright.spec import get_spec
@@ -217,6 +218,18 @@ def optimized(rank: int, world_size: int) -> float:
 
 def test_fused_norms_and_attention_change_no_result():
     assert max(run_ranks(optimized, 2)) < 1e-5
+
+
+def test_norms_with_an_offset_are_fused():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Sequential(GemmaRMSNorm(12)).to(dtype)
+        nn.init.normal_(model[0].weight)
+        x = torch.randn(3, 5, 12, dtype=dtype)
+        expected = model(x)
+        assert fuse_norms(model) == 1
+        torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
 
 
 def shared_row_gradients(rank: int, world_size: int) -> list[Any]:

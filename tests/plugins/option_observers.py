@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import Booster
+from shardwright.kernels import linear_cross_entropy
 from shardwright.testing import zoo
 
 MODEL = "llama-causal-lm"
@@ -71,6 +72,14 @@ def recorded() -> Iterator[list[Event]]:
 
             patch.setattr(dist, name, record)
         yield events
+
+
+def logits(plugin: type, settings: dict[str, Any]) -> str:
+    """What a forward with labels returns for them, where there are many."""
+    _, model, _ = boosted(plugin(**settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(linear_cross_entropy.CHUNK_BYTES, "cpu", 1024)
+        return type(model(**batch()).logits).__name__
 
 
 def traffic(plugin: type, settings: dict[str, Any]) -> list[Event]:

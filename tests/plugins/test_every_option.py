@@ -130,6 +130,7 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "enable_all_optimization": [Changes(see.modules, True)],
     "enable_fused_normalization": [Changes(see.modules, True)],
     "enable_flash_attention": [Changes(see.report, True)],
+    "enable_fused_cross_entropy": [Changes(see.logits, False, F32)],
     "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
     "enable_sequence_parallelism": [
         Changes(see.traffic, True, {**TP, **F32}),

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.booster import Booster
+from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
 
@@ -46,7 +47,7 @@ class Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         large = False
         for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and not isinstance(leaf, LazyLogits):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._met:
                     self._met[storage._cdata] = StorageWeakRef(storage)

@@ -305,7 +305,7 @@ def test_what_settings_of_layers_change_is_shown(world_of: Any) -> None:
     tenth = layout(gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.1))
     assert any("rounds down to none" in warning and "0.5 is the least" in warning for warning in tenth.warnings)
     assert layout(enable_flash_attention=True).kernels.startswith("attention sdpa")
-    assert "RMS norms fused" in layout(enable_all_optimization=True).kernels
+    assert "norms fused (torch)" in layout(enable_all_optimization=True).kernels
     bloom = zoo.build("bloom-causal-lm", dtype=torch.float32)
     found = HybridParallelPlugin(enable_all_optimization=True).preflight(bloom, adamw(bloom))
     assert any("enable_all_optimization=True: BloomForCausalLM has neither" in warning for warning in found.warnings)

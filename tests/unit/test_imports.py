@@ -27,6 +27,7 @@ LEVELS = {
     "files": 1,
     "models": 1,
     "ops": 2,
+    "kernels": 2,
     "lazy": 2,
     "interface": 2,
     "optim": 2,

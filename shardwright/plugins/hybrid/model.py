@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...cluster import job
 from ...interface import ModelWrapper, OptimizerWrapper
+from ...kernels.lazy_logits import loss_wanted
 from ...ops.vocab_mode import as_scripts_see
 from ...pipeline.cut.plan import CutModel
 from ...pipeline.executor import PipelineExecutor
@@ -68,7 +69,8 @@ class HybridModel(ModelWrapper):
             whole = self.sequence.named(args, kwargs)
             args, kwargs = (), self.sequence.divide(whole)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
-        with self._running(), self.executor.numbers(), job.forward(self._waits):
+        wanted = loss_wanted(kwargs.get("labels") is not None)
+        with self._running(), self.executor.numbers(), job.forward(self._waits), wanted:
             outputs = self.module(*args, **kwargs)
             if self.sequence is not None:
                 outputs = self.sequence.with_whole_loss(outputs, whole, kwargs)

@@ -17,6 +17,7 @@ from ...cluster.config import get_launch_config
 from ...cluster.mesh import ParallelMesh, validate_sizes
 from ...cluster.same_batch import SameBatch
 from ...interface import OptimizerWrapper
+from ...kernels.lazy_logits import Clock
 from ...lazy.weights import LazyWeights, Materialization
 from ...pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ...pipeline.cut.plan import CutModel, CutPlan
@@ -27,6 +28,7 @@ from ...precision.policy import PrecisionPolicy
 from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
 from ...shardformer.documents import DocumentProbe
+from ...shardformer.fused_head import let_losses_do_without_logits
 from ...shardformer.model import split_heads
 from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
@@ -127,6 +129,7 @@ class HybridParallelPlugin(ZeroPlugin):
         gather_ahead: int | None = None,
         offload_activations: float | list[float] | None = None,
         num_sequence_slices: int = 1,
+        enable_fused_cross_entropy: bool = True,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
@@ -329,6 +332,9 @@ class HybridParallelPlugin(ZeroPlugin):
             model = sharder.model
         if self._postpones_weights and splits_backward(plan.pp_style):
             let_weight_grads_wait(model)
+        clock = Clock()
+        if self.settings.sharding.enable_fused_cross_entropy:
+            let_losses_do_without_logits(model, clock)
         job = job.of_changed(model, self.policy)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         cut.staged.cast_released(job.dtypes)
@@ -361,6 +367,8 @@ class HybridParallelPlugin(ZeroPlugin):
         )
         if making is not None:
             making.finish()
+        if wrapped is not None:
+            wrapped.optim.register_step_post_hook(clock.tick)
         share_all(model, self.mixed_dp_group)
         split = None if sharder is None else sharder.split
         refuse_hidden_states(model, split)

@@ -1,4 +1,4 @@
-"""Norms through torch's fused kernels."""
+"""Norms in one kernel, which `kernels.norms` chooses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .parallel_module import ParallelGroup, ParallelModule, combined_class, native_class
+from ...kernels import norms
+from .parallel_module import ParallelGroup, ParallelModule, combined_class, native_class, own_forward
 
 
 class _Norm(ParallelModule):
@@ -24,13 +25,22 @@ class _Norm(ParallelModule):
 
 
 class FusedLayerNorm(_Norm):
-    """A layer norm. torch's own is one kernel already, so a native one is only checked and returned."""
+    """A layer norm. torch's own is one kernel already: a native one stays where no other kernel is there for it (see
+    `kernels.norms`).
+    """
+
+    eps: float
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norms.layer_norm(x, self.weight, self.bias, self.eps)
 
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
         if not isinstance(module, nn.LayerNorm):
             raise ValueError(f"{cls.__name__} takes nn.LayerNorm, not {type(module).__name__}")
-        return module
+        return cls.adopt(module, parallel) if norms.has_layer_norm() and is_plain_layer_norm(module) else module
 
 
 class LayerNorm(FusedLayerNorm):
@@ -48,30 +58,35 @@ class RMSNorm(_Norm):
 
 
 class FusedRMSNorm(_Norm):
-    """y = x / sqrt(mean(x^2) + eps) * weight in one kernel; x [..., H], weight [H].
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight) in one kernel; x [..., H], weight [H], offset 0 or 1.
 
-    Takes any module that computes just this. Variants (weight + 1, no weight, other dims) are recognised by trying, and
+    Takes any module that computes just this. Other variants (no weight, other dims) are recognised by trying, and
     refused.
     """
 
     epsilon: float
+    offset: float = 0.0
+    weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # type: ignore[arg-type]
+        return norms.rms_norm(x, self.weight, self.epsilon, self.offset)
 
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
-        if not is_rms_norm(module):
+        offset = rms_offset(module)
+        if offset is None:
             raise ValueError(
                 f"FusedRMSNorm takes modules that compute x / rms(x) * weight, which {type(module).__name__} does not"
             )
         layer = cls.adopt(module, parallel)
-        layer.epsilon = _epsilon(module)
+        layer.epsilon, layer.offset = _epsilon(module), offset
         return layer
 
 
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module is an RMS norm with one weight, found by comparing a copy of it on random numbers."""
+def rms_offset(module: nn.Module) -> float | None:
+    """Of an RMS norm with one weight, what is added to the weight, 0 or 1, found by comparing a copy of it on random
+    numbers; None of any other module.
+    """
     weight: Any = getattr(module, "weight", None)
     if (
         "RMSNorm" not in native_class(module).__name__
@@ -79,7 +94,7 @@ def is_rms_norm(module: nn.Module) -> bool:
         or list(module._parameters) != ["weight"]
         or weight.ndim != 1
     ):
-        return False
+        return None
     trial = object.__new__(type(module))
     trial.__dict__.update(module.__dict__)
     generator = torch.Generator().manual_seed(0)
@@ -90,26 +105,47 @@ def is_rms_norm(module: nn.Module) -> bool:
         try:
             y = trial(x)
         except (RuntimeError, TypeError, ValueError):
-            return False
-        return isinstance(y, Tensor) and torch.allclose(
-            y, F.rms_norm(x, weight.shape, trial_weight, _epsilon(module)), atol=1e-5
-        )
+            return None
+        for offset in (0.0, 1.0):
+            expected = F.rms_norm(x, weight.shape, trial_weight + offset, _epsilon(module))
+            if isinstance(y, Tensor) and torch.allclose(y, expected, atol=1e-5):
+                return offset
+    return None
+
+
+def is_plain_layer_norm(module: nn.Module) -> bool:
+    """Whether a module is torch's layer norm over one dim, with a weight."""
+    return (
+        isinstance(module, nn.LayerNorm)
+        and own_forward(module) is nn.LayerNorm.forward
+        and len(module.normalized_shape) == 1
+        and module.weight is not None
+    )
 
 
 def has_fusable_norms(model: nn.Module) -> bool:
     kinds = {type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__}
-    return any(map(is_rms_norm, kinds.values()))
+    if any(rms_offset(module) is not None for module in kinds.values()):
+        return True
+    return norms.has_layer_norm() and any(map(is_plain_layer_norm, model.modules()))
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Fuse every RMS norm of a model in place; returns how many."""
+    """Fuse every norm of a model that can be, in place; returns how many."""
     count = 0
-    kinds: dict[type, bool] = {}
+    kinds: dict[type, float | None] = {}
     for module in model.modules():
         kind = type(module)
-        if "RMSNorm" in kind.__name__ and kinds.setdefault(kind, is_rms_norm(module)):
-            module.__class__ = combined_class(FusedRMSNorm, kind)
-            module.epsilon = _epsilon(module)  # type: ignore[assignment]
+        if "RMSNorm" in kind.__name__:
+            if kind not in kinds:
+                kinds[kind] = rms_offset(module)
+            offset = kinds[kind]
+            if offset is not None:
+                module.__class__ = combined_class(FusedRMSNorm, kind)
+                module.epsilon, module.offset = _epsilon(module), offset  # type: ignore[assignment]
+                count += 1
+        elif norms.has_layer_norm() and is_plain_layer_norm(module):
+            module.__class__ = combined_class(FusedLayerNorm, kind)
             count += 1
     return count
 

@@ -1,0 +1,9 @@
+"""Operators that do in one what torch does in several: less memory read, written or kept.
+
+linear_cross_entropy   a head over the vocabulary and its loss, without the logits
+cross_entropy_rows     the losses of rows of logits, and their gradients
+logit_steps            what models do to logits before the loss: scales, soft caps
+lazy_logits            what a head returns while nobody has read its logits
+
+Each has a form in torch's own operators, which runs everywhere.
+"""

@@ -1,0 +1,59 @@
+"""RMS norm and layer norm in one kernel: liger-kernel's where it is installed, else our Triton kernels, both on CUDA;
+torch's own operators elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backends import has_triton, liger, triton_kernels
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (offset + weight); x [..., H], weight [H].
+
+    With an offset all of it is computed in fp32 and rounded at the end, as Gemma does; without one, x / rms(x) is
+    rounded before the weight multiplies it, as Llama does (by torch's operator at the end alone).
+    """
+    on_device = x.is_cuda and not torch.compiler.is_compiling()
+    if on_device and liger() is not None:
+        rms, _ = liger()
+        casting = "gemma" if offset else "llama"
+        return rms.apply(x, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
+    kernels = None if torch.compiler.is_compiling() else triton_kernels("norms", x)
+    if offset:
+        wide = weight.float() if x.dtype.itemsize < 4 else weight
+        if kernels is not None:
+            return kernels.rms_norm(x, wide + offset, eps)  # type: ignore[no-any-return]
+        wider = x.float() if x.dtype.itemsize < 4 else x
+        return F.rms_norm(wider, weight.shape, wide + offset, eps).to(x.dtype)
+    if kernels is not None:
+        return kernels.rms_norm(x, weight, eps, rounded=True)  # type: ignore[no-any-return]
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., H], weight [H], bias [H]"""
+    if torch.compiler.is_compiling():
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    if x.is_cuda and bias is not None and liger() is not None:
+        _, layer = liger()
+        return layer.apply(x, weight, bias, eps)  # type: ignore[no-any-return]
+    kernels = triton_kernels("norms", x)
+    if kernels is not None:
+        return kernels.layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def has_layer_norm() -> bool:
+    """Whether there is another kernel for layer norms than torch's own."""
+    return torch.cuda.is_available() and (has_triton() or liger() is not None)
+
+
+def source() -> str:
+    """Where the kernels come from, in a word."""
+    if not torch.cuda.is_available():
+        return "torch"
+    return "liger-kernel" if liger() is not None else "Triton" if has_triton() else "torch"

@@ -1,0 +1,107 @@
+"""Triton kernels against torch's own operators, on a CPU by Triton's interpreter and on a GPU when there is one.
+
+tests/unit/test_triton_kernels.py runs this file in a process of its own, because Triton must know that it interprets
+before anything imports it. Sizes are odd, rows many enough that programs have several, columns more than a block where
+blocks are made small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from shardwright.kernels import backends
+from shardwright.kernels import cross_entropy_rows as rows
+from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwright.kernels.triton import cross_entropy, norms
+from shardwright.shardformer.layer.norm import fuse_norms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE).requires_grad_()
+
+
+def same(found: Any, expected: Any, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def same_gradients(mine: Tensor, theirs: Tensor, params: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    same(mine, theirs, dtype)
+    dy = torch.randn_like(theirs)
+    expected = torch.autograd.grad(theirs, params, dy, retain_graph=True)
+    for one, other in zip(torch.autograd.grad(mine, params, dy), expected, strict=True):
+        assert one.dtype == other.dtype
+        scale = max(1.0, float(other.abs().max()))
+        same(one / scale, other / scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "length"), [(0, 101), (64, 37), (101, 0)], ids=["whole", "part", "padding"])
+def test_rows_of_cross_entropy(dtype: torch.dtype, start: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_MOST", 16)
+    width = max(length, 3) + 5
+    logits = numbers(7, width, dtype=dtype).detach() * 4
+    target = torch.tensor([3, 100, -100, 64, 99, 0, 70], device=DEVICE)
+    columns, terms = rows.Columns(101, start, length), rows.Terms(0.1, 0.01)
+    targets = rows.Targets.of(target, columns, width, -100)
+    peak, shares = rows.row_shares(logits, targets, columns, terms)
+    found = cross_entropy.row_shares(logits, targets.column, targets.foreign, length)
+    same(found, (peak, shares), torch.float32)
+    lse = torch.logsumexp(logits.float(), 1)
+    dlosses = torch.rand(7, device=DEVICE)
+    expected = rows.row_gradients(logits, lse, dlosses, targets, columns, terms)
+    out = torch.empty_like(expected)
+    cross_entropy.row_gradients(
+        logits, lse, dlosses, *targets, length, columns.size, terms.label_smoothing, terms.z_loss, out
+    )
+    same(out, expected, torch.float32)
+
+
+def test_a_head_and_its_loss_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ids that there are not make the loss nan, as no assertion can be made on a device."""
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    x, weight = numbers(7, 11, dtype=torch.float32), numbers(101, 11, dtype=torch.float32, seed=1)
+    target = torch.tensor([3, 100, -100, 64, 99, 0, 70], device=DEVICE)
+    expected = F.cross_entropy(5 * torch.tanh(F.linear(x, weight) / 5), target, label_smoothing=0.1)
+    for chunk in (3, 100):
+        loss = linear_cross_entropy(x, weight, target, label_smoothing=0.1, softcap=5.0, chunk=chunk)
+        same_gradients(loss, expected, (x, weight), torch.float32)
+    assert linear_cross_entropy(x, weight, target + 1).isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [37, 64])
+def test_norms(dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_PROGRAMS", 2)
+    x = numbers(3, 3, columns, dtype=dtype)
+    weight, bias = (numbers(columns, dtype=dtype, seed=seed) for seed in (1, 2))
+    same_gradients(norms.rms_norm(x, weight, 1e-6), F.rms_norm(x, (columns,), weight, 1e-6), (x, weight), dtype)
+    rounded = weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    same_gradients(norms.rms_norm(x, weight, 1e-6, rounded=True), rounded, (x, weight), dtype)
+    expected = F.layer_norm(x, (columns,), weight, bias, 1e-5)
+    same_gradients(norms.layer_norm(x, weight, bias, 1e-5), expected, (x, weight, bias), dtype)
+    expected = F.layer_norm(x, (columns,), weight, None, 1e-5)
+    same_gradients(norms.layer_norm(x, weight, None, 1e-5), expected, (x, weight), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm], ids=lambda kind: kind.__name__)
+def test_norms_of_models_take_the_kernels(dtype: torch.dtype, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    model = nn.Sequential(kind(37)).to(DEVICE, dtype)
+    nn.init.normal_(model[0].weight)
+    x = numbers(3, 5, 37, dtype=dtype)
+    expected = model(x)
+    assert fuse_norms(model) == 1
+    same_gradients(model(x), expected, (x, model[0].weight), dtype)
