@@ -31,6 +31,7 @@ LEVELS = {
     "interface": 2,
     "optim": 2,
     "precision": 3,
+    "attention": 3,
     "shardformer": 4,
     "pipeline": 4,
     "zero": 4,

@@ -1,0 +1,1 @@
+"""Attention functions, and which of them serves a model on a machine."""
