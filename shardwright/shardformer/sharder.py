@@ -13,6 +13,7 @@ from ..spec import ParamSpec, get_spec, set_spec
 from .adapters import native_model
 from .apply import adopt_root, apply_decisions
 from .attention import LocalHeads
+from .attention_choice import Pick, pick_attention, use_attention
 from .config import ShardConfig, require_config
 from .dropouts import regions_for_dropout
 from .layer.norm import fuse_norms, has_fusable_norms
@@ -31,11 +32,21 @@ class ModelSharder:
 
     Everything that can be wrong with plan and settings is found before the model is touched and before any
     communication, on every rank alike.
+
+    dtype   that the model will compute in; None for that of its weights
     """
 
-    def __init__(self, model: nn.Module, policy: Policy | None, shard_config: ShardConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | None,
+        shard_config: ShardConfig,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         require_policy(policy)
         require_config(shard_config)
+        self.attention: list[Pick] = []
+        self._dtype = dtype
         self.model = model
         self.shard_config = shard_config
         self._native = native_model(model)  # what the policy knows about; inside of `model` when that carries adapters
@@ -57,10 +68,7 @@ class ModelSharder:
 
     def kernels(self) -> str:
         """Which fused kernels the settings bring to this model, in words; empty where there are none."""
-        found = []
-        if _wants_sdpa(self._native, self.shard_config):
-            already = getattr(getattr(self._native, "config", None), "_attn_implementation", None) == "sdpa"
-            found.append("attention sdpa" + " (which it had by itself)" * already)
+        found = [str(pick) for pick in self.attention if pick.is_fused]
         if _wants_fused_norms(self.shard_config) and has_fusable_norms(self._native):
             found.append("RMS norms fused")
         return ", ".join(found)
@@ -75,6 +83,7 @@ class ModelSharder:
             policy.config_sanity_check()
             self._take(policy.prepared_model())
             policy.set_model(self._native)
+            self.attention = pick_attention(self._native, config, self._dtype)
             _check_optimizations(self._native, config)
             source = type(policy).__name__
             self._lowered = lower(self._native, policy.replacements(), source)
@@ -107,6 +116,7 @@ class ModelSharder:
         weights = LazyWeights.of(self.model)
         decisions = self.prepare()
         shared = policy.get_shared_params()
+        use_attention(self._native, self.attention)
         decisions = self._change(decisions)
         apply_decisions(self._native, decisions, self._regions, config.parallel)
         if self.model is not self._native:  # the call that reaches the loss starts at the wrapper
@@ -191,10 +201,6 @@ def _check_supported(config: ShardConfig) -> None:
 
 
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if config.enable_flash_attention and not _has_sdpa(model):
-        raise ValueError(
-            f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False"
-        )
     if config.enable_fused_normalization and not config.enable_all_optimization and not has_fusable_norms(model):
         _LOGGER.warning(
             f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each "
@@ -203,22 +209,9 @@ def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
 
 
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if _wants_sdpa(model, config):
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
     if _wants_fused_norms(config):
         fuse_norms(model)
 
 
-def _wants_sdpa(model: nn.Module, config: ShardConfig) -> bool:
-    """Asked for all optimizations, a model keeps kernels that were chosen for it already."""
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    all_of_them = config.enable_all_optimization and chosen in (None, "eager", "sdpa")
-    return (config.enable_flash_attention or all_of_them) and _has_sdpa(model)
-
-
 def _wants_fused_norms(config: ShardConfig) -> bool:
     return config.enable_fused_normalization or config.enable_all_optimization
-
-
-def _has_sdpa(model: nn.Module) -> bool:
-    return bool(getattr(model, "_supports_sdpa", False)) and hasattr(model, "set_attn_implementation")
