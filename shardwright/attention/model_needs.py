@@ -156,7 +156,7 @@ def _has_windows(part: Part) -> bool:
 
 
 def _has_soft_cap(part: Part) -> bool:
-    names = [name for name in vars(part.config) if re.search(r"attn.*(softcap|logit_cap)|attention.*logit_cap", name)]
+    names = [name for name in vars(part.config) if re.search(r"att\w*(soft_?cap|logits?_cap)", name)]
     return any(getattr(part.config, name) for name in names)
 
 
