@@ -15,10 +15,12 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from .register import OWN
 from .ulysses import AttentionFunction
 
 _numbers = itertools.count()
 FORMS = ("sdpa", "eager", "flash")
+_LIKE_SDPA = tuple(f"{OWN}{kernel}" for kernel in ("cudnn", "fa", "efficient", "math", "sinks"))
 
 
 def attention_of(model: nn.Module) -> str:
@@ -28,6 +30,8 @@ def attention_of(model: nn.Module) -> str:
 
 def form_of(name: str) -> str | None:
     """The form of mask that the function of this name takes; None where that is not known."""
+    if name.startswith(_LIKE_SDPA):
+        return "sdpa"
     return "flash" if name.startswith("flash_attention") else name if name in FORMS else None
 
 

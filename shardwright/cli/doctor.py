@@ -80,6 +80,7 @@ def _torch_checks() -> Iterator[Check]:
         return
     gloo = dist.is_gloo_available() and _collective()
     yield Check("gloo", gloo, "runs a collective" if gloo else "missing", "install a torch that was built with gloo")
+    yield _attention()
     gpus = torch.cuda.device_count()
     fix = "without one, training runs on the CPU: good for trying things out"
     yield Check("GPUs", gpus > 0, f"{gpus} seen by torch", fix, required=False)
@@ -88,6 +89,16 @@ def _torch_checks() -> Iterator[Check]:
         yield Check("nccl", nccl, "available" if nccl else "missing", "install a torch that was built with NCCL")
         fix = 'train with precision="fp16" or "fp32"'
         yield Check("bf16 on the GPU", bf16, "supported" if bf16 else "not supported", fix, required=False)
+
+
+def _attention() -> Check:
+    """What enable_flash_attention=True gives a causal model in bf16 with heads of 128 features."""
+    from ..attention.choice import choose
+    from ..attention.installed import find_installed
+    from ..attention.needs import needs_on
+    from ..utils.device import get_current_device
+
+    return Check("attention", True, str(choose(needs_on(get_current_device()), find_installed())), "")
 
 
 def _collective() -> bool:

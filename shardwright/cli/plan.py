@@ -33,7 +33,7 @@ _WHOLE = (
     "num_model_chunks",
     "num_sequence_slices",
 )
-_TEXT = ("precision", "pp_style")
+_TEXT = ("precision", "pp_style", "attention_backend")
 _FLAGS = (
     "cpu_offload",
     "enable_all_optimization",
@@ -154,11 +154,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.fail(str(error))  # nothing was learnt about the layout
     try:
-        layout = _resolve(args, config, form)
+        layout, attention = _resolve(args, config, form)
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
-    print(f"This layout works: {str(layout).splitlines()[1]}" if args.check else layout)
+    print(f"This layout works: {str(layout).splitlines()[1]}" if args.check else f"{layout}\n\n{attention}")
     return 0
 
 
@@ -176,14 +176,15 @@ def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     return load_config(args.config)
 
 
-def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> Any:
-    """The `ResolvedLayout`; ValueError says what does not fit."""
+def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> tuple[Any, str]:
+    """The `ResolvedLayout`, and the attention of this machine; ValueError says what does not fit."""
     import torch
 
     from ..cluster.launch import launch
     from ..lazy import LazyInitContext
     from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
     from ..plugins import HybridParallelPlugin
+    from ..shardformer.attention_choice import explain
 
     given = {name: getattr(args, name) for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if hasattr(args, name)}
     if args.dp_inside:
@@ -207,7 +208,9 @@ def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> Any
             optimizer: Any = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
         else:
             optimizer = optimizers[args.optimizer](model.parameters()) if args.optimizer != "none" else None
-        return plugin.preflight(model, optimizer, args.batch_size, args.seq_len)
+        layout = plugin.preflight(model, optimizer, args.batch_size, args.seq_len)
+        dtype = plugin.policy.dtype if plugin.policy.is_half else None
+        return layout, f"on this machine: {explain(model, plugin.settings.sharding, dtype)}"
     finally:
         torch.distributed.destroy_process_group()
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from ..attention.choice import check_backend
 from ..models.example_inputs import check_example
 from ..utils.argument_types import check_types
 from ..utils.arguments import ExplainedArguments
@@ -20,7 +21,9 @@ class ShardingOptions:
 
     enable_all_optimization             flash attention and fused norms wherever the model can have them; the log says
                                         what that came to
-    enable_flash_attention              attention through torch's fused kernels (sdpa)
+    enable_flash_attention              attention through the best fused kernels that machine, model and packages allow
+                                        (see `attention.choice`)
+    attention_backend                   which attention, by name; None leaves it as it is, or to enable_flash_attention
     enable_fused_normalization          norms in one kernel: liger-kernel's where it is installed, else our Triton
                                         kernels, both on CUDA; RMS norms by torch's operator elsewhere
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
@@ -34,6 +37,7 @@ class ShardingOptions:
     enable_all_optimization: bool = False
     enable_fused_normalization: bool = False
     enable_flash_attention: bool = False
+    attention_backend: str | None = None
     enable_jit_fused: bool = False
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
@@ -44,6 +48,7 @@ class ShardingOptions:
 
     def __post_init__(self) -> None:
         check_example(self.example_inputs)
+        check_backend(self.attention_backend, self.enable_flash_attention)
         multiple = self.make_vocab_size_divisible_by
         if multiple < 1:
             raise ValueError(
@@ -86,6 +91,7 @@ class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
         "inference_only": "a sharded model trains and generates; leave it out and call model.eval()",
         "gather_output": "use parallel_output=False for whole logits",
         "use_flash_attention": "use enable_flash_attention=True",
+        "attn_implementation": "use attention_backend=, such as attention_backend='sdpa'",
         "sp_axis": "sequences are cut by HybridParallelPlugin; leave it out",
         "pg_mesh": "the mesh belongs to HybridParallelPlugin; leave it out",
         "ep_group": "experts are sharded over tensor_parallel_process_group like all layers; leave it out",

@@ -15,6 +15,7 @@ from ..spec import ParamSpec, get_spec, set_spec
 from .adapters import check_adapters, native_model
 from .apply import adopt_root, apply_decisions
 from .attention import LocalHeads
+from .attention_choice import Pick, pick_attention, use_attention
 from .config import ShardConfig, require_config
 from .dropouts import regions_for_dropout
 from .layer.norm import fuse_norms, has_fusable_norms
@@ -37,6 +38,8 @@ class ModelSharder:
 
     Everything that can be wrong with plan and settings is found before the model is touched and before any
     communication, on every rank alike.
+
+    dtype   that the model will compute in; None for that of its weights
     """
 
     def __init__(
@@ -45,12 +48,17 @@ class ModelSharder:
         policy: Policy | None,
         shard_config: ShardConfig,
         sequence: AlongTensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """sequence: how sequences are split over the ranks, if they are; what then calls the model sees to recomputed
-        layers and to stages (see `layer.sequence`)
+        """
+        sequence    how sequences are split over the ranks, if they are; what then calls the model sees to recomputed
+                    layers and to stages (see `layer.sequence`)
+        dtype       that the model will compute in; None: its own
         """
         require_policy(policy)
         require_config(shard_config)
+        self.attention: list[Pick] = []
+        self._dtype = dtype
         self.model = model
         self.shard_config = shard_config
         self.sequence = sequence
@@ -74,10 +82,7 @@ class ModelSharder:
 
     def kernels(self) -> str:
         """Which fused kernels the settings bring to this model, in words; empty where there are none."""
-        found = []
-        if _wants_sdpa(self._native, self.shard_config):
-            already = getattr(getattr(self._native, "config", None), "_attn_implementation", None) == "sdpa"
-            found.append("attention sdpa" + " (which it had by itself)" * already)
+        found = [str(pick) for pick in self.attention if pick.is_fused]
         if _wants_fused_norms(self.shard_config) and has_fusable_norms(self._native):
             found.append(f"norms fused ({source()})")
         return ", ".join(found)
@@ -92,6 +97,7 @@ class ModelSharder:
             policy.config_sanity_check()
             self._take(policy.prepared_model())
             policy.set_model(self._native)
+            self.attention = pick_attention(self._native, config, self._dtype)
             _check_optimizations(self._native, config)
             source = type(policy).__name__
             shards = config.enable_tensor_parallelism and config.parallel.size > 1
@@ -131,6 +137,7 @@ class ModelSharder:
         weights = LazyWeights.of(self.model)
         decisions = self.prepare()
         shared = policy.get_shared_params()
+        use_attention(self._native, self.attention)
         decisions = self._change(decisions)
         drawing = None if self.split is None else self.split.for_dropout(self._regions)
         apply_decisions(self._native, decisions, self._regions, config.parallel, drawing)
@@ -228,10 +235,6 @@ def _check_supported(config: ShardConfig) -> None:
 
 
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if config.enable_flash_attention and not _has_sdpa(model):
-        raise ValueError(
-            f"enable_flash_attention=True: {type(model).__name__} has no fused attention in transformers; use False"
-        )
     if config.enable_fused_normalization and not config.enable_all_optimization and not has_fusable_norms(model):
         _LOGGER.warning(
             f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each "
@@ -240,22 +243,9 @@ def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
 
 
 def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if _wants_sdpa(model, config):
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
     if _wants_fused_norms(config):
         fuse_norms(model)
 
 
-def _wants_sdpa(model: nn.Module, config: ShardConfig) -> bool:
-    """Asked for all optimizations, a model keeps kernels that were chosen for it already."""
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    all_of_them = config.enable_all_optimization and chosen in (None, "eager", "sdpa")
-    return (config.enable_flash_attention or all_of_them) and _has_sdpa(model)
-
-
 def _wants_fused_norms(config: ShardConfig) -> bool:
     return config.enable_fused_normalization or config.enable_all_optimization
-
-
-def _has_sdpa(model: nn.Module) -> bool:
-    return bool(getattr(model, "_supports_sdpa", False)) and hasattr(model, "set_attn_implementation")

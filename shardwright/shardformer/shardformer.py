@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.launch import launch_from_torch
+from .attention_choice import require_same_attention
 from .config import ShardConfig, require_config
 from .gradients import follow_gradients
 from .layer.parallel_module import native_class
@@ -61,6 +62,7 @@ class ShardFormer:
         sharded = self.shard_config.enable_tensor_parallelism and group.size() > 1
         if sharded:
             require_same_weights(sharder.model, group)
+            require_same_attention(sharder.attention, group)
         shared = sharder.shard()
         if sharded:
             follow_gradients(sharder.model, group)

@@ -483,3 +483,16 @@ def unknown_argument(rank: int, world: int) -> None:
         shared().booster.save_model(shared().model, checkpoint="x")
     with refused("booster.boost|did you mean", by=AttributeError):
         shared().booster.prepare  # noqa: B018
+
+
+@mistake(
+    symptom="`attention_backend='flash_attention_2'` without flash-attn or on a CPU; `'flash_atention'`",
+    gets="refused with the reason, what to install and one that works; a wrong name with the nearest that exists",
+    fix="`attention_backend='sdpa'`, or `enable_flash_attention=True`, which chooses by itself",
+)
+def attention_that_is_not_there(rank: int, world: int) -> None:
+    with refused("attention_backend='flash_atention' is not one of", "did you mean 'flash_attention"):
+        HybridParallelPlugin(attention_backend="flash_atention")
+    booster = Booster(plugin=HybridParallelPlugin(attention_backend="flash_attention_2", precision="fp32"))
+    with refused("attention_backend='flash_attention_2'", "attention_backend='sdpa' works here"):
+        booster.boost(model := tiny(), adamw(model))

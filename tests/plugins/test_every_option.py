@@ -131,6 +131,10 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "enable_fused_normalization": [Changes(see.modules, True)],
     "enable_flash_attention": [Changes(see.report, True)],
     "enable_fused_cross_entropy": [Changes(see.logits, False, F32)],
+    "attention_backend": [
+        Changes(see.modules, "math"),
+        Refused("flush", "attention_backend='flush' is not one of"),
+    ],
     "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
     "enable_sequence_parallelism": [
         Changes(see.traffic, True, {**TP, **F32}),
@@ -464,6 +468,7 @@ SHARD_CONFIG: dict[str, list[Any]] = {
     "enable_all_optimization": [],
     "enable_fused_normalization": [],
     "enable_flash_attention": [],
+    "attention_backend": [],  # see tests/models/test_attention.py
     "example_inputs": [],  # see tests/models/test_self_check.py
     "extra_kwargs": [],  # for policies of the user's own
     "sequence_parallel_process_group": [object()],

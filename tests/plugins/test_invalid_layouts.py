@@ -18,6 +18,7 @@ from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig, Policy
 from shardwright.testing import run_ranks, zoo
+from tests.models import tiny_causal_lm
 
 WORLD = 2
 SECONDS = 5.0
@@ -330,8 +331,13 @@ MODELS: dict[str, Case] = {
     ),
     "flash attention where there is none": Case(
         {"tp_size": 2, "enable_flash_attention": True},
-        ["enable_flash_attention=True", "use False"],
-        boost("bloom-causal-lm"),
+        ["enable_flash_attention=True", "torch's SDPA has no soft caps", "use enable_flash_attention=False"],
+        boost(lambda: tiny_causal_lm.build("gemma2")),
+    ),
+    "an attention that is not installed": Case(
+        {"attention_backend": "flash_attention_2"},
+        ["attention_backend='flash_attention_2'", "it runs on cuda only", "attention_backend='sdpa' works here"],
+        boost(),
     ),
     "routers on both sides": Case(
         PIPE, ["output_router_logits=True", "encoder and its decoder", "pp_size=1"], boost(routed_both_sides)

@@ -18,6 +18,7 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import adamw, run_ranks, zoo
 from shardwright.zero.optimizer import ZeroOptimizer
+from tests.models import tiny_text_models
 
 
 @pytest.fixture
@@ -306,6 +307,7 @@ def test_what_settings_of_layers_change_is_shown(world_of: Any) -> None:
     assert any("rounds down to none" in warning and "0.5 is the least" in warning for warning in tenth.warnings)
     assert layout(enable_flash_attention=True).kernels.startswith("attention sdpa")
     assert "norms fused (torch)" in layout(enable_all_optimization=True).kernels
-    bloom = zoo.build("bloom-causal-lm", dtype=torch.float32)
-    found = HybridParallelPlugin(enable_all_optimization=True).preflight(bloom, adamw(bloom))
-    assert any("enable_all_optimization=True: BloomForCausalLM has neither" in warning for warning in found.warnings)
+    assert layout(attention_backend="math").kernels == "attention math"
+    deberta = tiny_text_models.build("deberta-v2")
+    found = HybridParallelPlugin(enable_all_optimization=True).preflight(deberta, adamw(deberta))
+    assert any("enable_all_optimization=True: DebertaV2ForMaskedLM has neither" in text for text in found.warnings)

@@ -25,6 +25,7 @@ from ...pipeline.cut.tied import create_tied_process_groups
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.schedules import get_placement, splits_backward
 from ...precision.policy import PrecisionPolicy
+from ...shardformer.attention_choice import names_of
 from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
 from ...shardformer.documents import DocumentProbe
@@ -130,6 +131,7 @@ class HybridParallelPlugin(ZeroPlugin):
         offload_activations: float | list[float] | None = None,
         num_sequence_slices: int = 1,
         enable_fused_cross_entropy: bool = True,
+        attention_backend: str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
@@ -149,6 +151,7 @@ class HybridParallelPlugin(ZeroPlugin):
             zero_group_size=zero_group_size,
         )
         self.policy = PrecisionPolicy(precision)
+        self.attention = ""
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
         self._sequences: SequenceFacts | None = None  # likewise
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
@@ -307,6 +310,7 @@ class HybridParallelPlugin(ZeroPlugin):
         sharder = self._sharder(model)
         found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.layout = found.layout
+        self.attention = names_of(sharder.attention) if sharder is not None else ""  # compared over the ranks
         self.stage_manager = StageManager(found.plan.placement, self.mesh.coordinate("pp"))
         return sharder, found
 
@@ -385,6 +389,7 @@ class HybridParallelPlugin(ZeroPlugin):
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
         wanted = options.enable_all_optimization or options.enable_flash_attention or options.enable_fused_normalization
+        wanted = wanted or options.attention_backend is not None
         if self.tp_size == 1 and not wanted and options.custom_policy is None:
             return None  # any model will do, also one that no policy knows
         config = ShardConfig(
@@ -392,7 +397,13 @@ class HybridParallelPlugin(ZeroPlugin):
             enable_tensor_parallelism=self.tp_size > 1,
             **{**options.shared(), **without_sequences()},
         )
-        return ModelSharder(model, options.custom_policy, config, along_tensor(self.settings))
+        return ModelSharder(
+            model,
+            options.custom_policy,
+            config,
+            along_tensor(self.settings),
+            self.policy.dtype if self.policy.is_half else None,
+        )
 
     def _describe_tied(self, model: nn.Module, plan: CutPlan) -> dict[str, dist.ProcessGroup]:
         """Note on every parameter that other stages hold too which group that is; returns the process group of each."""

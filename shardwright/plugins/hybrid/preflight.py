@@ -135,7 +135,8 @@ def preflight(
     layout = _Resolver(
         model, optimizer, settings, mesh, precision, plan, decisions, specs, job, batch, kernels
     ).layout()
-    if sharder is not None and isinstance(sharder.policy, GenericPolicy) and not sharder.policy.findings.checked:
+    policy = sharder.policy if sharder is not None else None
+    if isinstance(policy, GenericPolicy) and mesh.size("tp") > 1 and not policy.findings.checked:
         guessed = (
             "the tensor-parallel plan follows from transformers' plan and from names; it was not tried "
             "on a small copy here"

@@ -109,7 +109,11 @@ def split_sequences(
     function: AttentionFunction
     if mode == "all_to_all":
         trade, form = Trade(group), form_of(name)
-        assert form is not None, "probed before"
+        if form is None:
+            raise ValueError(
+                f"attention {name!r} with sequence_parallelism_mode='all_to_all': it takes masks that are not known for "
+                "whole sequences here; use attention_backend='sdpa', or sequence_parallelism_mode='ring_attn'"
+            )
         share, function = trade.share(), Ulysses(trade, native_function(name), form)
     else:
         share = Share(group.rank(), group.size(), zigzag=facts.causal)

@@ -1,0 +1,69 @@
+"""Attention functions for whole sequences in transformers' registers.
+
+The names of ours must not have "sdpa", "flash" or "flex_attention" in them, which transformers searches names for. A
+mask function is registered with each: under a name that has none, models make no mask at all, not even for padding.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from .backends import Sdpa, varlen_attention, xformers_attention
+from .choice import TABLE, Choice
+from .model_needs import Part
+from .needs import Needs
+
+OWN = "shardwright_"
+_OWN = {
+    "cudnn": "shardwright_cudnn",
+    "flash": "shardwright_fa",
+    "efficient": "shardwright_efficient",
+    "math": "shardwright_math",
+    "xformers": "shardwright_xformers",
+    "varlen": "shardwright_varlen",
+}
+_WITH_SINKS = "shardwright_sinks"
+_THEIRS = {"flex": "flex_attention"}
+
+
+def implementation_of(choice: Choice, needs: Needs) -> str:
+    """The name in transformers' registers that computes `choice`."""
+    if choice.backend == "sdpa" and needs.sinks:
+        return _WITH_SINKS
+    name = _OWN.get(choice.backend)
+    if name is None:
+        return _THEIRS.get(choice.backend, choice.backend)
+    return name if choice.asked or choice.backend in ("math", "xformers", "varlen") else f"{name}_first"
+
+
+@cache
+def register_attention() -> None:
+    """Make the functions of `attention.backends` known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    functions, masks = AttentionInterface(), AttentionMaskInterface()
+    sdpa, with_mask, unpadded = functions["sdpa"], masks["sdpa"], masks["flash_attention_2"]
+    own: dict[str, Any] = {_WITH_SINKS: Sdpa(sdpa), _OWN["xformers"]: xformers_attention}
+    for kernel in ("cudnn", "flash", "efficient", "math"):
+        own[_OWN[kernel]] = Sdpa(sdpa, kernel)
+        own[f"{_OWN[kernel]}_first"] = Sdpa(sdpa, kernel, only=False)
+    for name, function in own.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, with_mask)
+    AttentionInterface.register(_OWN["varlen"], varlen_attention)
+    AttentionMaskInterface.register(_OWN["varlen"], unpadded)
+
+
+def set_implementation(part: Part, name: str) -> None:
+    """Let a part of a model compute its attention with what transformers calls `name`."""
+    if part.config._attn_implementation == name:
+        return
+    model: Any = part.model
+    part.config._attn_implementation_internal = model._check_and_adjust_attn_implementation(name)
+
+
+def is_foreign(name: str | None) -> bool:
+    """Whether an implementation is of the user's own, or from the Hub."""
+    known = {*_OWN.values(), *(f"{own}_first" for own in _OWN.values()), _WITH_SINKS}
+    return name is not None and name not in known and name not in {backend.takes for backend in TABLE}

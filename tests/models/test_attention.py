@@ -1,0 +1,266 @@
+"""Every attention that a CPU has computes what transformers' eager one does, on one process and on two.
+
+Batches are ragged: rows are padded on the right, and on the left where eager attention has numbers for rows that see
+nothing (in fp64 it has none).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright.attention import backends
+from shardwright.attention.choice import BACKENDS
+from shardwright.attention.extra_terms import in_two, sdpa_with_alibi, sdpa_with_sinks
+from shardwright.ops.shared_grads import sync_shared_gradients
+from shardwright.shardformer import ShardConfig, ShardFormer
+from shardwright.shardformer.attention_choice import pick_attention, use_attention
+from shardwright.shardformer.sharder import ModelSharder
+from shardwright.testing import compare_models, keep_float64, run_ranks
+from shardwright.testing.train import adamw, train_steps
+from tests.models import tiny_causal_lm, tiny_text_models
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5},
+    "gpt_oss": {"sliding_window": 5},
+    "bert": {},
+    "t5": {},
+    "bloom": {},
+    "falcon": {},
+    "gpt_neo": {"window_size": 5},
+    "gptj": {},
+}
+# What a request for each backend comes to, where it can be had: the name in transformers' registers.
+SDPA = {"sdpa": "sdpa", "flash": "shardwright_fa", "math": "shardwright_math", "eager": "eager"}
+HAD = {
+    **dict.fromkeys(FAMILIES, SDPA),
+    "gemma2": {"eager": "eager"},
+    "gpt_oss": SDPA | {"sdpa": "shardwright_sinks"},
+    **{name: {"sdpa": "sdpa", "eager": "eager"} for name in ("bloom", "falcon", "gpt_neo", "gptj")},
+}
+
+
+def build(name: str, **settings: Any) -> nn.Module:
+    """With eager attention everywhere."""
+    if name == "t5":
+        model = tiny_text_models.build(name)
+    else:
+        model = tiny_causal_lm.build(name, FAMILIES.get(name, {}) | settings)
+    for part in model.modules():
+        if hasattr(getattr(part, "config", None), "_attn_implementation_internal"):
+            part.config._attn_implementation_internal = "eager"
+    return model
+
+
+def ragged(model: nn.Module, left: bool, seed: int = 3) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = min(model.config.get_text_config().vocab_size, 99)  # type: ignore[union-attr, operator]
+    ids, labels = torch.randint(5, vocabulary, (2, 3, 16), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 11:], mask[2, 14:], mask[2, :3] = 0, 0, 0 if left else 1
+    labels = labels.masked_fill(mask == 0, -100)
+    labels[0, :5], labels[2, :4] = -100, -100  # position 2 of the last row sees nothing
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+
+
+def options(backend: str | None = None, **more: Any) -> ShardConfig:
+    return ShardConfig(attention_backend=backend, **more)
+
+
+def gradients(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_backend_computes_what_eager_does(name: str) -> None:
+    reference = build(name)
+    had: dict[str, str] = {}
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        whole = copy.deepcopy(reference).to(dtype)
+        batch = ragged(whole, left=dtype is torch.float32)
+        exact = keep_float64() if dtype is torch.float64 else contextlib.nullcontext()
+        with exact:
+            expected = gradients(whole, batch)
+            for backend in BACKENDS:
+                model = copy.deepcopy(reference).to(dtype)
+                if backend not in HAD[name]:
+                    with pytest.raises(ValueError, match=f"attention_backend={backend!r} cannot be had"):
+                        pick_attention(model, options(backend))
+                    continue
+                picks = pick_attention(model, options(backend))
+                use_attention(model, picks)
+                had[backend] = picks[0].name
+                if name == "t5" and backend == "flash":  # its position bias is trained
+                    with pytest.raises(ValueError, match="attention_backend='flash': torch has no such kernel"):
+                        model(**batch)
+                    continue
+                torch.testing.assert_close(gradients(model, batch), expected, atol=tolerance, rtol=tolerance)
+    assert had == HAD[name]
+
+
+def test_falcon_with_alibi_follows_transformers_own_sdpa() -> None:
+    """transformers' eager form adds alibi twice, in the mask that it makes and in the layers."""
+    reference = tiny_causal_lm.build("falcon", {"alibi": True})
+    model = copy.deepcopy(reference)
+    assert reference.config._attn_implementation == "sdpa"
+    use_attention(model, pick_attention(model, ShardConfig(enable_flash_attention=True)))
+    batch = ragged(reference, left=False)
+    torch.testing.assert_close(gradients(model, batch), gradients(reference, batch))
+
+
+def train(rank: int, world_size: int) -> list[str]:
+    """Two AdamW steps of each family on two ranks against eager attention on one."""
+    logging.disable(logging.WARNING)
+    problems = []
+    for name in ("mistral", "gpt_oss", "bloom", "gptj"):
+        reference, model = build(name), build(name)
+        batches = [ragged(reference, left=False, seed=seed) for seed in range(2)]
+        with keep_float64():
+            expected = train_steps(reference, adamw(reference), batches)
+            sharder = ModelSharder(model, None, options("sdpa", make_vocab_size_divisible_by=8))
+            sharder.shard()
+            optimizer = adamw(sharder.model)
+            actual = train_steps(sharder.model, Synchronized(optimizer), batches)
+        report = compare_models(reference, sharder.model, coordinate=rank, losses=(expected, actual), check=False)
+        try:
+            report.check()
+        except AssertionError as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+class Synchronized:
+    """An optimizer that steps with the gradients of all ranks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        sync_shared_gradients(params, dist.group.WORLD)
+        self.optimizer.step()
+
+
+def test_two_ranks_with_sdpa_train_like_one_with_eager_attention() -> None:
+    assert run_ranks(train, 2, timeout=200) == [[], []]
+
+
+def other_machines(rank: int, world_size: int) -> str:
+    """Ranks that would choose differently, as on machines with different packages."""
+    config = ShardConfig(attention_backend="sdpa" if rank else "math", make_vocab_size_divisible_by=8)
+    with pytest.raises(ValueError) as caught:
+        ShardFormer(config).shard_model(build("llama", num_hidden_layers=1))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_ranks_agree_on_their_attention() -> None:
+    first, second = run_ranks(other_machines, 2)
+    assert first == second
+    assert "attention math" in first
+    assert "on rank 0 and" in first
+
+
+def test_families_that_have_no_other_attention_are_named() -> None:
+    with pytest.raises(ValueError, match=r"enable_flash_attention=True: DebertaV2\w+ can have no fused attention here"):
+        pick_attention(tiny_text_models.build("deberta-v2"), ShardConfig(enable_flash_attention=True))
+    with pytest.raises(ValueError, match="Linear has no attention of transformers; use None"):
+        pick_attention(nn.Linear(2, 2), options("sdpa"))
+    with pytest.raises(ValueError, match="attention_backend='eager' with enable_flash_attention=True"):
+        options("eager", enable_flash_attention=True)
+
+
+def test_dropout_is_not_dropped() -> None:
+    """torch's flash kernels for CPUs have none; SDPA and eager attention drop with the probability of the config."""
+    model = build("llama", attention_dropout=0.5)
+    with pytest.raises(ValueError, match=r"it has no dropout, and the model's is 0\.5"):
+        pick_attention(model, options("flash"))
+    batch = ragged(model, left=False)
+    with_gptj = build("gptj", attn_pdrop=0.5)
+    with_gptj.transformer.h[0].attn.attn_dropout.p = 0.5
+    for dropping in (model, with_gptj):
+        use_attention(dropping, pick_attention(dropping, options("sdpa")))
+        losses = [dropping(**batch).loss.item() for _ in range(2)]
+        dropping.eval()
+        losses += [dropping(**batch).loss.item() for _ in range(2)]
+        assert losses[0] != losses[1]
+        assert losses[2] == losses[3]
+
+
+def test_terms_of_keys_and_sinks_keep_their_digits_in_bf16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 7, 16, generator=generator, dtype=torch.float64).bfloat16().double()
+    sinks, alibi = torch.randn(4, generator=generator), -torch.arange(7.0) * torch.rand(2, 4, 1, generator=generator)
+    sinks, alibi, scale = sinks.bfloat16(), alibi.bfloat16(), 24**-0.5
+    scores = query @ key.mT * scale
+    with_sinks = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(2, 4, 7, 1)], -1).softmax(-1)[..., :-1]
+    expected = with_sinks @ value, (scores + alibi.double()[:, :, None]).softmax(-1) @ value
+    half = query.bfloat16(), key.bfloat16(), value.bfloat16()
+    actual = sdpa_with_sinks(*half, None, sinks, scale, False), sdpa_with_alibi(*half, None, alibi, scale)
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
+    halves = in_two(torch.tensor(24**0.5, dtype=torch.float64), torch.bfloat16)
+    assert abs(float(halves.double().sum()) - 24**0.5) < 1e-4
+
+
+def test_documents_of_varying_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch function computes on GPUs only; one that computes the same with SDPA takes its place."""
+    from torch.nn.attention import varlen
+
+    seen: list[list[int]] = []
+
+    def by_document(q: Any, k: Any, v: Any, bounds: Any, *_: Any, **options: Any) -> torch.Tensor:
+        seen.append(bounds.tolist())
+        back, ahead = options["window_size"]
+        outs = []
+        for start, end in pairwise(bounds):
+            parts = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+            where = torch.arange(end - start)
+            far = where[:, None] - where
+            mask = (far <= back if back >= 0 else far == far) & (far >= -ahead if ahead >= 0 else far == far)
+            out = F.scaled_dot_product_attention(
+                *parts, attn_mask=mask, scale=options["scale"], enable_gqa=options["enable_gqa"]
+            )
+            outs.append(out.transpose(0, 1))
+        return torch.cat(outs)
+
+    monkeypatch.setattr(varlen, "varlen_attn", by_document)
+    monkeypatch.setattr("shardwright.attention.choice._device", lambda *_: None)
+    monkeypatch.setattr("shardwright.attention.choice._numbers", lambda *_: None)
+    for name, settings in (("llama", {}), ("mistral", {"sliding_window": 5}), ("bert", {})):
+        reference = build(name, **settings)
+        model = copy.deepcopy(reference)
+        use_attention(model, pick_attention(model, options("varlen")))
+        padded = ragged(reference, left=False)
+        packed = {key: value[:1] for key, value in padded.items() if key in ("input_ids", "labels")}
+        packed |= {"position_ids": torch.tensor([[*range(4), *range(7), *range(5)]]), "use_cache": False}
+        for batch in (padded, packed) if name != "bert" else (padded,):
+            with keep_float64():
+                expected, actual = gradients(reference, batch), gradients(model, batch)
+            torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+    assert [0, 16, 27, 41] in seen
+    assert [0, 4, 11, 16] in seen
+
+
+def test_what_a_function_does_not_know_is_refused() -> None:
+    query = torch.randn(1, 2, 4, 8)
+    for function, what in ((backends.varlen_attention, "softcap"), (backends.varlen_attention, "s_aux")):
+        with pytest.raises(ValueError, match=f"this model's attention has a {what}, which it does not know"):
+            function(nn.Identity(), query, query, query, None, **{what: torch.ones(2)})

@@ -1,0 +1,173 @@
+"""Which attention is chosen, on machines that this one is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.attention.choice import BACKENDS, choose, order, refusal
+from shardwright.attention.installed import (
+    FLASH_2,
+    FLASH_3,
+    FLASH_4,
+    TRITON,
+    VARLEN,
+    VARLEN_WINDOWS,
+    XFORMERS,
+    Installed,
+)
+from shardwright.attention.needs import ARBITRARY, CAUSAL, PADDING, WINDOW, Needs
+
+FLASH = (FLASH_2, FLASH_3, FLASH_4)
+TORCH = (TRITON, VARLEN, VARLEN_WINDOWS)
+SM75, SM80, SM89, SM90, SM100, SM120 = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+
+
+def have(*packages: str) -> Installed:
+    return Installed(dict.fromkeys(packages, "1.0"))
+
+
+ALL = have(*FLASH, XFORMERS, *TORCH)
+
+
+def gpu(capability: tuple[int, int], **needs: Any) -> Needs:
+    return replace(Needs("cuda", capability), **needs)
+
+
+CAUSAL_PADDED = frozenset({CAUSAL, PADDING})
+CHOSEN: list[tuple[str, Needs, Installed]] = [
+    # machines, with everything there and with torch alone
+    ("flash_attention_4", gpu(SM100), ALL),
+    ("cudnn", gpu(SM100), have(*TORCH)),
+    ("flash_attention_3", gpu(SM90), ALL),
+    ("flash_attention_2", gpu(SM90), have(FLASH_2, FLASH_4)),
+    ("flash_attention_4", gpu(SM90), have(FLASH_4)),
+    ("sdpa", gpu(SM90), have(*TORCH)),
+    ("flash_attention_2", gpu(SM89), ALL),
+    ("flash_attention_2", gpu(SM80), ALL),
+    ("sdpa", gpu(SM80), have(*TORCH)),
+    ("flash_attention_2", gpu(SM120), ALL),
+    ("efficient", gpu(SM75, dtype=torch.float16), ALL),
+    ("sdpa", gpu(SM75), ALL),
+    ("sdpa", Needs("cpu", dtype=torch.float32), ALL),
+    ("sdpa", Needs("mps"), ALL),
+    ("flash_attention_2", Needs("rocm"), ALL),
+    ("sdpa", Needs("rocm", dtype=torch.float32), ALL),
+    # numbers
+    ("sdpa", gpu(SM90, dtype=torch.float32), ALL),
+    ("flash_attention_2", gpu(SM100, head_dim=256), ALL),
+    ("sdpa", gpu(SM90, head_dim=512), ALL),
+    ("flash_attention_3", gpu(SM90, head_dim=192, value_dim=128), ALL),
+    # what models have
+    ("flash_attention_2", gpu(SM90, dropout=0.1), ALL),
+    ("flash_attention_3", gpu(SM90, dropout=0.1, training=False), ALL),
+    ("flash_attention_3", gpu(SM90, soft_cap=True), ALL),
+    ("flex", gpu(SM90, soft_cap=True), have(*TORCH)),
+    ("eager", gpu(SM80, soft_cap=True, dropout=0.1), ALL),
+    ("eager", gpu(SM75, soft_cap=True, dtype=torch.float16), ALL),
+    ("eager", Needs("cpu", soft_cap=True, takes=frozenset({"eager", "flex_attention"})), ALL),
+    ("sdpa", gpu(SM90, sinks=True), ALL),
+    ("cudnn", gpu(SM100, sinks=True), ALL),
+    ("sdpa", gpu(SM90, masks=CAUSAL_PADDED | {ARBITRARY}), ALL),
+    ("flash_attention_3", gpu(SM90, masks=CAUSAL_PADDED | {WINDOW}), ALL),
+    # packed documents
+    ("flash_attention_3", gpu(SM90, packed=True), ALL),
+    ("varlen", gpu(SM90, packed=True), have(*TORCH)),
+    ("flex", gpu(SM90, packed=True, masks=CAUSAL_PADDED | {WINDOW}), have(VARLEN, TRITON)),
+    ("flex", gpu(SM90, packed=True, dtype=torch.float32), have(*TORCH)),
+    ("sdpa", gpu(SM90, packed=True, dropout=0.1), have(*TORCH)),
+    ("sdpa", Needs("cpu", packed=True), ALL),
+    # what a model's class takes
+    ("eager", gpu(SM90, takes=frozenset({"eager"})), ALL),
+    ("sdpa", gpu(SM90, takes=frozenset({"eager", "sdpa", "own"})), ALL),
+]
+
+
+@pytest.mark.parametrize(("backend", "needs", "installed"), CHOSEN)
+def test_the_best_that_can_do_it_is_chosen(backend: str, needs: Needs, installed: Installed) -> None:
+    choice = choose(needs, installed)
+    assert choice.backend == backend
+    better = order(needs)[: order(needs).index(backend)]
+    assert all(name in choice.reason for name in better), choice.reason  # each with why not
+    assert not choice.asked
+
+
+def test_nothing_that_a_model_has_is_dropped() -> None:
+    """Over all devices and combinations: what is chosen knows every feature, and every other refuses by name."""
+    devices = [gpu(capability) for capability in (SM75, SM80, SM89, SM90, SM100)] + [Needs("cpu"), Needs("rocm")]
+    features: list[dict[str, Any]] = [{}, {"soft_cap": True}, {"sinks": True}, {"dropout": 0.1}]
+    features += [{"soft_cap": True, "dropout": 0.1}, {"sinks": True, "dropout": 0.1}]
+    no_caps = {"sdpa", "cudnn", "efficient", "math", "flash", "xformers", "varlen", "flash_attention_4"}
+    no_dropout = {"flash_attention_3", "flash_attention_4", "varlen", "flex"}
+    for needs in devices:
+        for extra in features:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                chosen = choose(replace(needs, dtype=dtype, **extra), ALL).backend
+                assert not (extra.get("soft_cap") and chosen in no_caps)
+                assert not (extra.get("dropout") and chosen in no_dropout)
+                assert not (extra.get("sinks") and (chosen.startswith("flash_attention") or chosen == "xformers"))
+                assert not (dtype.itemsize > 2 and chosen.startswith("flash_attention"))
+
+
+REFUSED: list[tuple[str, Needs, Installed, str]] = [
+    (
+        "flash_attention_2",
+        gpu(SM90),
+        have(),
+        "flash-attn is not installed: pip install flash-attn --no-build-isolation",
+    ),
+    ("flash_attention_4", gpu(SM90), have(), "pip install --pre flash-attn-4"),
+    ("xformers", gpu(SM90), have(), "pip install xformers"),
+    ("flash_attention_2", gpu(SM75), ALL, "it begins with SM80"),
+    ("flash_attention_3", gpu(SM100), ALL, "it knows no GPU from SM100 on"),
+    ("flash_attention_3", gpu(SM90, dropout=0.1), ALL, "it has no dropout, and the model's is 0.1"),
+    ("flash_attention_2", gpu(SM90, dropout=0.1, soft_cap=True), ALL, "no dropout together with soft caps"),
+    ("flash", gpu(SM90, masks=CAUSAL_PADDED | {WINDOW}), ALL, "it takes no window masks"),
+    ("cudnn", Needs("cpu"), ALL, "it runs on cuda only"),
+    ("flex", Needs("cpu"), ALL, "it runs on cuda only"),
+    ("sdpa", gpu(SM90, soft_cap=True), ALL, "it has no soft caps"),
+    ("flash", gpu(SM90, sinks=True), ALL, "no sinks, or no gradients of them"),
+    ("cudnn", gpu(SM90, dtype=torch.float32), ALL, "it has no fp32"),
+    ("flash", Needs("cpu", dropout=0.1), ALL, "it has no dropout"),
+    ("flash", Needs("cpu", head_dim=192, value_dim=128), ALL, "as many features as its queries"),
+    ("sdpa", gpu(SM90, takes=frozenset({"eager"})), ALL, "the model's class does not take it"),
+]
+
+
+@pytest.mark.parametrize(("backend", "needs", "installed", "words"), REFUSED)
+def test_a_request_that_cannot_be_honoured_says_why(
+    backend: str, needs: Needs, installed: Installed, words: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        choose(needs, installed, backend)
+    text = str(caught.value)
+    assert all(each in text for each in (words, f"attention_backend={backend!r}", needs.where)), text
+    works = text.partition("attention_backend=")[2].partition("attention_backend='")[2].partition("'")[0]
+    assert refusal(works, needs, installed) is None  # what it proposes works
+
+
+def test_a_request_is_honoured() -> None:
+    choice = choose(gpu(SM90), ALL, "efficient")
+    assert (choice.backend, choice.asked) == ("efficient", True)
+
+
+def test_a_broken_package_is_not_chosen() -> None:
+    broken = Installed({}, {FLASH_2: "import flash_attn fails with ImportError: undefined symbol"})
+    choice = choose(gpu(SM80), broken)
+    assert choice.backend == "sdpa"
+    assert "undefined symbol" in choice.reason
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(
+        ValueError, match=r"attention_backend='flash_atention_2' is not one of .*did you mean 'flash_att"
+    ):
+        choose(gpu(SM90), ALL, "flash_atention_2")
+
+
+def test_every_backend_is_somewhere_the_choice_or_a_request() -> None:
+    assert set(BACKENDS) == {backend for backend, *_ in [*CHOSEN, *REFUSED]} | {"math"}
+    choose(Needs("cpu"), Installed(), "math")
