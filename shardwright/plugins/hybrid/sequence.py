@@ -111,8 +111,8 @@ def split_sequences(
         trade, form = Trade(group), form_of(name)
         if form is None:
             raise ValueError(
-                f"attention {name!r} with sequence_parallelism_mode='all_to_all': it takes masks that are not known for "
-                "whole sequences here; use attention_backend='sdpa', or sequence_parallelism_mode='ring_attn'"
+                f"attention {name!r} with sequence_parallelism_mode='all_to_all': its masks are not known for whole "
+                "sequences here; use attention_backend='sdpa', or sequence_parallelism_mode='ring_attn'"
             )
         share, function = trade.share(), Ulysses(trade, native_function(name), form)
     else:
