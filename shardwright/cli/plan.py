@@ -25,6 +25,7 @@ _WHOLE = (
     "tp_size",
     "pp_size",
     "sp_size",
+    "ep_size",
     "zero_stage",
     "zero_group_size",
     "num_microbatches",

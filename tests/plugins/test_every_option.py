@@ -113,6 +113,10 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "tp_size": [Changes(see.modules, 2)],
     "pp_size": [Changes(see.report, 2, {"num_microbatches": 4})],
     "sp_size": [Refused(2, "sp_size=2: this version does not cut sequences")],
+    "ep_size": [
+        Changes(see.experts, 2, F32),
+        Refused(2, "ep_size=2 does not divide dp_size=1", {"tp_size": 2}),
+    ],
     "precision": [Changes(see.modules, "fp16")],
     "zero_stage": [Changes(see.traffic, stage, F32) for stage in (1, 2, 3)],
     "enable_all_optimization": [Changes(see.modules, True)],
