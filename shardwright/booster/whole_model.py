@@ -112,6 +112,7 @@ class WholeModel:
             "zero_grad": self._zero_grad,
             "tie_weights": self._tie_weights,
             "_apply": _refuse_moves,
+            "__setattr__": _refuse_adapters,
         }
         answers |= {name: partial(self._refuse_change, name) for name in _CHANGES}
         if self.split:
@@ -252,6 +253,17 @@ class WholeModel:
             "booster.save_lora_as_pretrained(model, path) and merge them in one process: "
             "peft.PeftModel.from_pretrained(base_model, path).merge_and_unload()"
         )
+
+
+def _refuse_adapters(module: nn.Module, native: Native, name: str, value: Any) -> None:
+    if name == "peft_config" and not hasattr(module, name):  # peft leaves it when it has put adapters in
+        raise ValueError(
+            "peft.get_peft_model after boost: the adapters would be neither laid out over the ranks nor trained, and "
+            "the model that they are in now is not the one that was boosted. Wrap a model before boosting: "
+            "model = peft.get_peft_model(model, lora_config), or booster.enable_lora(model, lora_config=...), then "
+            "booster.boost, with an optimizer built on the result"
+        )
+    native(name, value)
 
 
 def _refuse_moves(module: nn.Module, native: Native, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:

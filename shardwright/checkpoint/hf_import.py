@@ -14,8 +14,9 @@ from torch import nn
 
 from ..files.boxes import Box, parts_of
 from ..files.errors import CheckpointMismatch
-from ..files.hf_names import ignored
+from ..files.hf_names import ignored, tied_names
 from ..files.huggingface import HfFiles, HfSource
+from ..files.ties import are_equal
 from ..interface.shards import ShardedOptimizer
 from .agreement import Agreement, attempt
 from .held import Held, held_tensors
@@ -100,7 +101,7 @@ def load_model(
     if path.is_dir() and (path / MARKER).exists():
         source = _IndexSource(path, agreement, position.rank)
     else:
-        names = [alias for item in held for alias in (item.name, *item.aliases)]
+        names = [alias for item in held for alias in _names_of(item, model)]
         source, error = attempt(lambda: HfSource(HfFiles(path), model, names))
         agreement.check(error, f"loading {path}")
     return _take(source, path, held, model, optimizer, position, agreement, strict)
@@ -125,28 +126,39 @@ def _take(
     agreement: Agreement,
     strict: bool,
 ) -> LoadReport:
-    aliases = {alias: item.name for item in held for alias in (item.name, *item.aliases)}
+    aliases = {alias: item.name for item in held for alias in _names_of(item, model)}
     found: dict[str, str] = {}  # name of the model -> name that the source knows it by
     for alias, name in aliases.items():
         if alias in source and name not in found:
             found[name] = alias
-    shapes, error = attempt(lambda: {name: source.shape(alias) for name, alias in found.items()})
+    differences, error = attempt(lambda: (_mismatched(source, held, found), _torn(source, aliases)))
     agreement.check(error, f"loading {path}")
-    wrong = {item.name: item for item in held if item.name in found and shapes[item.name] != item.spec.full_shape}
+    wrong, torn = differences
     may_miss, may_have = ignored(model, "missing"), ignored(model, "unexpected")
     missing = [item.name for item in held if item.name not in found and not any(map(may_miss, item.aliases))]
-    mismatched = [f"{name} (file {shapes[name]}, model {item.spec.full_shape})" for name, item in wrong.items()]
     used = {key for alias in aliases if alias in source for key in source.keys_of(alias)}
     keys = sorted(source.keys)
     claimed = agreement.union([key in used or may_have(key) for key in keys])
-    lists = agreement.gather([missing, mismatched])
+    lists = agreement.gather([missing, list(wrong.values()), torn])
     report = LoadReport(
         sorted({name for rank in lists for name in rank[0]}),
         [key for key, taken in zip(keys, claimed, strict=True) if not taken],
         sorted({line for rank in lists for line in rank[1]}),
     )
+    if torn_anywhere := sorted({line for rank in lists for line in rank[2]}):
+        raise ValueError(
+            f"{path} does not fit the model: {'; '.join(torn_anywhere)}, and one of the two would be lost. Build the "
+            "model with tie_word_embeddings=False, or by from_pretrained of these files, which keeps both; or take the "
+            "wrong one out of the files"
+        )
     if strict and not report.fits:
-        raise CheckpointMismatch(path, report.missing, report.unexpected, report.mismatched)
+        raise CheckpointMismatch(
+            path,
+            report.missing,
+            report.unexpected,
+            report.mismatched,
+            remedy="strict=False loads what fits and returns this list",
+        )
     for name in wrong:
         del found[name]
     parts = None if optimizer is None else parts_of_optimizer(optimizer, model, position)
@@ -155,6 +167,41 @@ def _take(
     if parts is not None:
         parts.publish_masters()
     return report
+
+
+def _mismatched(source: Any, held: list[Held], found: Mapping[str, str]) -> dict[str, str]:
+    """Name of the model -> name and both shapes, for tensors that have another shape in `source`, or none."""
+    wrong: dict[str, str] = {}
+    for item in held:
+        if item.name not in found:
+            continue
+        try:
+            shape = source.shape(found[item.name])
+        except CheckpointMismatch as error:
+            wrong[item.name] = f"{'; '.join(error.mismatched)} (model {item.spec.full_shape})"
+            continue
+        if shape != item.spec.full_shape:
+            wrong[item.name] = f"{item.name} (file {shape}, model {item.spec.full_shape})"
+    return wrong
+
+
+def _torn(source: Any, aliases: Mapping[str, str]) -> list[str]:
+    """Tied tensors of the model for whose names `source` has different values."""
+    torn: list[str] = []
+    first_of: dict[str, str] = {}
+    for alias, name in aliases.items():
+        if alias in source and not are_equal(source, first := first_of.setdefault(name, alias), alias):
+            torn.append(f"{alias} is tied to {first} in the model, but not equal to it here")
+    return torn
+
+
+def _names_of(item: Held, model: nn.Module) -> list[str]:
+    """All names that a tensor may have in files."""
+    names = [item.name, *item.aliases]
+    if item.spec.tied is not None:  # its copies on other pipeline stages have names of their own
+        ties = tied_names(model).items()
+        names += [name for tie in ties if not set(tie).isdisjoint(names) for name in tie]
+    return list(dict.fromkeys(names))
 
 
 def _fill(

@@ -111,11 +111,16 @@ def graph_time(tensor: torch.Tensor) -> int:
     return number
 
 
-def has_hooks_on_gradient(tensor: torch.Tensor) -> bool:
-    """Whether `register_hook` has put hooks on the gradient of `tensor`. Torch has no public name for it (2.11 to
+def runs_backward() -> bool:
+    """Whether this code runs as a part of a backward. Checked on torch 2.11 and 2.13: `_current_graph_task_id`."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """What `register_hook` has put on the gradient of `tensor`, in order. Torch has no public name for it (2.11 to
     2.13).
     """
-    return bool(tensor._backward_hooks)
+    return list((tensor._backward_hooks or {}).values())
 
 
 # What a `__torch_function__` is asked when somebody looks at the hooks of a tensor. Checked on torch 2.11 to 2.13.
@@ -132,7 +137,7 @@ def put_hook_last(tensor: torch.Tensor, number: int) -> None:
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a script has registered hooks on the gradient. Torch has no public name for it (2.11 to 2.13)."""
-    return has_hooks_on_gradient(tensor) or bool(post_accumulate_hooks(tensor))
+    return bool(gradient_hooks(tensor) or post_accumulate_hooks(tensor))
 
 
 def default_store() -> dist.Store:

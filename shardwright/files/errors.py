@@ -38,6 +38,7 @@ class CheckpointMismatch(ValueError):
     missing     names that the model has and the checkpoint lacks
     unexpected  names in the checkpoint that the model does not have
     mismatched  names whose shapes differ, with both shapes
+    remedy      what to do about it
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CheckpointMismatch(ValueError):
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
         what: str = "model",
+        remedy: str = "",
     ) -> None:
         self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), list(mismatched)
         lines = [f"{where} does not fit the {what}:"]
@@ -54,4 +56,4 @@ class CheckpointMismatch(ValueError):
             if names:
                 more = f" and {len(names) - 10} more" if len(names) > 10 else ""
                 lines.append(f"  {len(names)} {title}: {', '.join(names[:10])}{more}")
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([*lines, remedy] if remedy else lines))

@@ -46,7 +46,7 @@ def bind(model: nn.Module, keys: Sequence[str], names: Iterable[str]) -> dict[st
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state: Any = dict.fromkeys(names)
+    state: Any = dict.fromkeys(names, True)  # transformers looks for a value to know that a name is there
     stored: dict[str, Stored] = {}
     collected: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(keys, key=dot_natural_key):

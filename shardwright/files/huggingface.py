@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,66 +13,66 @@ from torch import nn
 from ..models.config import config_of
 from ..spec import ParamSpec
 from .boxes import Box, parts_of
-from .errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
+from .errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UnsafeCheckpoint
 from .hf_names import bind, convert
 from .merged import MergedTensor
 from .paths import inside, read_json
 from .tensor_file import StoredTensor, TensorFile
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
 
 class HfFiles:
     """The tensors of one file, or of the files that an index names; files are opened when something in them is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        """variant   which files of a directory are meant: "fp16" for model.fp16.safetensors"""
         self.path = path
         self._open: dict[Path, TensorFile] = {}
         self._file_of: dict[str, Path] = {}
         if path.is_file():
             self._add_file(path)
         elif path.is_dir():
-            self._find()
+            self._find(variant)
         else:
             raise CheckpointNotFound(
                 f"{path} does not exist; give a directory with safetensors files, or one such file"
             )
 
-    def _find(self) -> None:
-        """The index if there is one, else the single file; with a name between (model.fp16.safetensors) where it is
-        the only one.
+    def _find(self, variant: str | None) -> None:
+        """The single file if there is one, else the index, as transformers does; without them, with a name between
+        (model.fp16.safetensors) where it is the only one.
         """
-        indexes = (
-            [self.path / INDEX]
-            if (self.path / INDEX).exists()
-            else sorted(self.path.glob("model.safetensors.index.*.json"))
-        )
-        singles = (
-            [self.path / SINGLE] if (self.path / SINGLE).exists() else sorted(self.path.glob("model.*.safetensors"))
-        )
-        found = indexes or singles
-        if len(found) != 1:
+        between = f".{variant}" if variant else ""
+        single, index_name = f"model{between}.safetensors", f"model.safetensors.index{between}.json"
+        found = [path for name in (single, index_name) if (path := self.path / name).exists()][:1]
+        others = [sorted(self.path.glob(name)) for name in ("model.*safetensors", "model.safetensors.index*.json")]
+        whole = [path for path in others[0] if not re.search(r"-\d+-of-\d+\.safetensors$", path.name)]
+        if not variant:
+            found = found or whole or others[1]
+        names = ", ".join(path.name for path in whole + others[1])
+        if len(found) > 1:
             raise CheckpointNotFound(
-                f"{self.path} has "
-                + (
-                    f"several weights: {', '.join(path.name for path in found)}; give the file"
-                    if found
-                    else f"neither {SINGLE} nor {INDEX}; save the model with safetensors (save_pretrained does)"
-                )
+                f"{self.path} has several weights: {names}; give load_model the path of one, from_pretrained variant="
             )
+        if not found:
+            remedy = (
+                f"it has {names}; leave variant={variant!r} out, or give the name between"
+                if names
+                else "save the model with safetensors (save_pretrained does)"
+            )
+            raise CheckpointNotFound(f"{self.path} has neither {single} nor {index_name}; {remedy}")
         path = inside(self.path, found[0].name)
-        if not indexes:
+        if path.suffix != ".json":
             self._add_file(path)
             return
         index: Any = read_json(path)
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict):
             raise UnsafeCheckpoint(f"{path} has no weight_map")
-        paths: dict[str, Path] = {}
+        shards: dict[str, Path] = {}
         for key, file in table.items():
-            if not isinstance(file, str) or file not in paths:
-                paths[file] = inside(self.path, file)
-            self._file_of[key] = paths[file]
+            if not isinstance(file, str) or file not in shards:
+                shards[file] = inside(self.path, file)
+            self._file_of[key] = shards[file]
 
     def _add_file(self, path: Path) -> None:
         self._open[path] = TensorFile(path)
@@ -152,7 +153,20 @@ class HfSource:
         return [key for key, _ in self._stored[name].keys]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._described(name).shape)
+        """From the headers of the files; CheckpointMismatch where several of them do not make one tensor."""
+        stored = self._stored[name]
+        described: StoredTensor | MergedTensor | None
+        described = self._files.described(stored.keys[0][0]) if stored.converter is None else self._merge(name)
+        if described is not None:
+            return described.shape
+        try:
+            return tuple(convert(self._config, name, stored, self._on_meta).shape)
+        except Exception:  # by files that do not fit, or by an operation that needs values
+            return tuple(self._described(name).shape)
+
+    def forget(self, name: str) -> None:
+        """As if the files did not have it."""
+        del self._stored[name]
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
         whole = self._described(name)
@@ -185,13 +199,35 @@ class HfSource:
         stored = self._stored[name]
         if stored.converter is None:
             return self._files.described(stored.keys[0][0])
-        if name not in self._merged:
-            self._merged[name] = MergedTensor.of(self._files, stored)
-        merged = self._merged[name]
+        merged = self._merge(name)
         if merged is not None:
             return merged
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made
-            whole = convert(self._config, name, stored, lambda key: self._files.tensor(key).clone())
-            self._last = (name, whole)
+            self._last = (name, self._convert(name))
         return self._last[1]
+
+    def _merge(self, name: str) -> MergedTensor | None:
+        if name not in self._merged:
+            self._merged[name] = MergedTensor.of(self._files, self._stored[name])
+        return self._merged[name]
+
+    def _on_meta(self, key: str) -> torch.Tensor:
+        return torch.empty(self._files.shape(key), dtype=self._files.dtype(key), device="meta")
+
+    def _convert(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        try:
+            return convert(self._config, name, stored, lambda key: self._files.tensor(key).clone())
+        except (CheckpointError, UnsafeCheckpoint):
+            raise
+        except Exception as error:  # of tensor arithmetic: of any kind
+            alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+            for key, pattern in stored.keys:
+                alike.setdefault((pattern, self._files.shape(key)), []).append(key)
+            parts = [
+                f"{keys[0]} {shape}" + (f" and {len(keys) - 1} more like it" if len(keys) > 1 else "")
+                for (_, shape), keys in alike.items()
+            ]
+            problem = f"{name}, which is made of {'; '.join(parts)}: one is missing, odd or too many ({error})"
+            raise CheckpointMismatch(self._files.path, mismatched=[problem]) from error

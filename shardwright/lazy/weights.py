@@ -40,10 +40,14 @@ class LazyWeights:
         self._canonical: dict[str, str] = {}  # one name for all names of a tied parameter
         first: dict[int, str] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
+            self._canonical[name] = first.setdefault(id(param), name)
             notes = notes_of(param)
             if notes is not None:
                 self._notes[name] = notes
-                self._canonical[name] = first.setdefault(id(param), name)
+        # files may hold a tied parameter under any one of its names
+        self._stored_as = {
+            first: name for name, first in reversed(self._canonical.items()) if source and name in source
+        }
         self._room: Tensor | None = None
         self._source = source
 
@@ -109,7 +113,7 @@ class LazyWeights:
         """Everything that can go wrong is found before the first weight is made."""
         spec = get_spec(param)
         full_name = spec.name if spec is not None else name
-        if self._source is not None and self._canonical.get(full_name, full_name) in self._source:
+        if self._canonical.get(full_name, full_name) in self._stored_as:
             return
         notes = self._notes.get(full_name)
         if notes is None:
@@ -125,8 +129,8 @@ class LazyWeights:
 
     def _make(self, spec: ParamSpec, coordinate: int) -> Tensor:
         name = self._canonical.get(spec.name, spec.name)
-        if self._source is not None and name in self._source:
-            return self._source.shard(spec.renamed(name), coordinate)
+        if self._source is not None and name in self._stored_as:
+            return self._source.shard(spec.renamed(self._stored_as[name]), coordinate)
         notes = self._notes[name]
         digest = hashlib.blake2b(f"{notes.seed}:{name}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1

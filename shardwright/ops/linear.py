@@ -24,8 +24,9 @@ they are and whichever of them the loss depends on. It starts the all-reduce of 
 left (x, dy) for it in their backward instead of computing dW, so Open computes every dW = dy^T x while the collective
 is in flight, waits, and returns all. Everything reaches autograd as ordinary gradients: accumulation hooks fire,
 `torch.autograd.grad` works, nothing depends on the engine's order of execution. Who is named and does not come (k and v
-of a cross-attention read another x) has no gradient from here. x knows x1 by a weak reference that the callers'
-nodes keep alive, so nothing outlives the graph, and x1 is not used again once x was modified in place.
+of a cross-attention read another x) has no gradient from here. Autograd tells the weight's hooks so, which a script's
+do not expect, so weights with such are left out. x knows x1 by a weak reference that the callers' nodes keep alive, so
+nothing outlives the graph, and x1 is not used again once x was modified in place.
 
 Alternatives that were not taken: one fused function for declared siblings must be told who they are and computes
 projections that a cross-attention does not want; counting siblings by hand goes wrong, silently, when the loss does not
@@ -48,7 +49,7 @@ from ..comm import turns
 from ..comm.compat import outputs_are_recorded
 from .collective import copy_to_group, reduce_from_group, reduce_scatter_to_group
 from .keeping import keep_result, num_active
-from .weight_grad import active_store, add_product, deferral_possible, store_for
+from .weight_grad import active_store, add_product, deferral_possible, may_be_left_out, store_for
 
 _SHARED = "_shardwright_shared_input"
 
@@ -78,13 +79,13 @@ def column_linear(
     shared = _shared_input(x, group)
     if shared is None:
         link = _Link(group)
-        weights = list({id(each): each for each in (weight, *siblings)}.values())
+        distinct = {id(each): each for each in (weight, *siblings)}.values()
+        weights = [each for each in distinct if may_be_left_out(each)]
         opened, *aliases = _Open.apply(x, link, *weights)
-        places = enumerate(zip(weights, aliases, strict=True))
-        shared = _Shared(opened, link, {id(each): (place, alias) for place, (each, alias) in places})
+        shared = _Shared(opened, link, weights, aliases)
         setattr(x, _SHARED, {**getattr(x, _SHARED, {}), group: (weakref.ref(shared), x._version)})
     # Once: the link holds one pair of factors for each weight.
-    place, alias = shared.aliases.pop(id(weight), (None, weight))
+    place, alias = shared.take(weight)
     y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place)
     cast(Any, y.grad_fn).opened = shared  # kept for as long as the graph
     return y
@@ -145,12 +146,22 @@ class _Link:
 
 
 class _Shared:
-    """x1 of the note, and w1, w2, .. that nobody has taken yet: their place and alias by the id of the weight."""
+    """x1 of the note, and w1, w2, .. that nobody has taken yet.
 
-    __slots__ = ("__weakref__", "aliases", "link", "opened")
+    waiting     id of a weight -> the weight (while it lives, the id is its own), its place and its alias
+    """
 
-    def __init__(self, opened: Tensor, link: _Link, aliases: dict[int, tuple[int | None, Tensor]]) -> None:
-        self.opened, self.link, self.aliases = opened, link, aliases
+    __slots__ = ("__weakref__", "link", "opened", "waiting")
+
+    def __init__(self, opened: Tensor, link: _Link, weights: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+        self.opened, self.link = opened, link
+        pairs = zip(weights, aliases, strict=True)
+        self.waiting = {id(weight): (weight, place, alias) for place, (weight, alias) in enumerate(pairs)}
+
+    def take(self, weight: Tensor) -> tuple[int | None, Tensor]:
+        """Place and alias of a weight that is still to be taken, else the weight itself."""
+        _, place, alias = self.waiting.pop(id(weight), (weight, None, weight))
+        return place, alias
 
 
 def _shared_input(x: Tensor, group: dist.ProcessGroup) -> _Shared | None:

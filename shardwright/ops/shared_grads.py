@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..spec import ParamSpec, get_spec
 from .collective import reduce_from_group
+from .weight_grad import takes_none
 
 _SUMMED = "_shardwright_summed_in_backward"
 
@@ -67,6 +68,7 @@ def sum_in_backward(params: Iterable[Tensor], group: dist.ProcessGroup, axis: st
             param.requires_grad_(trained)
 
 
+@takes_none
 class _Summing(NamedTuple):
     """The hook of one parameter: local gradient -> with what ranks share summed; differentiable like any collective
     here.
@@ -75,7 +77,9 @@ class _Summing(NamedTuple):
     runs: list[HeldRun]
     group: dist.ProcessGroup
 
-    def __call__(self, grad: Tensor) -> Tensor:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # on every rank
+            return None
         if self.runs[0].dim is None:
             return reduce_from_group(grad, self.group)
         sizes = [run.numel for run in self.runs]

@@ -38,13 +38,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..comm.compat import has_hooks_on_gradient, post_accumulate_hooks
+from ..comm.compat import gradient_hooks, post_accumulate_hooks
 
 
 class Part(Protocol):
@@ -82,6 +82,8 @@ _EDITED = (
 _active: list[WeightGradStore | None] = []
 _any_store = False
 _told_late: weakref.WeakSet[Callable[[Tensor], None]] = weakref.WeakSet()
+_TAKES_NONE = "_shardwright_takes_none"
+_Hook = TypeVar("_Hook")
 
 
 class WeightGradStore:
@@ -202,18 +204,31 @@ def active_store() -> WeightGradStore | None:
 
 def told_late(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Mark a post-accumulate hook that may be called when there is no gradient yet, and again when `run` has
-    accumulated it.
+    accumulated it; or a hook on gradients that may be called with None, and with all that was accumulated by `run`.
     """
     _told_late.add(hook)
+    return takes_none(hook)
+
+
+def takes_none(hook: _Hook) -> _Hook:
+    """Mark a hook that may be called though a node has left the gradient out."""
+    setattr(hook, _TAKES_NONE, True)
     return hook
+
+
+def may_be_left_out(weight: Tensor) -> bool:
+    """Whether no hook of `weight` minds that autograd comes to it without a gradient. A script's hooks do: torch calls
+    them only for weights that the loss depends on.
+    """
+    return all(hasattr(hook, _TAKES_NONE) for hook in gradient_hooks(weight) + post_accumulate_hooks(weight))
 
 
 def store_for(param: Tensor | None) -> WeightGradStore | None:
     """The store that backward should leave the gradient of `param` in, or None: autograd takes it."""
     store = active_store()
-    if store is None or not isinstance(param, Parameter) or has_hooks_on_gradient(param):
+    if store is None or not isinstance(param, Parameter):
         return None
-    return store if all(hook in _told_late for hook in post_accumulate_hooks(param)) else None
+    return store if all(hook in _told_late for hook in gradient_hooks(param) + post_accumulate_hooks(param)) else None
 
 
 def deferral_possible() -> bool:
@@ -226,6 +241,11 @@ def deferral_possible() -> bool:
 
 
 def _fire_hooks(param: Parameter) -> None:
+    """In the order of autograd."""
+    grad = param.grad
+    for hook in gradient_hooks(param):
+        if grad is not None and hook in _told_late:
+            hook(grad)
     for hook in post_accumulate_hooks(param):
         hook(param)
 

@@ -25,9 +25,10 @@ def register_plugin(name: str, plugin: Callable[..., Plugin]) -> None:
 
     Registering a name again replaces it; those that come with the package stay.
     """
-    if not isinstance(name, str) or not name or name in _OWN:
+    if not isinstance(name, str) or not name or name in _OWN or name != name.strip():
         raise ValueError(
-            f"name={name!r} of a plugin must be a text that is not taken by {', '.join(map(repr, sorted(_OWN)))}"
+            f"name={name!r} of a plugin must be a text without spaces around it that is not taken by "
+            f"{', '.join(map(repr, sorted(_OWN)))}"
         )
     if not callable(plugin) or isinstance(plugin, Plugin):
         raise ValueError(
@@ -41,8 +42,16 @@ def make_plugin(name: str, **arguments: object) -> Plugin:
     known = [*_OWN, *_REGISTERED]
     if name not in known:
         raise ValueError(f"plugin={name!r} is not one of {', '.join(map(repr, known))}{nearest(name, known)}")
-    make = _REGISTERED[name] if name in _REGISTERED else own_plugin(*_OWN[name].split(":"))
-    plugin = make(**arguments)
+    if name in _OWN:
+        return own_plugin(*_OWN[name].split(":"))(**arguments)
+    try:
+        plugin = _REGISTERED[name](**arguments)
+    except ValueError as error:
+        raise ValueError(f"plugin={name!r}, which was registered: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"plugin={name!r}, which was registered: its function raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(plugin, Plugin):
         raise ValueError(
             f"plugin={name!r}: what was registered returned {plugin!r}; it must return a shardwright.plugins.Plugin"

@@ -16,12 +16,12 @@ linear.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.nn as nn
 
 from .layer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
-from .layer.parallel_module import ParallelGroup
+from .layer.parallel_module import ParallelGroup, native_class
 from .styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
 
 
@@ -36,6 +36,26 @@ def has_adapters(module: nn.Module) -> bool:
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and isinstance(
         getattr(module, "base_layer", None), nn.Module
     )
+
+
+def check_adapters(model: nn.Module) -> None:
+    """ValueError for adapters of a parameter itself, which peft adds to it while its module computes."""
+    for name, module in model.named_modules():
+        parameter = getattr(module, "parameter_name", None)
+        if has_adapters(module) and isinstance(parameter, str):
+            inner = name.replace(".base_layer", "")
+            raise ValueError(
+                f"{inner}.{parameter} ({native_class(_innermost(module)).__name__}) carries LoRA adapters, which need "
+                "the whole parameter on every rank: target_parameters names it, or target_modules reaches experts, "
+                "whose weights are one parameter. With tensor parallelism adapt linears, such as "
+                "target_modules=['q_proj', 'o_proj'], or use tp_size=1"
+            )
+
+
+def _innermost(wrapper: Any) -> nn.Module:
+    while has_adapters(wrapper):
+        wrapper = wrapper.base_layer
+    return cast(nn.Module, wrapper)
 
 
 def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:

@@ -26,9 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..comm.compat import without_torch_function
 from ..ops.shared_grads import sum_in_backward
+from ..ops.weight_grad import takes_none
 from ..optim.kind import is_elementwise
 from ..precision.grad_norm import power_sum, total_norm
 from ..spec import ParamSpec, get_spec, set_spec
+from .layer.parallel_module import ParallelModule
 
 _NOTE = "_shardwright_gradient_of"
 # Of a square matrix these have the same shape.
@@ -52,6 +54,7 @@ def follow_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         return
     for name, param in model.named_parameters():
         _follow(param, name, group)
+    _followed.add(model)
     _watch_optimizers()
 
 
@@ -102,6 +105,7 @@ class _Whole:
             runs = tuple(spec.owned(rank)) if spec.shared_runs else None
         return cls(group, spec.name, spec.is_sharded, spec.dim or 0, runs)
 
+    @takes_none
     def mark(self, param: Tensor) -> None:
         _step.runs = False  # also after a step that failed
         grad = param.grad
@@ -260,6 +264,7 @@ def _stacked(norms: Sequence[Any], dim: int = 0) -> Tensor:
 # What each optimizer held when it was looked at: the number of parameters of every group, and those that are noted.
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[Tensor]]] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
+_followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _watch_optimizers() -> None:
@@ -274,6 +279,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if known is None or known[0] != sizes:
         noted = [param for group in optimizer.param_groups for param in group["params"] if hasattr(param, _NOTE)]
         _check_optimizer(optimizer, noted)
+        _refuse_late_parameters(optimizer)
         known = _known[optimizer] = (sizes, noted)
     for param in known[1]:
         grad = param.grad
@@ -300,6 +306,23 @@ def _check_optimizer(optimizer: Optimizer, noted: Iterable[Tensor]) -> None:
             f"those of the whole model. Use an element-wise optimizer such as AdamW or SGD{elsewhere}; if it does work "
             f"element by element, say so with {name}.elementwise = True"
         )
+
+
+def _refuse_late_parameters(optimizer: Optimizer) -> None:
+    """What was put into sharded layers after sharding sees a part of their features, so its gradient is a part."""
+    late = {param for group in optimizer.param_groups for param in group["params"] if not hasattr(param, _NOTE)}
+    for model in list(_followed) if late else []:
+        for path, module in model.named_modules():
+            base = getattr(module, "base_layer", None)
+            if not path or not (isinstance(module, ParallelModule) or isinstance(base, ParallelModule)):
+                continue
+            for name, param in module.named_parameters():
+                if param in late:
+                    raise ValueError(
+                        f"{path}.{name} was added to a layer after it was sharded: every rank would train it on its "
+                        "own part of the features. Add adapters first (peft.get_peft_model(model, ...)), then give the "
+                        "model to ShardFormer or to Booster.boost"
+                    )
 
 
 def _refuse_replaced(param: Tensor) -> NoReturn:

@@ -12,18 +12,29 @@ import logging
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch.nn as nn
 
+from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int
 from .layer.conv1d import GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row
 from .layer.embedding import Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layer.linear import FusedLinear1D_Col, FusedLinear1D_Row, Linear1D_Col, Linear1D_Row, parts_of_sizes
+from .layer.linear import (
+    FusedLinear1D_Col,
+    FusedLinear1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+    is_linear,
+    output_size,
+    parts_of_sizes,
+)
 from .layer.parallel_module import native_class, with_methods
 from .policies.descriptions import ModulePolicyDescription, SubModuleReplacementDescription
-from .splits import EVEN, Split
+from .splits import EVEN, Packed, Split
 from .styles import Column, HiddenEmbedding, Replaced, Row, Style, VocabEmbedding, VocabHead
 
+# Under which attentions keep how many features a head has.
+_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _LOGGER = logging.getLogger(__name__)
 Descriptions = Mapping[type[nn.Module] | str, ModulePolicyDescription]
 
@@ -81,10 +92,12 @@ class Lowered:
 
     rules       full name of a module -> style; of the styles those of the vocabulary and of linears shard
     changes     (module, description) of what else is changed, in the order of the descriptions
+    source      the policy
     """
 
     rules: dict[str, Style] = field(default_factory=dict)
     changes: list[tuple[nn.Module, ModulePolicyDescription]] = field(default_factory=list)
+    source: str = ""
 
     @property
     def replacing(self) -> dict[str, Style]:
@@ -107,7 +120,13 @@ class Lowered:
             for attribute, value in description.attribute_replacement.items():
                 _set(module, attribute, value)
             for replace in description.param_replacement:
-                replace(module)
+                try:
+                    replace(module)
+                except Exception as error:
+                    raise ValueError(
+                        f"{self.source}.module_policy, {native_class(module).__name__}: param_replacement "
+                        f"{getattr(replace, '__name__', replace)} raised {type(error).__name__}: {error}"
+                    ) from error
             if description.method_replacement:
                 with_methods(module, description.method_replacement)
 
@@ -122,8 +141,10 @@ class Lowered:
         return found
 
 
-def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
-    """Rules and changes for `model`, which is left as it is; ValueError for what does not fit it."""
+def lower(model: nn.Module, descriptions: Descriptions, source: str, ranks: int = 1) -> Lowered:
+    """Rules and changes for `model`, which is left as it is; ValueError for what does not fit it, or its heads those
+    that shard it.
+    """
     matches: dict[type[nn.Module] | str, list[tuple[str, nn.Module]]] = {key: [] for key in descriptions}
     for name, module in model.named_modules():
         for key, found in matches.items():
@@ -137,7 +158,7 @@ def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
         )
     if nothing:
         _LOGGER.info(f"{source}.module_policy: {type(model).__name__} has no {', '.join(nothing)}")
-    lowered = Lowered()
+    lowered = Lowered(source=source)
     for key, found in matches.items():
         _check_attributes([module for _, module in found], descriptions[key], source)
         for name, module in found:
@@ -147,7 +168,34 @@ def lower(model: nn.Module, descriptions: Descriptions, source: str) -> Lowered:
                     full_name = f"{name}.{suffix}".removeprefix(".")
                     lowered.rules[full_name] = _style(full_name, module.get_submodule(suffix), child, source)
             lowered.changes.append((module, descriptions[key]))
+    _check_heads(model, lowered, ranks)
     return lowered
+
+
+def _check_heads(model: nn.Module, lowered: Lowered, ranks: int) -> None:
+    """ValueError for linears of an attention whose features are dealt evenly, though its heads are not: no forward
+    computes with a part of a head.
+    """
+    rewritten = {id(module) for module, description in lowered.changes if "forward" in description.method_replacement}
+    for name, style in lowered.rules.items():
+        attention = model.get_submodule(name.rpartition(".")[0])
+        features = first_int(attention, _HEAD_SIZES)
+        if not isinstance(style, Column) or style.gather_output or features is None or id(attention) in rewritten:
+            continue
+        packed = isinstance(style.split, Packed) and isinstance(style.split.parts, tuple)
+        linear = model.get_submodule(name)
+        parts = cast(Packed, style.split).parts if packed else (output_size(linear),) if is_linear(linear) else ()
+        holders = (attention, getattr(attention, "config", None))
+        counts = [first_int(holder, kind) for holder in holders for kind in (QUERY_HEADS, KEY_VALUE_HEADS)]
+        for part in cast(tuple[int, ...], parts):
+            heads, rest = divmod(part, features)
+            if not rest and heads in counts and heads % ranks:
+                raise ValueError(
+                    f"{lowered.source}.module_policy: {name} ({native_class(linear).__name__}) has {heads} heads of "
+                    f"{features} features, which tp={ranks} does not divide: a rank would get a part of a head. "
+                    "Use a tp that divides them, or name it in the policy's rules() with 'query_heads', "
+                    "'key_value_heads' and 'output_heads', which deal whole heads, any number of them"
+                )
 
 
 def _classes_in(model: nn.Module) -> str:

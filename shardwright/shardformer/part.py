@@ -27,6 +27,19 @@ class Part(nn.Module):
             )
         return super().load_state_dict(state_dict, strict)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "peft_config" and not hasattr(self, name):  # peft leaves it when it has put adapters in
+            refuse_adapters("peft.get_peft_model")
+        super().__setattr__(name, value)
+
+
+def refuse_adapters(what: str) -> NoReturn:
+    raise ValueError(
+        f"{what} of a sharded model: adapters that come now would see this rank's part of the features, and train "
+        "apart. Put them on the whole model (peft.get_peft_model(model, lora_config), or "
+        "peft.PeftModel.from_pretrained(model, path)), then give the result to ShardFormer"
+    )
+
 
 class PartOfModel(Part, ParallelModule):
     """Of transformers. Files hold the whole model; what would change its parts on one rank only is refused."""
@@ -71,6 +84,12 @@ class PartOfModel(Part, ParallelModule):
 
     def set_output_embeddings(self, *_: Any) -> None:
         self._refuse("set_output_embeddings")
+
+    def add_adapter(self, *_: Any, **__: Any) -> None:
+        refuse_adapters("add_adapter")
+
+    def load_adapter(self, *_: Any, **__: Any) -> None:
+        refuse_adapters("load_adapter")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(

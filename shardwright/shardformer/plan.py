@@ -11,7 +11,7 @@ rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.nn as nn
@@ -42,6 +42,10 @@ class Plan:
         """The same plan with `rules` after its own."""
         kept = {pattern: style for pattern, style in self.rules.items() if pattern not in rules}
         return Plan({**kept, **rules}, self.source, self.optional | set(optional))
+
+    def without(self, patterns: Container[str]) -> Plan:
+        kept = {pattern: style for pattern, style in self.rules.items() if pattern not in patterns}
+        return Plan(kept, self.source, self.optional)
 
     def decide(self, model: nn.Module, parallel: ParallelGroup, complete: bool = True) -> list[Decision]:
         """Apply every rule on paper and verify the result; changes nothing.

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from ..lazy.weights import LazyWeights
 from ..spec import ParamSpec, get_spec, set_spec
-from .adapters import native_model
+from .adapters import check_adapters, native_model
 from .apply import adopt_root, apply_decisions
 from .attention import LocalHeads
 from .config import ShardConfig, require_config
@@ -21,7 +21,9 @@ from .plan import Plan
 from .policies.auto import get_autopolicy
 from .policies.base import Policy, require_policy
 from .regions import Region, find_regions
+from .side_by_side import proven
 from .styles import Decision
+from .sum_at_exit import disproven
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,13 +79,16 @@ class ModelSharder:
             policy.set_model(self._native)
             _check_optimizations(self._native, config)
             source = type(policy).__name__
-            self._lowered = lower(self._native, policy.replacements(), source)
+            shards = config.enable_tensor_parallelism and config.parallel.size > 1
+            ranks = config.parallel.size if shards else 1
+            self._lowered = lower(self._native, policy.replacements(), source, ranks)
             if self._lowered.changes_parameters and LazyWeights.of(self.model) is not None:
                 raise ValueError(
                     f"{source}.module_policy: param_replacement changes numbers, which a model that was built in a "
                     "LazyInitContext does not have yet; build it without one"
                 )
-            if config.enable_tensor_parallelism and config.parallel.size > 1:
+            if shards:
+                check_adapters(self._native)
                 self._plan = policy.whole_plan().extended(self._lowered.rules)
             else:
                 self._plan = Plan(self._lowered.replacing, source)
@@ -121,7 +126,8 @@ class ModelSharder:
         return shared
 
     def _change(self, decisions: list[Decision]) -> list[Decision]:
-        """What a policy changes in whole modules; the decisions, which are others where shapes have changed.
+        """What a policy changes in whole modules; the decisions, which are others where shapes have changed, or where
+        a module does not do any more what they were proven for.
 
         A rule that counts the heads of a module must see those that the model has, and what the policy says of them
         holds afterwards.
@@ -133,8 +139,13 @@ class ModelSharder:
         self._attributes = self._lowered.attributes_of(counted)
         for module, name, value in before:
             setattr(module, name, value)
-        if _shapes(self._native) != shapes:
+        wrong = disproven(decisions) if self._lowered.changes else set()
+        if wrong:
+            self._plan = self._plan.without(wrong)
+        if wrong or _shapes(self._native) != shapes:
             decisions = self._decisions = self._decide()
+        elif self._lowered.changes:
+            decisions = self._decisions = proven(self._native, decisions)
         return decisions
 
     def _take(self, native: nn.Module) -> None:

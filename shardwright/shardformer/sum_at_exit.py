@@ -32,8 +32,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from ..comm.compat import runs_backward
 from ..ops.collective import copy_all_to_group, reduce_from_group
 from ..spec import ParamSpec, get_spec
+from ..utils.pytree import tree_leaves
 from ..utils.tensors import map_tensors
 from .adapters import has_adapters
 from .layer.linear import input_size, is_linear
@@ -83,6 +85,15 @@ def why_not(block: nn.Module, parts: Sequence[str]) -> str | None:
     return why_no_sum(block, closing, widths[0])
 
 
+def disproven(decisions: Sequence[Decision]) -> set[str]:
+    """The rules for blocks that are no sums any more, since a policy has changed them."""
+    return {
+        each.rule
+        for each in decisions
+        if isinstance(each.style, SumAtExit) and why_not(each.site.module, each.style.parts) is not None
+    }
+
+
 def check_sums(decisions: Sequence[Decision]) -> None:
     """ValueError for what is decided about modules of a block that sums and that would communicate inside."""
     for block in decisions:
@@ -117,7 +128,25 @@ def _closing(name: str, part: nn.Module) -> Iterator[str]:
 
 
 class _SumForward(ParallelModule):
+    _reduced = False  # whether this forward has run, where an instance has one of its own in front
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "forward" not in vars(self):
+            return super().__call__(*args, **kwargs)
+        self._reduced = False
+        returned = super().__call__(*args, **kwargs)
+        if not self._reduced:
+            raise ValueError(
+                f"{type(self).__name__}.forward was replaced after sharding, but the block is reduced once, in the "
+                "forward that was replaced: every rank would go on with its own part. Replace it before sharding (or "
+                "with a policy's method_replacement), let the new one call the old one, or give a policy without "
+                "SumAtExit"
+            )
+        return returned
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "forward" in vars(self):
+            self._reduced = True
         group = self.parallel.group
         values: list[Any] = [*args, *kwargs.values()]
         places = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
@@ -145,13 +174,19 @@ class _SumForward(ParallelModule):
 
 
 class _Shown(ParallelModule):
-    """A replicated module of a block that sums. Hooks see outputs whose gradient counts on the first rank alone, the
-    block those whose gradient is a part of a sum.
+    """A replicated module of a block that sums. Hooks see inputs and outputs whose gradient counts on the first rank
+    alone, the block those whose gradient is a part of a sum.
     """
 
     _outputs: tuple[Any, Any] | None = None
+    _inputs: tuple[Any, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._inputs = None
+        if self._forward_pre_hooks:
+            inside = (args, kwargs)
+            args, kwargs = map_tensors(lambda tensor: _once(tensor, self.parallel.group), inside)
+            self._inputs = inside, (args, kwargs)
         returned = super().__call__(*args, **kwargs)
         if self._outputs is None:
             return returned
@@ -164,12 +199,32 @@ class _Shown(ParallelModule):
         return inside
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None:
+            ((inside_args, inside_kwargs), shown), self._inputs = self._inputs, None
+            given, left = tree_leaves((args, kwargs)), tree_leaves(shown)
+            if len(given) != len(left) or any(one is not other for one, other in zip(given, left, strict=True)):
+                raise ValueError(
+                    f"a forward pre-hook changes what {type(self).__name__} is given, inside of a block that is "
+                    "reduced once; remove the hook, or give a policy without SumAtExit"
+                )
+            args, kwargs = inside_args, inside_kwargs
+        if not torch.compiler.is_compiling() and runs_backward() and any(map(_is_leaf, tree_leaves((args, kwargs)))):
+            raise ValueError(
+                f"{type(self).__name__} is recomputed by itself by a reentrant checkpoint, inside of a block that is "
+                "reduced once: the gradients of its parameters would be this rank's part. Use "
+                "checkpoint(..., use_reentrant=False), checkpoint the whole block, or give a policy without SumAtExit"
+            )
         inside = super().forward(*args, **kwargs)
         if not self._forward_hooks:
             return inside
         shown = map_tensors(lambda tensor: _once(tensor, self.parallel.group), inside)
         self._outputs = inside, shown
         return shown
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a reentrant checkpoint has made this input, which it cuts from the graph around."""
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def _once(x: Tensor, group: dist.ProcessGroup) -> Tensor:

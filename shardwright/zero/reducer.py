@@ -144,6 +144,7 @@ class GradReducer:
         self._fresh = False  # whether a backward has begun since everything was launched; the same on all ranks
         self.in_backward = False
         self._generation = job.generation()
+        self._left_out: set[int] = set()  # numbers of slots for which autograd has come with no gradient
         self.touched: set[int] = set()  # entries that got a gradient in this step
         # entries whose gradients were set to zero, not None: they take part in steps from here on
         self._kept: set[int] = set()
@@ -182,12 +183,15 @@ class GradReducer:
         """
         me = weakref.ref(self)
         self._by_number = list(self._places)
+        params = [slot.entry.param for slot in self._by_number]
         handles = [
-            slot.entry.param.register_post_accumulate_grad_hook(told_late(partial(_arrived, me, number)))
-            for number, slot in enumerate(self._by_number)
+            param.register_post_accumulate_grad_hook(told_late(partial(_arrived, me, number)))
+            for number, param in enumerate(params)
         ]
         self._hook_numbers = {slot: handle.id for slot, handle in zip(self._by_number, handles, strict=True)}
-        return weakref.finalize(self, _remove, handles)
+        # autograd tells a parameter whose gradient a node leaves out as well
+        seen = [param.register_hook(told_late(partial(_computed, me, number))) for number, param in enumerate(params)]
+        return weakref.finalize(self, _remove, [*handles, *seen])
 
     # Backward.
 
@@ -574,9 +578,19 @@ def _parts_of(bucket: Bucket, slot: Slot, grad: torch.Tensor, rows: torch.Tensor
             yield row[first : first + part[1] - part[0]], flat[part[0] : part[1]]
 
 
-def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:
+def _computed(reducer: weakref.ref[GradReducer], number: int, grad: torch.Tensor | None) -> None:
     here = reducer()
     if here is not None:
+        (here._left_out.add if grad is None else here._left_out.discard)(number)
+
+
+def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:
+    here = reducer()
+    if here is None:
+        return
+    if number in here._left_out:
+        here._left_out.discard(number)
+    else:
         here.on_gradient(here._by_number[number])
 
 

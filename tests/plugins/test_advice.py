@@ -285,8 +285,8 @@ FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
         "use zero_stage=0, 1 or 2, where ranks may differ",
         lambda: [HybridParallelPlugin(zero_stage=s, find_unused_parameters=True) for s in range(3)],
     ),
-    ("when they are sharded; use zero_stage=1", lambda: HybridParallelPlugin(zero_stage=1, cpu_offload=True)),
-    ("use zero_stage=1 or 2, or overlap_allgather", lambda: HybridParallelPlugin(zero_stage=2, overlap_allgather=True)),
+    ("states move to the host when they are sharded; ", lambda: HybridParallelPlugin(zero_stage=1, cpu_offload=True)),
+    ("=1 or 2, or overlap_allgather=False", lambda: HybridParallelPlugin(zero_stage=2, overlap_allgather=True)),
     (
         "in which ranks can sum, such as torch.bfloat16",
         lambda: HybridParallelPlugin(communication_dtype=torch.bfloat16),
@@ -303,7 +303,7 @@ FOLLOWED: list[tuple[str, Callable[[], Any]]] = [
         "layers are sharded in one dimension here; use mode='1d'",
         lambda: HybridParallelPlugin.from_config({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}),
     ),
-    ("use stage=1 or 2, or", lambda: LowLevelZeroPlugin(stage=2, overlap_allgather=True)),
+    ("use {name}=1 or 2, or overlap_allgather=False", lambda: LowLevelZeroPlugin(stage=2, overlap_allgather=True)),
     ("pass precision= to the plugin instead", lambda: Booster(plugin=HybridParallelPlugin(precision="fp16"))),
     (
         "use Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))",

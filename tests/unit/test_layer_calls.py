@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from layer_call_models import ComputesOnPadding, Net, Shrinks, WritesToMask
 from torch import nn
 
@@ -25,6 +26,7 @@ from shardwright.pipeline.stage import StagedModel
 from shardwright.testing import keep_float64, zoo
 from shardwright.utils.pytree import TorchDispatchMode, tree_leaves
 
+OLD_TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 Batch = dict[str, Any]
 HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -181,6 +183,8 @@ def test_families(name: str) -> None:
     # For a mask of its own a microbatch has one F on this rank, and the model's forward is the shortest way. A gpt2
     # without a mask looks for padding in the token ids.
     alike = 1 if name == "gpt2-causal-lm" else 2
+    if name == "opt-causal-lm" and OLD_TRANSFORMERS:  # draws a number per layer whenever it trains
+        steps = 1
     assert stages.hoisted[1] >= steps * alike * 3, stages.hoisted
     assert stages.hoisted[2] >= steps * alike * 3, stages.hoisted
 

@@ -12,6 +12,7 @@ from torch import nn
 import shardwright
 from shardwright.pipeline import schedules
 from shardwright.pipeline.schedules.phases import FB, B, F, I, W, times
+from shardwright.plugins import HybridParallelPlugin, registry
 from shardwright.shardformer import Policy, get_autopolicy
 from shardwright.shardformer.policies import auto
 from shardwright.testing import zoo
@@ -21,6 +22,7 @@ from shardwright.testing import zoo
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "STYLES", dict(schedules.STYLES))
     monkeypatch.setattr(auto, "_registered", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {})
 
 
 def raises(placement: Any, rank: int, m: int) -> Any:
@@ -93,6 +95,8 @@ def test_what_cannot_be_registered_as_a_policy() -> None:
     for key, policy, words in (
         ("", Mine, "model_type_or_class='' must be the model_type of a config"),
         (" ", Mine, "must be the model_type of a config"),
+        ("LLAMA ", Mine, "has spaces around it, so no model goes by it - did you mean 'llama'"),
+        (" my_type", Mine, "did you mean 'my_type'"),
         (None, Mine, "model_type_or_class=None must be"),
         (nn.Module, Mine, "must be the model_type of a config, such as 'llama', or a class of models"),
         (nn.Linear(2, 2), Mine, "use its class, Linear"),
@@ -119,3 +123,27 @@ def test_a_policy_goes_by_the_name_of_a_class_too() -> None:
         shardwright.register_policy(name, Mine)
         assert type(get_autopolicy(model)) is Mine
     assert type(get_autopolicy(zoo.build("gpt2-causal-lm"))) is not Mine
+
+
+class Fails(Policy):
+    def __init__(self) -> None:
+        raise KeyError("rules")
+
+
+def test_what_a_registered_policy_or_plugin_raises(caplog: pytest.LogCaptureFixture) -> None:
+    shardwright.register_policy("llama", Fails)
+    with pytest.raises(ValueError, match="policy_class=Fails, which was registered for 'llama', raised KeyError when"):
+        get_autopolicy(zoo.build("llama-causal-lm"))
+    shardwright.register_policy("XLM_Roberta", Mine)  # a class of the user's own may be called so
+    assert "do not go by this name, only a class" in caplog.text
+    assert "'xlm-roberta'" in caplog.text
+    for function, words in (
+        (HybridParallelPlugin, "plugin='own', which was registered: HybridParallelPlugin needs a process group"),
+        (lambda: {}["width"], "plugin='own', which was registered: its function raised KeyError: 'width'"),
+        (lambda width: None, "plugin='own', which was registered: its function raised TypeError: .*'width'"),
+    ):
+        shardwright.register_plugin("own", function)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=words):
+            registry.make_plugin("own")
+    with pytest.raises(ValueError, match="name='own ' of a plugin must be a text without spaces around it"):
+        shardwright.register_plugin("own ", HybridParallelPlugin)

@@ -31,6 +31,7 @@ numbers as they were. What it found lives for one step.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -335,7 +336,7 @@ class _Prover(pytree.TorchDispatchMode):
         self.states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
         self.reads = 0
         self.unexplained = False
-        self._trace = trace
+        self._trace = weakref.proxy(trace)  # which holds this one: activations must not wait for a garbage collection
         self._entries: dict[int, set[Any]] = {}  # entries may share one storage
         for key, value in items_of(batch):
             for leaf in tensors_of(value):

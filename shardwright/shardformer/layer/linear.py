@@ -136,11 +136,17 @@ class ColumnParallel(_ParallelLinear):
         if self._plain and torch.compiler.is_compiling():
             y = compiled.column_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         elif self._plain:
-            weights = [cast(Tensor, sibling.weight) for sibling in self.siblings]
-            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self), siblings=weights)
+            named = [weight for sibling in self.siblings if (weight := _own_weight(sibling)) is not None]
+            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self), siblings=named)
         else:
             y = self._native_forward(copy_to_group(x, group))
         return gather_features(y, self._gathered_pieces, group) if self.gather_output else y
+
+
+def _own_weight(linear: nn.Module) -> nn.Parameter | None:
+    """None for a weight that is computed at every access, as parametrizations do: each time it is another tensor."""
+    weight = linear._parameters.get("weight")
+    return weight if isinstance(weight, nn.Parameter) else None
 
 
 class Together:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from importlib import import_module
+from typing import Any
 
 import torch.nn as nn
 
@@ -11,6 +13,7 @@ from ..layer.parallel_module import native_class
 from .base import Policy
 from .generic import GenericPolicy
 
+_LOGGER = logging.getLogger(__name__)
 # model_type of the config -> module of this package, class
 _OWN = {
     "llama": ("llama", "LlamaPolicy"),
@@ -83,11 +86,46 @@ def register_policy(model_type_or_class: str | type[nn.Module], policy_class: ty
             f"policy_class={policy_class.__name__} is built without arguments, and needs {', '.join(required)}; give "
             "them defaults, or pass an instance: policy=, to the plugin custom_policy="
         )
+    if isinstance(key, str):
+        _check_name(key)
     _registered[key] = policy_class
+
+
+def _check_name(name: str) -> None:
+    """In another case a model_type may be the name of a user's class; with spaces around it, it is nobody's."""
+    known = _same_but_for_writing(name)
+    if name != name.strip():
+        raise ValueError(
+            f"model_type_or_class={name!r} has spaces around it, so no model goes by it - did you mean "
+            f"{known or name.strip()!r}?"
+        )
+    if known is not None and known != name:
+        _LOGGER.warning(
+            f"register_policy({name!r}): models of the model_type {known!r} do not go by this name, only a class that "
+            "is called so; did you mean the type?"
+        )
+
+
+def _same_but_for_writing(name: str) -> str | None:
+    def plain(text: str) -> str:
+        return "".join(letter for letter in text.casefold() if letter.isalnum())
+
+    return name if name in _OWN else next((known for known in _OWN if plain(known) == plain(name)), None)
 
 
 def _is_policy(value: object) -> bool:
     return isinstance(value, Policy) or (isinstance(value, type) and issubclass(value, Policy))
+
+
+def _built(policy_class: type[Policy], key: Any) -> Policy:
+    try:
+        return policy_class()
+    except Exception as error:
+        name = key if isinstance(key, str) else key.__name__
+        raise ValueError(
+            f"policy_class={policy_class.__name__}, which was registered for {name!r}, raised {type(error).__name__} "
+            f"when it was built: {error}"
+        ) from error
 
 
 def get_autopolicy(model: nn.Module) -> Policy:
@@ -100,7 +138,7 @@ def get_autopolicy(model: nn.Module) -> Policy:
     classes = native_class(model).__mro__
     for key in (*(key for cls in classes for key in (cls, cls.__name__, f"{cls.__module__}.{cls.__name__}")), kind):
         if key in _registered:
-            return _registered[key]()
+            return _built(_registered[key], key)
     if kind in _OWN:
         module, name = _OWN[kind]
         return getattr(import_module(f"shardwright.shardformer.policies.{module}"), name)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -122,7 +123,7 @@ def _with_group(function: Callable[..., None], group: dist.ProcessGroup) -> Call
             signature.bind(None, *arguments)
         except TypeError:
             continue
-        return lambda module: function(module, *arguments)
+        return functools.wraps(function)(lambda module, arguments=arguments: function(module, *arguments))
     raise ValueError(f"param_replacement: {function!r} must be a function of a module, or of a module and a group")
 
 
