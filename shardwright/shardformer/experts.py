@@ -82,6 +82,11 @@ def is_routed(module: nn.Module) -> bool:
 def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
     """Modules with fused experts by name. ValueError where there are none, or their numbers do not divide."""
     found = {name: module for name, module in model.named_modules() if is_routed(module)}
+    if adapted := [name for name in found if name.rpartition(".")[2] == "base_layer"]:
+        raise ValueError(
+            f"ep_size={ranks}: {adapted[0].removesuffix('.base_layer')} carries adapters of its own, which are not "
+            "spread over ranks; use ep_size=1, or adapters on other layers"
+        )
     others = [
         (name, module)
         for name, module in model.named_modules()
@@ -104,8 +109,6 @@ def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
                 f"ep_size={ranks} does not divide the {experts} experts of {name}; values that do: "
                 f"{', '.join(map(str, divisors(experts)))}"
             )
-        if any("lora" in child for child, _ in module.named_parameters()):
-            raise ValueError(f"ep_size={ranks}: {name} carries adapters of its own; use ep_size=1, or leave it without")
     return found
 
 

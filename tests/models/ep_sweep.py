@@ -137,7 +137,8 @@ def main() -> None:
             said = run_ranks(verify, 2 * options.tp, name, plugin, timeout=100)
             result = next((one for one in said if one["status"] != "verified"), said[0])
         except (RankError, TimeoutError) as error:
-            result = {"status": "wrong", "why": _line(error)}
+            slow = "not all of" in str(error)
+            result = {"status": "too slow" if slow else "wrong", "why": _line(error)}
         counts[result["status"]] += 1
         print(f"{name:24} {result['status']:10} {result.get('why', '')}", flush=True)
         if options.trace and "trace" in result:

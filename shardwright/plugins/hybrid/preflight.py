@@ -65,7 +65,7 @@ from ..base import require_trainable
 from ..settings import HybridSettings
 from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
-from .experts import require_experts, specs_of_experts
+from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .step_memory import held_note, leaving_note
 from .traffic import Tokens, pipeline_traffic, tensor_traffic
@@ -200,6 +200,7 @@ class _Resolver:
         traffic = [
             *self._data_traffic(shapes[busiest][1], microbatches),
             *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes()),
+            *expert_traffic(self.model, held, self.mesh, tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens),
         ]
         return ResolvedLayout(
@@ -224,7 +225,11 @@ class _Resolver:
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
             traffic=tuple(traffic),
-            notes=(*self._notes(microbatches), *self._gradient_notes(microbatches)),
+            notes=(
+                *self._notes(microbatches),
+                *self._gradient_notes(microbatches),
+                *expert_notes(self.model, self.mesh),
+            ),
             warnings=tuple(self._warnings(microbatches, bubble)),
         )
 
