@@ -70,7 +70,7 @@ def verify(rank: int, world: int, model_type: str, plugin: dict[str, Any]) -> di
     except Exception as error:
         return {"status": "not built", "why": _line(error)}
     model = tiny.build(model_type)
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", ep_size=2, **plugin))
+    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "ep_size": 2, **plugin}))
     try:
         model, optimizer, *_ = booster.boost(model, adamw(model))
     except ValueError as error:

@@ -87,6 +87,12 @@ def test_four_ranks_equal_one_process() -> None:
     run_ranks(run_all, 4, FOUR, timeout=110)
 
 
+def test_biases_that_one_rank_adds_are_stepped_on_all() -> None:
+    """Also without expert parallelism."""
+    layout = {"tp_size": 2, "ep_size": 1}
+    assert {result["status"] for result in run_ranks(verify, 2, "gpt_oss", layout, timeout=110)} == {"verified"}
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", SWEEP, ids=str)
 def test_every_layout_equals_one_process(layout: Layout) -> None:
