@@ -271,8 +271,10 @@ SETTINGS: dict[str, Case] = {
 
 
 def unfused_experts() -> nn.Module:
-    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": 40, "ffn_config": {"ffn_hidden_size": 8}}
-    return transformers.DbrxForCausalLM(transformers.DbrxConfig(**sizes))
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "intermediate_size_mlp": 8, "head_dim": 8, "vocab_size": 40}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(**sizes, **counts, interleave_moe_layer_step=1, pad_token_id=0)
+    return transformers.Llama4ForCausalLM(config)
 
 
 MODELS: dict[str, Case] = {
@@ -285,7 +287,7 @@ MODELS: dict[str, Case] = {
         boost("qwen3-moe-causal-lm", num_experts=3),
     ),
     "ep for experts of another kind": Case(
-        {"ep_size": 2}, ["transformer.blocks.0.ffn.experts, DbrxExperts", "ep_size=1"], boost(unfused_experts)
+        {"ep_size": 2}, ["model.layers.0.feed_forward.experts, Llama4TextExperts", "ep_size=1"], boost(unfused_experts)
     ),
     "ep with an optimizer of matrices": Case(
         {"ep_size": 2},
