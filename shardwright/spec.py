@@ -6,6 +6,7 @@ plan produced it.
 Vocabulary:
     axis    an axis of the mesh ("tp")
     dim     a dimension of the tensor
+    block   an equal part along dim 0, cut off before `dim` is cut: experts over ep, whose features are cut over tp
     piece   a run of indices along `dim`; a rank's shard is the concatenation of its pieces. Plain column sharding has
             one piece per rank, a fused q/k/v weight has three, a padded vocabulary ends in a piece of padding, and
             key/value heads that several ranks share appear in the pieces of each of them.
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 _ATTRIBUTE = "_shardwright_spec"
+EXPERT_AXES = ("ep", "ep_tp")  # of parameters that differ between data-parallel ranks
 
 
 class Piece(NamedTuple):
@@ -60,6 +62,8 @@ class ParamSpec:
     partial     axes over which the gradient of the *whole* parameter is a partial sum: it must be all-reduced (sum)
                 after backward because the parameter is replicated but is applied to sharded activations
     tied        name of the group of parameters that share one value across pipeline stages, or None
+    blocks      how many equal blocks of dim 0 there are, each of which `dim` and `pieces` lay out: coordinate c along
+                `axis` has piece c % len(pieces) of block c // len(pieces)
     """
 
     name: str
@@ -69,8 +73,10 @@ class ParamSpec:
     axis: str = "tp"
     partial: tuple[str, ...] = ()
     tied: str | None = None
+    blocks: int = 1
 
     def __post_init__(self) -> None:
+        assert self.blocks == 1 or self.dim, f"{self.name}: blocks are cut along dim 0, pieces along another one"
         assert (self.dim is None) == (not self.pieces), f"{self.name}: dim and pieces go together"
         if self.dim is not None:
             size = self.full_shape[self.dim]
@@ -83,12 +89,31 @@ class ParamSpec:
     def is_sharded(self) -> bool:
         return self.dim is not None
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether data-parallel ranks hold different parts."""
+        return self.axis in EXPERT_AXES
+
+    def pieces_at(self, coordinate: int) -> tuple[Piece, ...]:
+        return self.pieces[coordinate % len(self.pieces)]
+
+    def block(self, coordinate: int) -> tuple[int, int]:
+        """(start, length) along dim 0 of the block that `coordinate` has a part of."""
+        length = self.full_shape[0] // self.blocks
+        return coordinate // len(self.pieces) * length, length
+
+    def block_of(self, full: torch.Tensor, coordinate: int) -> torch.Tensor:
+        """The part of `full` that pieces are indices of."""
+        return full if self.blocks == 1 else full.narrow(0, *self.block(coordinate))
+
     def local_shape(self, coordinate: int) -> tuple[int, ...]:
         """Shape of the shard that the rank at `coordinate` holds, padding included."""
         if self.dim is None:
             return self.full_shape
         shape = list(self.full_shape)
-        shape[self.dim] = sum(piece.length for piece in self.pieces[coordinate])
+        if self.blocks > 1:
+            shape[0] = self.block(coordinate)[1]
+        shape[self.dim] = sum(piece.length for piece in self.pieces_at(coordinate))
         return tuple(shape)
 
     def shard(self, full: torch.Tensor, coordinate: int) -> torch.Tensor:
@@ -97,6 +122,7 @@ class ParamSpec:
         if self.dim is None:
             return full.clone(memory_format=torch.contiguous_format)
         local = full.new_zeros(self.local_shape(coordinate))
+        full = self.block_of(full, coordinate)
         for piece, offset in self._placed(coordinate):
             local.narrow(self.dim, offset, piece.length).copy_(full.narrow(self.dim, piece.start, piece.length))
         return local
@@ -106,9 +132,9 @@ class ParamSpec:
         if self.dim is None:
             return locals_[0].clone(memory_format=torch.contiguous_format)
         full = locals_[0].new_empty(self.full_shape)
-        for coordinate in reversed(range(len(self.pieces))):
+        for coordinate in reversed(range(self.blocks * len(self.pieces))):
             for piece, offset in self._placed(coordinate):
-                full.narrow(self.dim, piece.start, piece.length).copy_(
+                self.block_of(full, coordinate).narrow(self.dim, piece.start, piece.length).copy_(
                     locals_[coordinate].narrow(self.dim, offset, piece.length)
                 )
         return full
@@ -116,7 +142,7 @@ class ParamSpec:
     def _placed(self, coordinate: int) -> list[tuple[Piece, int]]:
         """Real pieces of a rank with their offset in its shard."""
         placed, offset = [], 0
-        for piece in self.pieces[coordinate]:
+        for piece in self.pieces_at(coordinate):
             if not piece.is_padding and piece.length:
                 placed.append((piece, offset))
             offset += piece.length
@@ -157,7 +183,8 @@ class ParamSpec:
 
         A replicated parameter is owned by coordinate 0 of the axis; the caller handles that case through `is_sharded`.
         """
-        taken = {(run.start, run.length) for run in self.shared_runs if run.holders[0] != coordinate}
+        place = coordinate % max(len(self.pieces), 1)
+        taken = {(run.start, run.length) for run in self.shared_runs if run.holders[0] != place}
         runs: list[tuple[int, int]] = []
         for piece, offset in self._placed(coordinate):
             cuts = [piece.start, piece.start + piece.length]

@@ -14,7 +14,8 @@ class Position:
 
     rank, world_size  among all processes that take part
     coordinates       position along the axes "dp_sp" (ranks with the same parameters), "dp" (ranks with other samples),
-                      "pp", "tp", "sp"; an axis that is not listed has size 1
+                      "pp", "tp", "sp", and where experts are spread "ep", "ep_tp" and "expert_dp" (ranks with the same
+                      experts); an axis that is not listed has size 1
     sizes             of these axes
     copies            names of tied parameters of which this rank holds a copy, but not the first one
     """
@@ -30,7 +31,7 @@ class Position:
 
     def writes(self, spec: ParamSpec) -> bool:
         """Whether this rank, of all that hold the same part of a parameter, is the one to save it."""
-        if spec.name in self.copies or self.coordinate("dp_sp"):
+        if spec.name in self.copies or self.coordinate("expert_dp" if spec.is_of_experts else "dp_sp"):
             return False
         return spec.is_sharded or self.coordinate(spec.axis) == 0
 

@@ -1,17 +1,21 @@
-"""The mesh of processes: which rank sits where along the data, pipeline, tensor and sequence axes.
+"""The mesh of processes: which rank sits where along the data, expert, pipeline, tensor and sequence axes.
 
 Axes of the base mesh, outermost first:
 
-    dp outside (default)   replica  shard  pp  tp  sp
-    dp inside              pp  replica  shard  tp  sp
+    dp outside (default)   replica  shard  ep  pp  tp  sp
+    dp inside              pp  replica  shard  ep  tp  sp
     ring attention         ... sp  tp instead of tp  sp
 
-`replica x shard = dp`. Derived axes, each with a process group of its own:
+`replica x shard x ep = dp`: ranks along ep see different samples too, and hold different experts. Derived axes, each
+with a process group of its own:
 
-    dp            replica x shard                 data-parallel ranks: they see different samples
+    dp            replica x shard x ep            data-parallel ranks: they see different samples
     dp_sp         dp x sp                         gradient synchronisation: they hold the same parameters
-    zero          shard x sp                      one ZeRO sub-group: optimizer shards live inside it
+    zero          shard x ep x sp                 one ZeRO sub-group: optimizer shards live inside it
     zero_replica  replica                         across the sub-groups: the same shard, reduced a second time
+    expert_dp     replica x shard x sp            as dp_sp, for experts: they hold the same ones
+    expert_zero   shard x sp                      as zero, for experts
+    ep_tp         ep x tp                         experts, each cut over tp
     dp_pp, ...    any other product of axes       made on demand by `group("dp", "pp")`
 """
 
@@ -31,11 +35,14 @@ from . import job
 from .groups import shared_group
 
 _DERIVED = {
-    "dp": ("replica", "shard"),
-    "zero": ("shard", "sp"),
+    "dp": ("replica", "shard", "ep"),
+    "zero": ("shard", "ep", "sp"),
     "zero_replica": ("replica",),
-    "dp_sp": ("replica", "shard", "sp"),
-    "world": ("replica", "shard", "pp", "tp", "sp"),
+    "dp_sp": ("replica", "shard", "ep", "sp"),
+    "expert_dp": ("replica", "shard", "sp"),
+    "expert_zero": ("shard", "sp"),
+    "ep_tp": ("ep", "tp"),
+    "world": ("replica", "shard", "ep", "pp", "tp", "sp"),
 }
 
 
@@ -49,6 +56,7 @@ class ParallelMesh:
         sp: int = 1,
         dp: int | None = None,
         *,
+        ep: int = 1,
         dp_outside: bool = True,
         ring_attention: bool = False,
         zero_group_size: int | None = None,
@@ -59,10 +67,11 @@ class ParallelMesh:
             )
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
-        dp, shard = validate_sizes(self.world_size, pp=pp, tp=tp, sp=sp, dp=dp, zero_group_size=zero_group_size)
-        sizes = {"replica": dp // shard, "shard": shard, "pp": pp, "tp": tp, "sp": sp}
+        dp, shard = validate_sizes(self.world_size, pp=pp, tp=tp, sp=sp, dp=dp, zero_group_size=zero_group_size, ep=ep)
+        sizes = {"replica": dp // shard, "shard": shard // ep, "ep": ep, "pp": pp, "tp": tp, "sp": sp}
         inner = ("sp", "tp") if ring_attention else ("tp", "sp")
-        outer = ("replica", "shard", "pp") if dp_outside else ("pp", "replica", "shard")
+        data = ("replica", "shard", "ep") if ep > 1 else ("replica", "shard")
+        outer = (*data, "pp") if dp_outside else ("pp", *data)
         self.axes: tuple[str, ...] = outer + inner
         self._sizes = sizes
         self._ranks = torch.arange(self.world_size).view([sizes[axis] for axis in self.axes])
@@ -73,9 +82,11 @@ class ParallelMesh:
         # Made now and in this order on every rank: creating a group is collective.
         for axis in ("dp", "pp", "tp", "sp", "dp_sp", "zero", "zero_replica"):
             self.group(axis)
-        job.set_place(
-            ", ".join(f"{axis}={self.coordinate(axis)}" for axis in ("dp", "pp", "tp", "sp") if axis != "sp" or sp > 1)
-        )
+        if ep > 1:
+            for axis in ("ep", "expert_dp", "expert_zero", "ep_tp"):
+                self.group(axis)
+        shown = [axis for axis in ("dp", "ep", "pp", "tp", "sp") if axis not in ("ep", "sp") or sizes[axis] > 1]
+        job.set_place(", ".join(f"{axis}={self.coordinate(axis)}" for axis in shown))
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the product of `axes`."""
@@ -187,21 +198,23 @@ class ParallelMesh:
         return [axis for axis in self.axes if axis in names]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in ("dp", "pp", "tp", "sp"))
+        axes = ("dp", "pp", "tp", "sp") + (("ep",) if self.size("ep") > 1 else ())
+        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in axes)
         return (
-            f"ParallelMesh({sizes}, zero={self.size('shard')}, world_size={self.world_size}, "
+            f"ParallelMesh({sizes}, zero={self.size('shard', 'ep')}, world_size={self.world_size}, "
             f"order={'x'.join(self.axes)})"
         )
 
 
 def validate_sizes(
-    world_size: int, *, pp: int, tp: int, sp: int, dp: int | None, zero_group_size: int | None
+    world_size: int, *, pp: int, tp: int, sp: int, dp: int | None, zero_group_size: int | None, ep: int = 1
 ) -> tuple[int, int]:
     """Check the layout against the world once; returns (dp, size of a ZeRO sub-group along dp).
 
-    `zero_group_size`: None or <= 0 the whole data-parallel group, 1 no sharding, else a divisor of dp.
+    `zero_group_size`: None or <= 0 the whole data-parallel group, 1 no sharding, else a divisor of dp. `ep` divides it.
     """
-    for name, value in (("pp_size", pp), ("tp_size", tp), ("sp_size", sp), ("dp_size", dp if dp is not None else 1)):
+    given = {"pp_size": pp, "tp_size": tp, "sp_size": sp, "dp_size": dp if dp is not None else 1, "ep_size": ep}
+    for name, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     model = pp * tp * sp
@@ -220,12 +233,23 @@ def validate_sizes(
             f"dp_size={dp} x {layout} = {dp * model} is not world_size={world_size}; dp_size={rest} would be, or start "
             f"{dp * model} ranks"
         )
+    if rest % ep:
+        raise ValueError(
+            f"ep_size={ep} does not divide dp_size={rest} (world_size={world_size} / ({layout})): experts are spread "
+            f"over data-parallel ranks; values that do: {', '.join(map(str, divisors(rest)))}"
+        )
     if zero_group_size is None or zero_group_size <= 0:
         return rest, rest
     if rest % zero_group_size:
         raise ValueError(
             f"zero_group_size={zero_group_size} does not divide dp_size={rest} (world_size={world_size} / ({layout})); "
             f"values that do: {', '.join(map(str, divisors(rest)))}, or None for all of dp"
+        )
+    if zero_group_size % ep:
+        fits = [str(size) for size in divisors(rest) if size % ep == 0]
+        raise ValueError(
+            f"ep_size={ep} does not divide zero_group_size={zero_group_size}: experts are spread over the ranks of a "
+            f"ZeRO sub-group; use zero_group_size={' or '.join(fits)}, or None for all of dp"
         )
     return rest, zero_group_size
 

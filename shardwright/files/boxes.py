@@ -106,6 +106,8 @@ def parts_of(
                 begin, end = max(local, low), min(local + length, low + box.size[dim])
                 if begin < end:
                     begins = (*box.start[:dim], full + begin - local, *box.start[dim + 1 :])
+                    if spec.blocks > 1:
+                        begins = (begins[0] + spec.block(coordinate)[0], *begins[1:])
                     sizes = (*box.size[:dim], end - begin, *box.size[dim + 1 :])
                     parts.append(Part(Box(begins, sizes), offset, box.size, dim, begin - low))
         offset += box.numel
@@ -115,7 +117,7 @@ def parts_of(
 def _runs(spec: ParamSpec, coordinate: int, owned: bool) -> list[tuple[int, int, int]]:
     """(offset in the shard, start in the full dim, length) of every run of real rows."""
     placed, offset = [], 0
-    for piece in spec.pieces[coordinate]:
+    for piece in spec.pieces_at(coordinate):
         if not piece.is_padding and piece.length:
             placed.append((offset, piece.start, piece.length))
         offset += piece.length

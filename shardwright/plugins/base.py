@@ -17,6 +17,7 @@ from ..checkpoint.position import Position
 from ..cluster.mesh import ParallelMesh
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..optim.kind import check_closures
+from ..spec import EXPERT_AXES
 from ..utils.arguments import ExplainedArguments
 from ..utils.errors import one_of
 from ..utils.overlap import overlapping
@@ -192,7 +193,7 @@ class Plugin(ABC, metaclass=ExplainedArguments):
 
 
 def mesh_position(mesh: ParallelMesh, copies: frozenset[str] = frozenset()) -> Position:
-    axes = ("dp_sp", "dp", "pp", "tp", "sp")
+    axes = ("dp_sp", "dp", "pp", "tp", "sp") + ((*EXPERT_AXES, "expert_dp") if mesh.size("ep") > 1 else ())
     coordinates, sizes = {axis: mesh.coordinate(axis) for axis in axes}, {axis: mesh.size(axis) for axis in axes}
     return Position(mesh.rank, mesh.world_size, coordinates, sizes, copies)
 

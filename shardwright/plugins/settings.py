@@ -30,6 +30,8 @@ class LayoutSettings:
 
     tp_size, pp_size   ranks that share every layer; ranks that hold successive layers
     sp_size            ranks that share every sequence
+    ep_size            data-parallel ranks that share the experts of every layer, each holding some of them whole (or
+                       their part of tp); it divides the data-parallel ranks
     dp_outside         data-parallel ranks are the outermost axis of the mesh, so that a pipeline stays within few nodes
     zero_group_size    ZeRO-1.5: optimizer shards live inside groups of this many data-parallel ranks; None: all of them
     inner_ring_size    of the two-level ring of ring attention
@@ -41,6 +43,7 @@ class LayoutSettings:
     dp_outside: bool
     zero_group_size: int | None
     inner_ring_size: int | None
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("sp_size", "inner_ring_size"):

@@ -274,7 +274,7 @@ class _PartialSumForward(ParallelModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         held: dict[str, Any] = {name: self._parameters[name] for name in self.once if self.parallel.rank}
-        self._parameters.update({name: torch.zeros_like(param) for name, param in held.items()})  # type: ignore[misc]
+        self._parameters.update({name: _zeros_of(param) for name, param in held.items()})
         try:
             return self._summed(*args, **kwargs)
         finally:
@@ -292,6 +292,11 @@ class _PartialSumForward(ParallelModule):
             values[place] = value
         output = super().forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
         return reduce_from_group(output, group)
+
+
+def _zeros_of(param: Any) -> Any:
+    """Zeros with a gradient of zeros for `param`: where no gradient arose, optimizers would leave this rank's copy."""
+    return torch.where(param.new_zeros((), dtype=torch.bool), param, torch.zeros_like(param))
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ class _Part:
         if tuple(local.shape) != shape:
             return f"shard of shape {tuple(local.shape)} instead of {shape}, which its spec says"
         runs = self.spec.local_runs(self.coordinate, 0, self.spec.full_shape[dim])
+        full = self.spec.block_of(full, self.coordinate)
         if not runs:
             return full.narrow(dim, 0, 0), local.narrow(dim, 0, 0)
         return (

@@ -119,7 +119,8 @@ def refuse_split(name: str, spec: ParamSpec, optim: Optimizer) -> None:
     if spec.is_sharded:
         raise ValueError(
             f"optimizer={type(optim).__name__} works on whole matrices, but {name} is split over {spec.axis!r}; "
-            f"use {spec.axis}_size=1, or an element-wise optimizer such as AdamW"
+            f"use {' and '.join(f'{axis}_size=1' for axis in spec.axis.split('_'))}, or an element-wise optimizer "
+            "such as AdamW"
         )
 
 

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..comm.handle import Handle
 from .bucket import Bucket
 from .collectives import all_gather_in_place
+from .groups import Groups
 from .param_guard import ParamGuard
 
 
@@ -33,19 +33,19 @@ class ParamGatherer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        group: dist.ProcessGroup | None,
+        groups: Groups,
         model: nn.Module,
         device: torch.device,
         overlap: bool,
     ) -> None:
         # Forward needs the parts in their order, and the last bucket of a part's backward first.
         self._buckets = sorted(buckets, key=lambda bucket: (bucket.plan.family.section, -bucket.index))
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._groups = {bucket.index: groups.of(bucket.plan.family).sharing for bucket in self._buckets}
         self._pending: dict[int, Handle[torch.Tensor]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
         self._params = {bucket.index: [slot.entry.param for slot in bucket.plan.slots] for bucket in self._buckets}
         self._homes = {param: index for index, params in self._params.items() for param in params}
-        overlap = overlap and self._group is not None
+        overlap = overlap and any(group is not None for group in self._groups.values())
         self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
         self.overlap = overlap
         self._hooks = self._install(model) if overlap else []
@@ -81,7 +81,8 @@ class ParamGatherer:
                     self._events[bucket.index] = torch.cuda.Event()
                     self._events[bucket.index].record(self._stream)
         if self.overlap:
-            self.guard.values_pending(self._homes, True)
+            on_their_way = self._pending.keys() | self._events.keys()
+            self.guard.values_pending([param for index in on_their_way for param in self._params[index]], True)
         else:
             self.wait()
 
@@ -93,8 +94,9 @@ class ParamGatherer:
             )
 
     def _start(self, bucket: Bucket) -> None:
-        if self._group is not None:
-            self._pending[bucket.index] = all_gather_in_place(bucket.flat, self._group, tag=2 * bucket.index + 1)
+        group = self._groups[bucket.index]
+        if group is not None:
+            self._pending[bucket.index] = all_gather_in_place(bucket.flat, group, tag=2 * bucket.index + 1)
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Wait until these buckets (default: all) are complete on this rank."""

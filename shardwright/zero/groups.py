@@ -1,4 +1,8 @@
-"""The process groups that gradients are reduced over."""
+"""The process groups that gradients are reduced over.
+
+With expert parallelism there are two of each: ranks along ep share all layers but hold different experts, so that
+experts are reduced and sharded over those ranks alone that hold the same ones.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
-from .layout import Family
+from ..spec import EXPERT_AXES, ParamSpec
+from .layout import Family, Shards
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Groups:
     everyone shard x replica: all ranks that hold the same parameters
     axes     model axes (name -> group), for partial gradients and shared rows
     tied     tied group name -> group of the ranks with a copy
+    experts  shard, replica and everyone of experts, where these are spread over ranks
     """
 
     shard: dist.ProcessGroup | None
@@ -28,10 +34,26 @@ class Groups:
     everyone: dist.ProcessGroup | None
     axes: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     tied: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    experts: Groups | None = None
+
+    def of(self, family: Family) -> Groups:
+        return self.experts if self.experts is not None and family.experts else self
+
+    def of_spec(self, spec: ParamSpec | None) -> Groups:
+        return self.experts if self.experts is not None and spec is not None and spec.is_of_experts else self
 
     @property
-    def shards(self) -> int:
+    def sharing(self) -> dist.ProcessGroup | None:
+        """The sub-group, where it has several ranks."""
+        return self.shard if self.num_shards > 1 else None
+
+    @property
+    def num_shards(self) -> int:
         return 1 if self.shard is None else dist.get_world_size(self.shard)
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.num_shards, (self.experts or self).num_shards)
 
     @property
     def shard_rank(self) -> int:
@@ -42,8 +64,9 @@ class Groups:
         groups = [self.axes[axis] for axis in family.partial]
         if family.tied is not None and family.tied in self.tied:
             groups.append(self.tied[family.tied])
-        if self.replica is not None:
-            groups.append(self.replica)
+        replica = self.of(family).replica
+        if replica is not None:
+            groups.append(replica)
         return [group for group in groups if dist.get_world_size(group) > 1]
 
 
@@ -53,10 +76,18 @@ def zero_groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessG
     def group(axis: str) -> dist.ProcessGroup | None:
         return mesh.group(axis) if mesh.size(axis) > 1 else None
 
+    experts = None
+    if mesh.size("ep") > 1:
+        experts = Groups(
+            shard=group("expert_zero") if stage > 0 else None,
+            replica=group("zero_replica") if stage > 0 else group("expert_dp"),
+            everyone=group("expert_dp"),
+        )
     return Groups(
         shard=group("zero") if stage > 0 else None,
         replica=group("zero_replica") if stage > 0 else group("dp_sp"),
         everyone=group("dp_sp"),
-        axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
+        axes={axis: mesh.group(axis) for axis in ("tp", "sp", *(EXPERT_AXES if experts is not None else ()))},
         tied=dict(tied),
+        experts=experts,
     )

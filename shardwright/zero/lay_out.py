@@ -59,5 +59,5 @@ def lay_out(
         return None, shard_untrained(
             model, mesh, precision, settings, job, sections=sections, hooks=launch_in_backward, make=make
         )
-    settle_rest(model, precision, job.dtypes, set(), zero_groups(mesh, settings.stage).everyone)
+    settle_rest(model, precision, job.dtypes, set(), zero_groups(mesh, settings.stage))
     return None, None

@@ -58,6 +58,7 @@ class Family(NamedTuple):
     partial  axes over which the gradient must be summed beyond data parallelism
     tied     name of the group of copies on other pipeline stages
     shared   axis over which several ranks hold the same rows, or None
+    experts  data-parallel ranks hold different experts: reduced over those that hold the same
     """
 
     section: int
@@ -65,6 +66,7 @@ class Family(NamedTuple):
     partial: tuple[str, ...] = ()
     tied: str | None = None
     shared: str | None = None
+    experts: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -135,6 +137,16 @@ class BucketPlan:
         return [slot for slot in self.slots if slot.part_in(low, high)]
 
 
+class Shards(NamedTuple):
+    """How many ranks share the optimizer of the layers that all have, and that of experts."""
+
+    usual: int
+    experts: int
+
+    def of(self, family: Family) -> int:
+        return self.experts if family.experts else self.usual
+
+
 class Run(NamedTuple):
     """Elements [start, stop) of a shard that belong to one param group, and the slots they touch."""
 
@@ -148,7 +160,7 @@ def aligned(numel: int) -> int:
     return -(-numel // ALIGN) * ALIGN
 
 
-def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole: bool) -> list[BucketPlan]:
+def plan_buckets(entries: Sequence[Entry], shards: int | Shards, bucket_numel: int, whole: bool) -> list[BucketPlan]:
     """Buckets of at least `bucket_numel` elements (the last of a family may be smaller), in launch order.
 
     In the whole partition a bucket also grows to `shards` times its largest parameter, so that dealing whole parameters
@@ -156,9 +168,11 @@ def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole
     """
     filling: dict[Family, list[Entry]] = {}
     closed: list[list[Entry]] = []
+    shares = _shares(shards)
 
     def is_full(members: list[Entry]) -> bool:
-        wanted = max(bucket_numel, shards * max(member.numel for member in members)) if whole else bucket_numel
+        of_one = shares.of(members[0].family)
+        wanted = max(bucket_numel, of_one * max(member.numel for member in members)) if whole else bucket_numel
         return sum(aligned(member.numel) for member in members) >= wanted
 
     for entry in reversed(entries):
@@ -174,10 +188,14 @@ def plan_buckets(entries: Sequence[Entry], shards: int, bucket_numel: int, whole
     plan = _plan_whole if whole else _plan_flat
     # Sorting is stable: within a section, plain buckets keep the order in which backward fills them.
     closed.sort(key=lambda members: (members[0].family.section, not members[0].family.is_plain))
-    return [plan(members[0].family, members, shards) for members in closed]
+    return [plan(members[0].family, members, shares.of(members[0].family)) for members in closed]
 
 
-def plan_unit_buckets(units: Sequence[Sequence[Entry]], shards: int, whole: bool) -> list[BucketPlan]:
+def _shares(shards: int | Shards) -> Shards:
+    return shards if isinstance(shards, Shards) else Shards(shards, shards)
+
+
+def plan_unit_buckets(units: Sequence[Sequence[Entry]], shards: int | Shards, whole: bool) -> list[BucketPlan]:
     """One bucket per unit and family, in launch order: within a section plain ones first, and the units that
     backward ends with last.
     """
@@ -188,7 +206,10 @@ def plan_unit_buckets(units: Sequence[Sequence[Entry]], shards: int, whole: bool
         families: dict[Family, list[Entry]] = {}
         for entry in units[unit]:
             families.setdefault(entry.family, []).append(entry)
-        plans += [replace(plan(family, members, shards), unit=unit) for family, members in families.items()]
+        plans += [
+            replace(plan(family, members, _shares(shards).of(family)), unit=unit)
+            for family, members in families.items()
+        ]
     plans.sort(key=lambda plan: (plan.family.section, not plan.family.is_plain))
     return plans
 
@@ -247,7 +268,8 @@ def plan_runs(plan: BucketPlan, shard: int, cut: Iterable[Slot] = ()) -> list[Ru
 
 def family_of(spec: ParamSpec, dtype: torch.dtype, section: int) -> Family:
     """The family of a parameter laid out by `spec`."""
-    return Family(section, dtype, spec.partial, spec.tied, spec.axis if spec.shared_runs else None)
+    shared = spec.axis if spec.shared_runs else None
+    return Family(section, dtype, spec.partial, spec.tied, shared, spec.is_of_experts)
 
 
 def closed_form_bytes(plans: Iterable[BucketPlan], replicas: int, gradient_itemsize: int) -> dict[str, float]:

@@ -117,7 +117,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         if stage < 3:
             plans = plan_buckets(entries, self.groups.shards, size, whole=not job.elementwise)
             self.buckets = [self._filled_bucket(plan, index, 2 * size) for index, plan in enumerate(plans)]
-            settle_rest(model, precision, job.dtypes, {entry.param for entry in entries}, self.groups.everyone)
+            settle_rest(model, precision, job.dtypes, {entry.param for entry in entries}, self.groups)
         else:
             self.units = shard_units(
                 model,
@@ -158,7 +158,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         )
         self.gatherer: ParamGatherer | UnitGatherer
         self.gatherer = self.units or ParamGatherer(
-            self.buckets, self.groups.shard, model, device, settings.overlap_allgather
+            self.buckets, self.groups, model, device, settings.overlap_allgather
         )
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
@@ -180,15 +180,16 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                     slot.entry.param.grad_dtype = bucket.master_dtype
 
     def _filled_bucket(self, plan: BucketPlan, index: int, most: int) -> Bucket:
+        groups = self.groups.of(plan.family)
         bucket = Bucket(
             plan,
             index,
-            self.groups.shard_rank,
+            groups.shard_rank,
             device=self.device,
             master_weights=self.settings.master_weights,
             offload=self.settings.cpu_offload,
         )
-        bucket.adopt(self.groups.everyone, most)
+        bucket.adopt(groups.everyone, most)
         return bucket
 
     def _shared_rows(self, plans: Sequence[BucketPlan]) -> dict[int, SharedRows]:
@@ -384,7 +385,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _counts_replica(self, bucket: Bucket) -> bool:
         """Whether this rank is the one that counts for all ranks with the same shard."""
-        if self.groups.replica is not None and dist.get_rank(self.groups.replica) != 0:
+        replica = self.groups.of(bucket.plan.family).replica
+        if replica is not None and dist.get_rank(replica) != 0:
             return False
         tied = self.groups.tied.get(bucket.plan.family.tied or "")
         return tied is None or dist.get_rank(tied) == 0
@@ -496,10 +498,10 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         factor = self._factor()
         result = {}
         for bucket in self.buckets:
-            mine = bucket.step_grad.to(self.device)
-            whole = [torch.empty_like(mine) for _ in range(self.groups.shards)]
-            if self.groups.shard is not None:
-                dist.all_gather(whole, mine, group=self.groups.shard)
+            mine, groups = bucket.step_grad.to(self.device), self.groups.of(bucket.plan.family)
+            whole = [torch.empty_like(mine) for _ in range(groups.num_shards)]
+            if groups.shard is not None:
+                dist.all_gather(whole, mine, group=groups.shard)
             else:
                 whole = [mine]
             flat = torch.cat(whole) * factor

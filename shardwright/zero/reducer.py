@@ -158,7 +158,10 @@ class GradReducer:
         own.
         """
         same = self.keep_full and self._wire(bucket) == bucket.master_dtype
-        return same and (self.groups.shard is None or bucket.device.type != "cpu")
+        return same and (self._shard_group(bucket) is None or bucket.device.type != "cpu")
+
+    def _shard_group(self, bucket: Bucket) -> dist.ProcessGroup | None:
+        return self.groups.of(bucket.plan.family).shard
 
     def _cut(self, bucket: Bucket, most: int) -> list[tuple[int, int]]:
         """Ranges of a shard that are reduced one after the other."""
@@ -387,11 +390,12 @@ class GradReducer:
                 self._shared_rows[bucket.index].sum_(
                     {slot.entry.index: bucket.view(whole, slot) for slot in bucket.plan.slots}
                 )
-            if self.groups.shard is None:
+            shard_group = self._shard_group(bucket)
+            if shard_group is None:
                 scatter: Handle[torch.Tensor] = Handle("reduce_scatter", [], lambda: rows[0])
             else:
                 tag = 2 * (bucket.index + number * len(self.buckets))
-                scatter = reduce_scatter_in_place(rows, self.groups.shard, scratch, tag=tag)
+                scatter = reduce_scatter_in_place(rows, shard_group, scratch, tag=tag)
             flight = self._fly(bucket, scatter, lent, self._pieces[bucket.index][number])
             # Over axes other than data parallelism the peers may be at another point of their schedule: waiting for
             # them here could keep this rank from what they wait for.
@@ -399,7 +403,7 @@ class GradReducer:
                 self._advance(flight)
                 if bucket.plan.family.is_plain:
                     self._settle(flight)
-            elif self.groups.shard is None:
+            elif shard_group is None:
                 self._advance(flight)
 
     def _make_room(self) -> None:

@@ -57,20 +57,18 @@ def shard_units(
         if make is not None:
             make([slot.entry.param for slot in plan.slots])
         has_masters = settings.master_weights and index < len(plans)
+        own = groups.of(plan.family)
         bucket = ShardedBucket(
-            plan, index, groups.shard_rank, device=device, master_weights=has_masters, offload=settings.cpu_offload
+            plan, index, own.shard_rank, device=device, master_weights=has_masters, offload=settings.cpu_offload
         )
-        bucket.adopt(groups.everyone)
+        bucket.adopt(own.everyone)
         return bucket
 
     buckets = [filled(index, plan) for index, plan in enumerate([*plans, *frozen_plans])]
     move_buffers(model, device)
     if precision is not None:
         precision.cast_buffers(model)
-    is_first = groups.replica is None or torch.distributed.get_rank(groups.replica) == 0
-    return UnitGatherer(
-        model, units, buckets, groups.shard, data, is_first=is_first, ahead=settings.gather_ahead, hooks=hooks
-    )
+    return UnitGatherer(model, units, buckets, groups, data, ahead=settings.gather_ahead, hooks=hooks)
 
 
 def shard_untrained(
@@ -129,6 +127,7 @@ def _frozen_entries(
     for index, (name, param) in enumerate(model.named_parameters()):
         if param not in trained:
             spec = get_spec(param) or ParamSpec(name, tuple(param.shape))
-            family = Family(sections[param] if sections is not None else 0, dtypes.get(name, param.dtype))
+            section = sections[param] if sections is not None else 0
+            family = Family(section, dtypes.get(name, param.dtype), experts=spec.is_of_experts)
             found[param] = Entry(index, spec.name, param, spec, FROZEN, family)
     return found

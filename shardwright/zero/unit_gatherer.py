@@ -45,6 +45,7 @@ from ..logging import get_dist_logger
 from ..utils.pytree import tree_map_only
 from .call_values import mutable, replaced, tensors_in
 from .data_writes import DataWrites
+from .groups import Groups
 from .param_guard import ParamGuard
 from .sharded_bucket import ShardedBucket
 from .units import ParamUnit
@@ -112,8 +113,7 @@ class _Hook:
 class UnitGatherer:
     """Gathers and frees the buckets of `units`, which are numbered as in `BucketPlan.unit`.
 
-    group     the ZeRO sub-group; None for one rank
-    is_first  whether this rank's shards are those that are saved, of all ranks that keep the same
+    groups    whose sub-groups share the buckets
     ahead     how many units are gathered before they are needed; None: as many as take the memory of the largest one,
               and no more
     hooks     whether the modules' calls gather and free
@@ -127,10 +127,9 @@ class UnitGatherer:
         model: nn.Module,
         units: Sequence[ParamUnit],
         buckets: Sequence[ShardedBucket],
-        group: dist.ProcessGroup | None,
+        groups: Groups,
         data: DataWrites,
         *,
-        is_first: bool = True,
         ahead: int | None = None,
         hooks: bool = True,
     ) -> None:
@@ -144,7 +143,7 @@ class UnitGatherer:
             of_unit[bucket.plan.unit].append(bucket)
         self._units = [_Unit(held) for held in of_unit]
         self._places = {slot.entry.param: (bucket, slot) for bucket in buckets for slot in bucket.plan.slots}
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._groups = groups
         self._data = data
         self._ahead = ahead
         self._room = max((unit.num_bytes for unit in self._units), default=0)
@@ -158,6 +157,8 @@ class UnitGatherer:
         # a parameter that knew itself would live for ever
         for number, (param, (bucket, slot)) in enumerate(self._places.items()):
             start, stop, _ = bucket.values_of(slot)
+            replica = groups.of(bucket.plan.family).replica
+            is_first = replica is None or dist.get_rank(replica) == 0  # of all ranks that keep the same
             keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), number)))
         self._hooks = self._install(model, units) if hooks else []
         self._sections = self._by_section()
@@ -386,7 +387,7 @@ class UnitGatherer:
         if any(bucket.shown is not None for bucket in unit.buckets):
             self._take_shown()
         for bucket in unit.buckets:
-            bucket.start_gather(self._group)
+            bucket.start_gather(self._groups.of(bucket.plan.family).sharing)
         unit.filled = True
 
     def _start_ahead(self, unit: _Unit, direction: int) -> None:
@@ -427,7 +428,7 @@ class UnitGatherer:
             if bucket.shown is None:
                 bucket.take_assigned()
                 with told_when_alone(bucket):
-                    bucket.show(self._group)
+                    bucket.show(self._groups.of(bucket.plan.family).sharing)
                 self.guard.values_pending(bucket.params, False)
 
     def show_all(self) -> None:

@@ -203,6 +203,20 @@ def groups_of_nothing(rank: int, world: int) -> None:
 
 
 @mistake(
+    symptom="`ep_size=2` for a model without experts, or one that does not divide the data-parallel ranks",
+    gets="refused with the values that do",
+    fix="`ep_size=1`, or a divisor of the data-parallel ranks and of the experts",
+)
+def experts_of_a_dense_model(rank: int, world: int) -> None:
+    with refused(f"ep_size={world + 1} does not divide dp_size={world}", "values that do: 1"):
+        HybridParallelPlugin(ep_size=world + 1)
+    if world > 1:
+        with refused("ep_size=2: LlamaForCausalLM has no experts", "use ep_size=1"):
+            model = tiny()
+            Booster(plugin=HybridParallelPlugin(ep_size=2)).boost(model, torch.optim.AdamW(model.parameters()))
+
+
+@mistake(
     symptom="`cpu_offload=True` with `zero_stage=0`",
     gets="refused: what is sharded moves to the host, and stage 0 shards nothing",
     fix="`zero_stage=1`",

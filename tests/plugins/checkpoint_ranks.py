@@ -37,6 +37,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "zbv-tp2": (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "pp_style": "zbv", "num_model_chunks": 2}),
 }
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {  # for models that have some
+    "ep2-zero1": (2, {"ep_size": 2, "zero_stage": 1}),
+    "ep2-zero3": (2, {"ep_size": 2, "zero_stage": 3}),
+    "tp2-ep2": (4, {"tp_size": 2, "ep_size": 2}),
+}
 
 
 def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -74,7 +79,7 @@ def reference(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def boost(name: str, layout: str) -> tuple[Any, ...]:
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **LAYOUTS[layout][1]))
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **(LAYOUTS | EXPERTS)[layout][1]))
     model, optimizer = build(name)
     lrs = schedule(optimizer)
     model, wrapped, _, _, lrs = booster.boost(model, optimizer, criterion, lr_scheduler=lrs)

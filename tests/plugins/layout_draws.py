@@ -83,6 +83,10 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
     plugin["parallel_output"] = rng.random() < 0.8
     plugin["make_vocab_size_divisible_by"] = rng.choice([1, 8, 64])
     plugin["dp_outside"] = rng.random() < 0.8
+    if family == "qwen3" and dp > 1:
+        group = plugin.get("zero_group_size") or dp
+        fits = [size for size in (2, 4) if group % size == 0]
+        plugin["ep_size"] = random.Random(f"experts {seed}").choice([1, *fits, *fits])
     overrides = _overrides(rng, family, pp * chunks, plugin)
     # the first stage embeds and has no layer
     if "num_layers_per_stage" in plugin and random.Random(f"entry {seed}").random() < 0.4:
@@ -161,7 +165,9 @@ def _with_habits(rng: random.Random, layout: Layout) -> Layout:
     stand here.
     """
     plugin, stage = layout.plugin, layout.plugin.get("zero_stage", layout.plugin.get("stage"))
-    whole = plugin.get("tp_size", 1) == 1  # element-wise or not, every optimizer may have any parameter
+    whole = (
+        plugin.get("tp_size", 1) == plugin.get("ep_size", 1) == 1
+    )  # element-wise or not, every optimizer may have any parameter
     habits: dict[str, Any] = {
         "bare": rng.random() < 0.4,
         "read_norm": rng.random() < 0.25,

@@ -213,6 +213,13 @@ def places(plugin: type, settings: dict[str, Any]) -> Any:
     return mesh.ranks("pp"), mesh.ranks("dp"), mesh.ranks("zero")
 
 
+def experts(plugin: type, settings: dict[str, Any]) -> Any:
+    """Which global ranks share the experts of a layer, and how many of these this rank holds."""
+    made: Any = plugin(**settings)
+    _, model, _ = boosted(made, zoo.build("qwen3-moe-causal-lm", dtype=torch.float32))
+    return made.mesh.ranks("ep"), model.unwrap().model.layers[0].mlp.experts.down_proj.shape[0]
+
+
 def input_dtype(plugin: type, settings: dict[str, Any]) -> Any:
     """In which dtype floating-point inputs arrive; a failure for want of a cast counts as an answer."""
     model = nn.Sequential(nn.Linear(3, 3))

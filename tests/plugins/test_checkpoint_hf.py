@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from checkpoint_ranks import LAYOUTS
+from checkpoint_ranks import EXPERTS, LAYOUTS
 from safetensors import safe_open
 from torch import nn
 
@@ -33,6 +33,8 @@ CASES = [
     ("t5-conditional-generation", "zbv-tp2"),
     ("qwen3-moe-causal-lm", "tp2-pp2"),
     ("mixtral-causal-lm", "zero1"),
+    ("qwen3-moe-causal-lm", "tp2-ep2"),
+    ("mixtral-causal-lm", "ep2-zero3"),
     ("vit-image-classification", "zero3"),
     ("bert-pretraining", "ddp"),
     ("opt-causal-lm", "fsdp"),
@@ -46,8 +48,8 @@ SWEEP = [
 
 
 def plugin_for(layout: str, precision: str) -> Any:
-    if layout in LAYOUTS:
-        return HybridParallelPlugin(precision=precision, **LAYOUTS[layout][1])
+    if layout in LAYOUTS | EXPERTS:
+        return HybridParallelPlugin(precision=precision, **(LAYOUTS | EXPERTS)[layout][1])
     return TorchDDPPlugin() if layout == "ddp" else TorchFSDPPlugin()
 
 
@@ -113,7 +115,7 @@ def check_transformers(plain: nn.Module, path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}-{layout}" for name, layout in CASES])
 def test_round_trip(name: str, layout: str, tmp_path: Path) -> None:
-    world = LAYOUTS[layout][0] if layout in LAYOUTS else 2
+    world = (LAYOUTS | EXPERTS).get(layout, (2,))[0]
     run_ranks(round_trip, world, name, layout, tmp_path, CASES.index((name, layout)) % 2 == 0, debug="INFO")
 
 

@@ -125,6 +125,10 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused(2, "sp_size=2 without enable_sequence_parallelism=True"),
         Refused(1, "sequence_parallelism_mode='all_to_all' with sp_size=1", ULYSSES),
     ],
+    "ep_size": [
+        Changes(see.experts, 2, F32),
+        Refused(2, "ep_size=2 does not divide dp_size=1", {"tp_size": 2}),
+    ],
     "precision": [Changes(see.modules, "fp16")],
     "zero_stage": [Changes(see.traffic, stage, F32) for stage in (1, 2, 3)],
     "enable_all_optimization": [Changes(see.modules, True)],

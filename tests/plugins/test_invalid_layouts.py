@@ -127,6 +127,14 @@ SETTINGS: dict[str, Case] = {
     "tp as bool": Case({"tp_size": True}, ["tp_size=True", "whole number", "use 1"]),
     "tp missing": Case({"tp_size": None}, ["tp_size=None", "whole number"]),
     "sp as text": Case({"sp_size": "two"}, ["sp_size='two'", "whole number or None"]),
+    "ep as text": Case({"ep_size": "2"}, ["ep_size='2'", "use 2"]),
+    "ep of zero": Case({"ep_size": 0}, ["ep_size=0", "at least 1"]),
+    "ep that does not divide dp": Case({"ep_size": 3}, ["ep_size=3 does not divide dp_size=2", "do: 1, 2"]),
+    "ep where tp takes the ranks": Case({"ep_size": 2, "tp_size": 2}, ["ep_size=2", "dp_size=1", "do: 1"]),
+    "ep over several ZeRO sub-groups": Case(
+        {"ep_size": 2, "zero_stage": 1, "zero_group_size": 1},
+        ["ep_size=2", "zero_group_size=1", "use zero_group_size=2"],
+    ),
     "an unknown sequence mode": Case(
         {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "rings"},
         ["sequence_parallelism_mode='rings'"],
@@ -284,7 +292,31 @@ SETTINGS: dict[str, Case] = {
     "no patience": Case({"hysteresis": 0}, ["hysteresis=0", "at least 1"]),
 }
 
+
+def unfused_experts() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "intermediate_size_mlp": 8, "head_dim": 8, "vocab_size": 40}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(**sizes, **counts, interleave_moe_layer_step=1, pad_token_id=0)
+    return transformers.Llama4ForCausalLM(config)
+
+
 MODELS: dict[str, Case] = {
+    "ep for a dense model": Case(
+        {"ep_size": 2}, ["ep_size=2", "LlamaForCausalLM has no experts", "ep_size=1"], boost()
+    ),
+    "ep for more experts than there are": Case(
+        {"ep_size": 2},
+        ["ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts", "do: 1, 3"],
+        boost("qwen3-moe-causal-lm", num_experts=3),
+    ),
+    "ep for experts of another kind": Case(
+        {"ep_size": 2}, ["model.layers.0.feed_forward.experts, Llama4TextExperts", "ep_size=1"], boost(unfused_experts)
+    ),
+    "ep with an optimizer of matrices": Case(
+        {"ep_size": 2},
+        ["optimizer=Adafactor", "split over 'ep'", "ep_size=1"],
+        boost("qwen3-moe-causal-lm", lambda model: torch.optim.Adafactor(model.parameters())),
+    ),
     "more stages than layers": Case(
         {**V, "num_model_chunks": 3}, ["pp_size x num_model_chunks = 6", "4 layers", "at most 4"], boost()
     ),

@@ -94,6 +94,7 @@ def test_four_ranks() -> None:
         ("mixtral", {"pp_size": 2, "tp_size": 2, "num_microbatches": 3, "num_layers_per_stage": [3, 1]}),
         ("qwen3-moe", {"pp_size": 4, "num_microbatches": 3}),
         ("qwen3-moe", {"pp_size": 2, "num_microbatches": 3, "zero_stage": 3}),
+        ("mixtral", {"pp_size": 2, "ep_size": 2, "num_microbatches": 3}),
     ]
     run_ranks(on_ranks, 4, cases)
 

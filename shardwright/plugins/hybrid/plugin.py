@@ -33,7 +33,7 @@ from ...shardformer.fused_head import let_losses_do_without_logits
 from ...shardformer.model import split_heads
 from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
-from ...spec import ParamSpec, get_spec, set_spec
+from ...spec import EXPERT_AXES, ParamSpec, get_spec, set_spec
 from ...utils.argument_types import check_arguments
 from ...utils.device import get_current_device
 from ...zero.lay_out import lay_out
@@ -49,6 +49,7 @@ from ..zero_plugin import ZeroPlugin
 from .adapters import adapter_homes, gather_adapters
 from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .config_form import read_config
+from .experts import keep_own_experts, spread_experts
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
@@ -132,20 +133,18 @@ class HybridParallelPlugin(ZeroPlugin):
         num_sequence_slices: int = 1,
         enable_fused_cross_entropy: bool = True,
         attention_backend: str | None = None,
+        ep_size: int = 1,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
         check_sequence(self.settings)
         require_process_group("HybridParallelPlugin")
-        validate_sizes(
-            dist.get_world_size(), pp=pp_size, tp=tp_size, sp=sp_size or 1, dp=None, zero_group_size=zero_group_size
-        )
+        sizes: dict[str, Any] = {"pp": pp_size, "tp": tp_size, "sp": sp_size or 1, "ep": ep_size}
+        validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=zero_group_size)
         agree_on_arguments("HybridParallelPlugin", arguments)
         self.mesh = ParallelMesh(
-            pp=pp_size,
-            tp=tp_size,
-            sp=sp_size or 1,
+            **sizes,
             dp_outside=dp_outside,
             ring_attention=self.settings.sequence_mode == "ring_attn",
             zero_group_size=zero_group_size,
@@ -212,6 +211,10 @@ class HybridParallelPlugin(ZeroPlugin):
         return self.mesh.size("sp")
 
     @property
+    def ep_size(self) -> int:
+        return self.mesh.size("ep")
+
+    @property
     def dp_size(self) -> int:
         return self.mesh.size("dp")
 
@@ -254,7 +257,7 @@ class HybridParallelPlugin(ZeroPlugin):
 
     @property
     def split(self) -> str:
-        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size, "ep_size": self.ep_size}
         parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         return ", ".join([*parts, "zero_stage=3"] if self.zero_stage == 3 else parts)
 
@@ -331,9 +334,11 @@ class HybridParallelPlugin(ZeroPlugin):
         adapters = adapter_homes(model, plan)
         groups = OptimizerGroups(model, optimizer) if optimizer is not None else None
         weights = LazyWeights.of(model)
+        spread_experts(model, self.mesh)
         if sharder is not None:  # every layer over tp
             sharder.shard(materialize=False)  # other stages' layers are never made
             model = sharder.model
+        keep_own_experts(model, self.mesh)
         if self._postpones_weights and splits_backward(plan.pp_style):
             let_weight_grads_wait(model)
         clock = Clock()
@@ -344,7 +349,7 @@ class HybridParallelPlugin(ZeroPlugin):
         cut.staged.cast_released(job.dtypes)
         making = None
         if weights is not None:
-            coordinates = {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp")}
+            coordinates = {axis: self.mesh.coordinate(axis) for axis in ("tp", "sp", *EXPERT_AXES)}
             making = Materialization(weights, model, coordinates, get_current_device())
             making.make_replaced()
         if self.zero_stage < 3:  # else unit by unit
@@ -380,7 +385,7 @@ class HybridParallelPlugin(ZeroPlugin):
             PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None, self.tp_size
         )
         executor = self._executor(cut, wrapped, units, probe, numbers, axis)
-        waits = self.tp_size > 1 or self.sp_size > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
+        waits = self.mesh.size("tp", "sp", "ep") > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits, axis
         )
@@ -464,7 +469,7 @@ class HybridParallelPlugin(ZeroPlugin):
             cast_inputs=self.policy.cast_inputs,
             keeps_documents_apart=probe,
             numbers=numbers,
-            equal_numbers=self.zero_stage >= 2 and self.dp_size > 1,
+            equal_numbers=(self.zero_stage >= 2 and self.dp_size > 1) or self.ep_size > 1,
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp"))
             if self.pp_size * self.tp_size * self.sp_size > 1
             else None,

@@ -54,6 +54,7 @@ from ...zero.layout import (
     SHARED,
     BucketPlan,
     Entry,
+    Shards,
     closed_form_bytes,
     family_of,
     plan_buckets,
@@ -64,6 +65,7 @@ from ..base import require_trainable
 from ..settings import HybridSettings
 from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
+from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .sequence_tensor import along_tensor, with_sequences
 from .sequence_traffic import part_length, sequence_traffic
@@ -107,6 +109,7 @@ def preflight(
     on a small copy by all ranks, which is why that comes last.
     """
     job = _check_job(model, optimizer, precision)
+    require_experts(model, mesh)
     lists = sharder.layer_lists(pipeline=mesh.size("pp") > 1) if sharder is not None else None
     examples = _as_call(settings.sharding.example_inputs)
     plan = plan_cut(
@@ -126,6 +129,7 @@ def preflight(
         for decision in decisions
         for name, spec in decision.specs.items()
     }
+    specs |= specs_of_experts(model, specs, mesh)
     if optimizer is not None and not job.elementwise:
         for name in job.groups:
             spec = specs.get(id(model.get_parameter(name)))
@@ -200,6 +204,7 @@ class _Resolver:
         traffic = [
             *self._data_traffic(shapes[busiest][1], microbatches),
             *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes(), split),
+            *expert_traffic(self.model, held, self.mesh, tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens, 1 if split is None else self.mesh.size("tp")),
             *sequence_traffic(self.settings, self.model, tokens, self._recomputes()),
         ]
@@ -225,7 +230,11 @@ class _Resolver:
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
             traffic=tuple(traffic),
-            notes=(*self._notes(microbatches), *self._gradient_notes(microbatches)),
+            notes=(
+                *self._notes(microbatches),
+                *self._gradient_notes(microbatches),
+                *expert_notes(self.model, self.mesh),
+            ),
             warnings=tuple(self._warnings(microbatches, bubble)),
         )
 
@@ -238,6 +247,10 @@ class _Resolver:
     def _held_length(self) -> int | None:
         """Tokens of a sample on one rank."""
         return None if self.batch.length is None else part_length(self.settings, self.batch.length)
+
+    @property
+    def _shards(self) -> Shards:
+        return Shards(self._sharing, self.mesh.size("expert_zero") if self.settings.zero.stage else 1)
 
     def _activation_itemsize(self) -> int:
         if self.precision.is_half:
@@ -339,12 +352,12 @@ class _Resolver:
         if options.stage == 3:
             sections = {param: entry.family.section for param, entry in entries.items()}
             units = [[entries[param] for param in unit.params] for unit in find_param_units(self.model, sections)]
-            plans = plan_unit_buckets([[e for e in unit if e.group != FROZEN] for unit in units], self._sharing, whole)
-            kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in units], self._sharing, False)
+            plans = plan_unit_buckets([[e for e in unit if e.group != FROZEN] for unit in units], self._shards, whole)
+            kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in units], self._shards, False)
             weights = sum(plan.shard_numel * plan.family.dtype.itemsize for plan in kept)
         else:
             size = options.bucket_numel(get_current_device().type)
-            plans = plan_buckets(trained, self._sharing, size, whole)
+            plans = plan_buckets(trained, self._shards, size, whole)
             weights = sum(entry.numel * entry.family.dtype.itemsize for entry in others)
         states = _states_per_element(self.optimizer)
         gradients, masters, state_bytes = 0, 0, 0
@@ -443,12 +456,13 @@ class _Resolver:
         if self.mesh.size("dp_sp") == 1 or not self.job.groups:
             return []
         options = self.settings.zero
-        replicas = self.mesh.size("zero_replica") if options.stage else self.mesh.size("dp_sp")
         found = []
         rounds = microbatches if options.stage >= 2 else 1
         totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         for plan in plans:
             wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
+            everyone = "expert_dp" if plan.family.experts else "dp_sp"
+            replicas = self.mesh.size("zero_replica" if options.stage else everyone)
             for kind, amount in closed_form_bytes([plan], replicas, wire.itemsize).items():
                 totals[kind] += amount
         what = {

@@ -129,7 +129,7 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
             continue
         if decision.site.name.startswith(sums):
             if isinstance(style, PartialSum):  # once for the block, forward and backward
-                found += [_features_of(module)] * 2
+                found += [features_of(module)] * 2
             continue
         if isinstance(style, VocabEmbedding):
             found.append(module.get_parameter("weight").shape[1])
@@ -141,12 +141,12 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
         elif isinstance(style, Row) and is_linear(module):
             found.append(output_size(module))
         elif isinstance(style, PartialSum):
-            features = _features_of(module)
+            features = features_of(module)
             found += [features, features]
     return found
 
 
-def _features_of(module: nn.Module) -> int:
+def features_of(module: nn.Module) -> int:
     return first_int(module, ("hidden_dim", "hidden_size")) or 0
 
 
