@@ -38,6 +38,7 @@ _FLAGS = (
     "enable_all_optimization",
     "enable_flash_attention",
     "enable_fused_normalization",
+    "enable_jit_fused",
     "enable_sequence_parallelism",
 )
 _OTHER = (

@@ -21,6 +21,8 @@ class ShardingOptions:
     enable_all_optimization             flash attention and fused norms wherever the model can have them
     enable_flash_attention              attention through torch's fused kernels (sdpa)
     enable_fused_normalization          RMS norms through torch's fused kernel
+    enable_jit_fused                    layers through torch.compile, those of one kind as one graph, in training; not
+                                        among all optimizations, because it takes its time when training starts
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
                                         with False every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this

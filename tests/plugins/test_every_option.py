@@ -118,7 +118,13 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "enable_all_optimization": [Changes(see.modules, True)],
     "enable_fused_normalization": [Changes(see.modules, True)],
     "enable_flash_attention": [Changes(see.report, True)],
-    "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
+    "enable_jit_fused": [
+        Changes(see.report, True),
+        Changes(see.modules, True, TP),
+        Refused(True, "pp_style='auto'", {**PIPE, "pp_style": "auto"}),
+        Refused(True, "num_sequence_slices=2", {**PIPE, "num_sequence_slices": 2}),
+        Refused(True, "selective recomputation", {"gradient_checkpoint_config": PARTLY}),
+    ],
     "enable_sequence_parallelism": [Refused(True, "does not cut sequences yet")],
     "sequence_parallelism_mode": [
         Idle("all_to_all"),
@@ -443,11 +449,11 @@ SHARD_CONFIG: dict[str, list[Any]] = {
     "enable_all_optimization": [],
     "enable_fused_normalization": [],
     "enable_flash_attention": [],
+    "enable_jit_fused": [],  # see tests/models/test_tp_compile.py
     "example_inputs": [],  # see tests/models/test_self_check.py
     "extra_kwargs": [],  # for policies of the user's own
     "sequence_parallel_process_group": [object()],
     "pipeline_stage_manager": [object()],
-    "enable_jit_fused": [True],
     "enable_sequence_parallelism": [True],
     "sequence_parallelism_mode": ["ring"],
     "enable_sequence_overlap": [True],
