@@ -104,4 +104,5 @@ def keep_order(graph: fx.Graph) -> None:
 
 
 def _calls(node: fx.Node, name: str) -> bool:
-    return node.op == "call_function" and getattr(node.target, "_qualified_op_name", None) == f"shardwright::{name}"
+    operator = getattr(torch.ops.shardwright, name)
+    return node.op == "call_function" and node.target in (operator, operator.default)
