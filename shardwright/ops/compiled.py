@@ -98,6 +98,8 @@ def keep_order(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif _calls(node, "sum_over_group"):
+            # What inductor goes by to lay arguments out as they were traced, which are others now; any layout will do.
+            node.meta.pop("eager_input_vals", None)
             if last is not None:
                 node.args = (*node.args[:2], last)
             last = node
