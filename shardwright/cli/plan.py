@@ -40,6 +40,7 @@ _FLAGS = (
     "enable_all_optimization",
     "enable_flash_attention",
     "enable_fused_normalization",
+    "enable_jit_fused",
     "enable_sequence_parallelism",
     "enable_sequence_overlap",
 )

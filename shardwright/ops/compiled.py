@@ -6,6 +6,11 @@ gradient.
 
     copy_in     forward  y = x                          backward  dx = sum over ranks of dy
     sum_out     forward  y = sum over ranks of x        backward  dx = dy
+
+Two edits of graphs belong to them. Linears that read the same x are given one copy of it (`share_copies`), so that
+their gradients are added before they are summed over the ranks, once. And sums that do not depend on each other are
+chained (`keep_order`): a backend may reorder what does not depend on each other, each rank by its own sizes, and ranks
+whose shards differ would then sum different things with one another.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+
+from ..comm import turns
 
 _groups: dict[str, dist.ProcessGroup] = {}  # an operator takes no process group, so it finds it by its name
 
@@ -28,9 +35,10 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 @torch.library.custom_op("shardwright::sum_over_group", mutates_args=())
-def _sum(x: Tensor, group: str) -> Tensor:
+def _sum(x: Tensor, group: str, after: Tensor | None = None) -> Tensor:
+    """`after`: nothing of it is read, but it is there before this begins."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_groups[group])
+    turns.run(dist.all_reduce, total, group=_groups[group])
     return total
 
 
@@ -40,7 +48,7 @@ def _copy(x: Tensor, group: str) -> Tensor:
 
 
 @_sum.register_fake
-def _(x: Tensor, group: str) -> Tensor:
+def _(x: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -49,16 +57,16 @@ def _(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.group = inputs[1]
 
 
-_sum.register_autograd(lambda ctx, dy: (dy, None), setup_context=_keep_group)
+_sum.register_autograd(lambda ctx, dy: (dy, None, None), setup_context=_keep_group)
 _copy.register_autograd(lambda ctx, dy: (_sum(dy, ctx.group), None), setup_context=_keep_group)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, transposed: bool) -> Tensor:
-    """See `ops.linear.column_linear`. Linears on one input reduce its gradient each for itself."""
+    """See `ops.linear.column_linear`."""
     return F.linear(_copy(x, group), weight.t() if transposed else weight, bias)
 
 
@@ -66,3 +74,37 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, trans
     """See `ops.linear.row_linear`."""
     y = _sum(F.linear(x, weight.t() if transposed else weight), group)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def share_copies(graph: fx.Graph) -> None:
+    """Let all that copy the same tensor in, for the same ranks, read one copy. For graphs of forwards."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if _calls(node, "copy_to_group"):
+            kept = first.setdefault(node.args, node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+
+
+def keep_order(graph: fx.Graph) -> None:
+    """Let every sum over ranks wait for the one that stands before it, and take out copies that nothing needs any
+    more. For graphs that autograd has been through.
+    """
+    last = None
+    returned = {node for end in graph.nodes if end.op == "output" for node in end.all_input_nodes}
+    for node in list(graph.nodes):
+        if _calls(node, "copy_to_group") and node not in returned:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif _calls(node, "sum_over_group"):
+            # What inductor goes by to lay arguments out as they were traced, which are others now; any layout will do.
+            node.meta.pop("eager_input_vals", None)
+            if last is not None:
+                node.args = (*node.args[:2], last)
+            last = node
+
+
+def _calls(node: fx.Node, name: str) -> bool:
+    operator = getattr(torch.ops.shardwright, name)
+    return node.op == "call_function" and node.target in (operator, operator.default)

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from ..ops.keeping import Region, Selection
 from ..utils.carried import carried
 from .saved_bytes import note_checkpointed
-from .slices.past_keys import is_past
 
 
 @dataclass(frozen=True)
@@ -182,32 +181,6 @@ def _given(
         chosen[stage] = min(left, layers[stage])
         left -= chosen[stage]
     return chosen
-
-
-def without_cache(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Inputs of a layer without a cache of keys and values, and whether they have one all the same.
-
-    A layer that writes to a cache would write to it again when it is recomputed. Models make one in every forward
-    (`use_cache` is on unless a config says otherwise); in training, as under transformers' own checkpointing, no layer
-    is given it then. A cache that is filled, whose size shows in masks (`is_compileable`), or that a model in eval mode
-    makes, is used: its layers must not be recomputed. What stands for the slices before (`past_keys`) is none of these,
-    and stays.
-    """
-
-    def is_cache(value: Any) -> bool:
-        return hasattr(value, "get_seq_length") and not is_past(value)
-
-    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-    if any(not training or getattr(cache, "is_compileable", False) or cache.get_seq_length() for cache in caches):
-        return args, dict(kwargs), True
-    if not caches:
-        return args, dict(kwargs), False
-    kept = {name: None if is_cache(value) else value for name, value in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return tuple(None if is_cache(value) else value for value in args), kept, False
 
 
 def run_checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

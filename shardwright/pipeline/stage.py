@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
 from ..models.layer_chain import Unit
 from ..utils import pytree
 from ..utils.tensors import map_tensors
 from .batch.images import without_patches
 from .batch.step_inputs import StepInputs
-from .checkpointing import Recomputation, run_checkpointed, run_selectively, without_cache
+from .checkpointing import Recomputation, run_checkpointed, run_selectively
 from .cut.entry import ENTRY
 from .cut.survey import Survey
 from .hoisting.layer_calls import LayerCalls

@@ -104,8 +104,6 @@ class ShardingSettings(ShardingOptions):
                 f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, or None to "
                 "find one for the model"
             )
-        if self.enable_jit_fused:
-            raise ValueError("enable_jit_fused=True: no operation here has a just-in-time fused form; leave it False")
 
 
 @dataclass(frozen=True, kw_only=True)

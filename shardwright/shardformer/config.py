@@ -26,6 +26,8 @@ class ShardingOptions:
     attention_backend                   which attention, by name; None leaves it as it is, or to enable_flash_attention
     enable_fused_normalization          norms in one kernel: liger-kernel's where it is installed, else our Triton
                                         kernels, both on CUDA; RMS norms by torch's operator elsewhere
+    enable_jit_fused                    layers through torch.compile, those of one kind as one graph, in training; not
+                                        among all optimizations, because it takes its time when training starts
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
                                         with False every rank returns whole logits
     make_vocab_size_divisible_by        every rank's rows of the vocabulary are padded to a multiple of this

@@ -223,11 +223,6 @@ def _check_supported(config: ShardConfig) -> None:
             "pipeline_stage_manager: ShardFormer alone cuts no stages; use "
             "HybridParallelPlugin(pp_size=...), or leave it out"
         )
-    if config.enable_jit_fused:
-        raise ValueError(
-            "enable_jit_fused=True: no operation of this version has a just-in-time fused form; use "
-            "torch.compile or False"
-        )
     if config.fp8_communication:
         raise ValueError(
             "fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False"

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.launch import launch_from_torch
+from ..ops.layer_graphs import compile_layers, layers_of, require_compiler
 from .attention_choice import require_same_attention
 from .config import ShardConfig, require_config
 from .gradients import follow_gradients
@@ -56,6 +57,9 @@ class ShardFormer:
                 f"ShardFormer.optimize: this {native_class(model).__name__} is already sharded; go on with it as it "
                 "is, or give a new one"
             )
+        if self.shard_config.enable_jit_fused:
+            require_compiler()
+            layers_of(model)
         sharder = ModelSharder(model, policy, self.shard_config)
         sharder.prepare()
         group = self.shard_config.parallel.group
@@ -70,6 +74,8 @@ class ShardFormer:
                 PartOfModel.adopt(sharder.model, self.shard_config.parallel)
             else:
                 Part.become(sharder.model)
+        if self.shard_config.enable_jit_fused:
+            compile_layers(sharder.model)
         if isinstance(sharder.model, ShardedModel):
             sharder.model.for_scripts = True
         return sharder.model, shared

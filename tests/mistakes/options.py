@@ -154,6 +154,19 @@ def schedule_and_chunks(rank: int, world: int) -> None:
 
 
 @mistake(
+    symptom="`enable_jit_fused=True` with a schedule that fills its bubbles with weight gradients",
+    gets="refused: those of a compiled layer are inside of its backward",
+    fix="`pp_style='1f1b'`, or layers that are not compiled",
+    worlds=(2, 4),
+)
+def compiled_layers_and_split_backwards(rank: int, world: int) -> None:
+    settings = {"pp_size": 2, "num_microbatches": 4, "enable_jit_fused": True}
+    with refused("enable_jit_fused=True with pp_style='zb'", "use pp_style='1f1b'"):
+        HybridParallelPlugin(pp_style="zb", **settings)  # type: ignore[arg-type]
+    HybridParallelPlugin(pp_style="1f1b", **settings)  # type: ignore[arg-type]
+
+
+@mistake(
     symptom="options of pipelines in a run with `pp_size=1`",
     gets="accepted, as one configuration often serves many layouts; named in `plugin.without_effect`, in the layout "
     "report and in the log",

@@ -323,7 +323,6 @@ def refused_settings(rank: int, world_size: int) -> list[str]:
     messages = []
     settings: list[dict[str, Any]] = [
         {"enable_sequence_parallelism": True},
-        {"enable_jit_fused": True},
         {"fp8_communication": True},
         {"gradient_checkpoint_config": object()},
     ]
@@ -340,7 +339,7 @@ def refused_settings(rank: int, world_size: int) -> list[str]:
 
 def test_settings_that_cannot_be_honoured_are_refused():
     for messages in run_ranks(refused_settings, 2):
-        flags = ["enable_sequence_parallelism", "enable_jit_fused", "fp8_communication"]
+        flags = ["enable_sequence_parallelism", "fp8_communication"]
         assert all(message.startswith(f"{flag}=True") for message, flag in zip(messages, flags, strict=False))
         assert messages[-1].startswith("gradient_checkpoint_config: which layers recompute")
 

@@ -139,7 +139,14 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Changes(see.modules, "math"),
         Refused("flush", "attention_backend='flush' is not one of"),
     ],
-    "enable_jit_fused": [Refused(True, "enable_jit_fused=True")],
+    "enable_jit_fused": [
+        Changes(see.report, True),
+        Changes(see.modules, True, TP),
+        Refused(True, "pp_style='auto'", {**PIPE, "pp_style": "auto"}),
+        Refused(True, "num_sequence_slices=2", {**PIPE, "num_sequence_slices": 2}),
+        Refused(True, "selective recomputation", {"gradient_checkpoint_config": PARTLY}),
+        Refused(True, "sequence_parallelism_mode='split_gather'", {**TP, "enable_sequence_parallelism": True}),
+    ],
     "enable_sequence_parallelism": [
         Changes(see.traffic, True, {**TP, **F32}),
         Refused(True, "enable_sequence_parallelism=True with tp_size=1"),
@@ -473,11 +480,11 @@ SHARD_CONFIG: dict[str, list[Any]] = {
     "enable_fused_normalization": [],
     "enable_flash_attention": [],
     "attention_backend": [],  # see tests/models/test_attention.py
+    "enable_jit_fused": [],  # see tests/models/test_tp_compile.py
     "example_inputs": [],  # see tests/models/test_self_check.py
     "extra_kwargs": [],  # for policies of the user's own
     "sequence_parallel_process_group": [object()],
     "pipeline_stage_manager": [object()],
-    "enable_jit_fused": [True],
     "enable_sequence_parallelism": [True],
     "sequence_parallelism_mode": ["ring"],
     "enable_sequence_overlap": [True],

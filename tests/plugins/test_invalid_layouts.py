@@ -207,7 +207,17 @@ SETTINGS: dict[str, Case] = {
     "a dtype by name": Case({"communication_dtype": "bf16"}, ["communication_dtype=bf16", "torch.bfloat16"]),
     "an integer dtype": Case({"communication_dtype": torch.int8}, ["communication_dtype=torch.int8", "floating-point"]),
     "check_reduction": Case({"check_reduction": True}, ["check_reduction=True", "leave it False"]),
-    "jit": Case({"enable_jit_fused": True}, ["enable_jit_fused=True", "leave it False"]),
+    "compiled layers and a split backward": Case(
+        {"enable_jit_fused": True, "pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4},
+        ["enable_jit_fused=True", "pp_style='zbv'", "'1f1b'"],
+    ),
+    "compiled layers recomputed in part": Case(
+        {
+            "enable_jit_fused": True,
+            "gradient_checkpoint_config": PipelineGradientCheckpointConfig(selective_ratio=0.5),
+        },
+        ["enable_jit_fused=True", "selective_ratio", "gradient_checkpointing_ratio"],
+    ),
     "a flag as number": Case({"enable_flash_attention": 1}, ["enable_flash_attention=1", "use True"]),
     "a flag as text": Case({"find_unused_parameters": "no"}, ["find_unused_parameters='no'", "use False"]),
     "a flag missing": Case({"overlap_p2p": None}, ["overlap_p2p=None", "True or False"]),

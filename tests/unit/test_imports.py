@@ -60,6 +60,7 @@ PRIVATE_TORCH_ALLOWED = {
     "plugins/torch_ddp": "which backward is running, and the buckets of DistributedDataParallel, which have no public "
     "name",
     "plugins/data/input_limits": "asserting on the device without waiting for it, which has no public name",
+    "ops/layer_graphs": "errors of dynamo, backends and their edits of graphs, modes in effect: no public name",
     "utils/pytree": "pytree functions and dispatch modes, which have no public name in torch 2.11",
 }
 # File and why it imports parts of the package in functions. Elsewhere that would hide who needs whom.

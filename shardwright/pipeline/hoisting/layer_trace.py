@@ -40,11 +40,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...models.caches import is_past
 from ...utils import pytree
 from ..batch.microbatch import items_of
 from ..cut.entry import ENTRY, Entry
 from ..cut.survey import TENSOR, Template
-from ..slices.past_keys import is_past
 from .model_state import other_random_states, random_states, restore_other_random_states
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)

@@ -98,13 +98,6 @@ class Past:
         return _cache_class()(self, start)
 
 
-def is_past(value: Any) -> bool:
-    """Whether it is what `Past.before` returns. A layer that gets one may be run once more: it would write the same
-    to the same places.
-    """
-    return getattr(value, "is_of_slice", False)
-
-
 @functools.cache
 def _cache_class() -> type:
     from transformers.cache_utils import Cache, DynamicLayer  # late: it takes seconds

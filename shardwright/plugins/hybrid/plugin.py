@@ -48,6 +48,7 @@ from ..without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
 from ..zero_plugin import ZeroPlugin
 from .adapters import adapter_homes, gather_adapters
 from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
+from .compiled import check_compiled, compile_where_wanted, compiled_words, require_compiler_where_wanted
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
 from .model import HybridModel, OptimizerGroups, StageManager
@@ -139,6 +140,7 @@ class HybridParallelPlugin(ZeroPlugin):
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
         check_sequence(self.settings)
+        check_compiled(self.settings, pp_size)
         require_process_group("HybridParallelPlugin")
         sizes: dict[str, Any] = {"pp": pp_size, "tp": tp_size, "sp": sp_size or 1, "ep": ep_size}
         validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=zero_group_size)
@@ -303,13 +305,17 @@ class HybridParallelPlugin(ZeroPlugin):
     def _preflight(
         self, model: nn.Module, optimizer: Optimizer | None, sharder: ModelSharder | None, batch: BatchShape
     ) -> Preflight:
+        compiled = compiled_words(model, self.settings)
         found = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, batch)
-        return found._replace(layout=replace(found.layout, without_effect=tuple(map(str, self.without_effect))))
+        kernels = ", ".join(words for words in (found.layout.kernels, compiled) if words)
+        unused = tuple(map(str, self.without_effect))
+        return found._replace(layout=replace(found.layout, kernels=kernels, without_effect=unused))
 
     # Boosting: the order in which things are applied.
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
         self._sequences = probe_sequences(self.settings, model)
+        require_compiler_where_wanted(self.settings)
         sharder = self._sharder(model)
         found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.layout = found.layout
@@ -344,6 +350,7 @@ class HybridParallelPlugin(ZeroPlugin):
         clock = Clock()
         if self.settings.sharding.enable_fused_cross_entropy:
             let_losses_do_without_logits(model, clock)
+        compile_where_wanted(model, self.settings)
         job = job.of_changed(model, self.policy)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         cut.staged.cast_released(job.dtypes)

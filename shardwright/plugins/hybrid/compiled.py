@@ -1,0 +1,63 @@
+"""`enable_jit_fused`: which layouts can have compiled layers, and letting a model have them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from ...ops.layer_graphs import compile_layers, layers_of, require_compiler
+from ...pipeline.schedules import splits_backward
+from ..settings import HybridSettings
+
+
+def check_compiled(settings: HybridSettings, pp_size: int) -> None:
+    """ValueError for what compiled layers cannot be combined with, before there is a model."""
+    if not settings.sharding.enable_jit_fused:
+        return
+    pipeline = settings.pipeline
+    if pp_size > 1 and (pipeline.pp_style == "auto" or splits_backward(pipeline.pp_style)):
+        raise ValueError(
+            f"enable_jit_fused=True with pp_style={pipeline.pp_style!r}: the backward of a compiled layer is one "
+            "piece, so that no weight gradients are left to fill the pipeline's bubbles with; use pp_style='1f1b' or "
+            "'interleaved', or leave enable_jit_fused out"
+        )
+    if pipeline.num_sequence_slices > 1:
+        raise ValueError(
+            f"enable_jit_fused=True with num_sequence_slices={pipeline.num_sequence_slices}: layers that are given the "
+            "keys and values of earlier slices would be compiled once per layer and slice; use num_sequence_slices=1, "
+            "or leave enable_jit_fused out"
+        )
+    if settings.sequence_mode is not None:
+        raise ValueError(
+            f"enable_jit_fused=True with sequence_parallelism_mode={settings.sequence_mode!r}: collectives along the "
+            "sequence are no operators that a graph can hold; use enable_sequence_parallelism=False, or leave "
+            "enable_jit_fused out"
+        )
+    config = pipeline.gradient_checkpoint_config
+    if config is not None and (config.selective_ratio or any(config.num_selective_layers_per_stage or ())):
+        raise ValueError(
+            "enable_jit_fused=True with selective recomputation (selective_ratio, num_selective_layers_per_stage): "
+            "which operators keep their outputs is chosen one by one as they run, and those of a compiled layer do "
+            "not; use gradient_checkpointing_ratio or num_ckpt_layers_per_stage, or leave enable_jit_fused out"
+        )
+
+
+def compiled_words(model: nn.Module, settings: HybridSettings) -> str:
+    """What is compiled, for the layout report; ValueError where there is nothing that could be."""
+    if not settings.sharding.enable_jit_fused:
+        return ""
+    classes = Counter(type(layer).__name__ for _, layer in layers_of(model))
+    return "compiled: " + ", ".join(f"{number} x {name}" for name, number in classes.items())
+
+
+def compile_where_wanted(model: nn.Module, settings: HybridSettings) -> None:
+    """Sharding comes first, gates of stages and hooks of ZeRO behind it."""
+    if settings.sharding.enable_jit_fused:
+        compile_layers(model)
+
+
+def require_compiler_where_wanted(settings: HybridSettings) -> None:
+    """On the machine that trains, not where a layout is planned."""
+    if settings.sharding.enable_jit_fused:
+        require_compiler()

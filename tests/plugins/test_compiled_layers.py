@@ -1,0 +1,186 @@
+"""`enable_jit_fused`: graphs are counted, and layouts with compiled layers equal one process without any."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from habits import Habits
+from hybrid_ranks import Layout, run_layout
+from torch import fx, nn
+from torch._dynamo.utils import counters
+
+import shardwright
+from shardwright import Booster
+from shardwright.ops import compiled, layer_graphs
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig
+from shardwright.testing import adamw, run_ranks, zoo
+
+ON = {"enable_jit_fused": True}
+PIPE = {**ON, "pp_size": 2, "num_microbatches": 2}
+FOUR = {"num_hidden_layers": 4}
+CKPT = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)}
+# With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
+# input without a gradient are of another kind.
+LAYOUTS = [
+    (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR), 2),
+    (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True)), 4),
+    (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=2), 2),
+]
+SWEPT = [
+    (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, dtype="fp32"), 2),
+    (Layout("t5-seq2seq-base", 2, {**ON, "tp_size": 2}), 8),
+    (Layout("bert-masked-lm", 2, PIPE), 2),
+    (Layout("llama-causal-lm", 2, {**PIPE, "offload_activations": 1.0}, FOUR), 2),
+    (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 2}, habits=Habits(half="bf16"), dtype="fp32"), 2),
+    (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 3}, checkpointing=True), 2),
+    (Layout("qwen3-moe-causal-lm", 2, {**ON, "tp_size": 2}), 0),
+]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """One process that compiles by the backend that is named."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def start(backend: str) -> None:
+        monkeypatch.setattr(layer_graphs, "backend", backend)
+        shardwright.launch(0, 1, None, None, backend="gloo")
+        counters.clear()
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _train(rank: int, world: int, layouts: list[tuple[Layout, int]], backend: str) -> None:
+    layer_graphs.backend = backend
+    for layout, graphs in layouts:
+        counters.clear()
+        run_layout(rank, world, layout)
+        assert not counters["graph_break"], counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] == graphs, (str(layout), counters["stats"])  # none where layers stay
+
+
+def test_layouts_equal_one_process() -> None:
+    run_ranks(_train, 2, LAYOUTS, "aot_eager")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", SWEPT + LAYOUTS, ids=lambda case: str(case[0]))
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_more_layouts(case: tuple[Layout, int], backend: str) -> None:
+    run_ranks(_train, 2, [case], backend, timeout=500)
+
+
+def _boost(model: nn.Module, **settings: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **{**ON, **settings}))
+    boosted, optimizer, *_ = booster.boost(model, adamw(model))
+    return booster, boosted, optimizer
+
+
+def _batch(model: str, length: int) -> dict[str, torch.Tensor]:
+    return zoo.inputs(model, batch_size=3, seq_len=length, seed=length, dtype=torch.float32)
+
+
+def test_layers_share_a_graph_and_lengths_cost_one_more(alone: Callable[[str], None]) -> None:
+    alone("aot_eager")
+    plain = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=3)
+    names = list(plain.state_dict())
+    booster, model, optimizer = _boost(copy.deepcopy(plain))
+    assert list(model.unwrap().state_dict()) == names
+    seen = []
+    for length in (11, 11, 13, 9, 16, 10):
+        batch = _batch("llama-causal-lm", length)
+        loss, expected = model(**batch, use_cache=True).loss, plain(**batch).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        booster.backward(loss, optimizer)
+        expected.backward()
+        for (name, param), (_, other) in zip(model.unwrap().named_parameters(), plain.named_parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-5, msg=name)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen == [1, 1, 2, 2, 2, 2]
+    model.eval()  # with a cache of keys and values, which has another state in every layer
+    with torch.no_grad():
+        filled = model(input_ids=batch["input_ids"], use_cache=True).past_key_values
+    assert filled.get_seq_length() == 10
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def _sums(x: torch.Tensor, other: torch.Tensor, *weights: torch.Tensor, group: str) -> tuple[torch.Tensor, ...]:
+    """Two linears on one input and one on another, each behind a row linear."""
+    first, second = (compiled.column_linear(x, weight, None, group, False) for weight in weights[:2])
+    third = compiled.column_linear(other, weights[2], None, group, False)
+    rows = (nn.functional.silu(first) * second, weights[0]), (third, weights[2])
+    return tuple(compiled.row_linear(value, weight.t(), None, group, False) for value, weight in rows)
+
+
+def test_inductor_compiles_collectives(alone: Callable[[str], None]) -> None:
+    alone("inductor")
+    sums = partial(_sums, group=compiled.name_of(dist.group.WORLD))
+    inputs = [torch.rand(size, 8, dtype=torch.float64, requires_grad=True) for size in (5, 3, 16, 16, 16)]
+    seen = []
+    for function in (sums, torch.compile(sums, backend=layer_graphs._compile, fullgraph=True)):
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            outputs = function(*inputs)
+            found = torch.autograd.grad(sum((each**2).sum() for each in outputs), inputs)
+        seen.append((outputs, found, [len(call.args[0]) for call in all_reduce.call_args_list]))
+    torch.testing.assert_close(seen[1][:2], seen[0][:2], rtol=1e-10, atol=1e-10)
+    assert seen[1][2] == [5, 3, 3, 5]  # the two linears share one, as in eager layers
+    assert counters["inductor"], "nothing was compiled"
+
+
+class _Printing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(float(x.sum()))  # the host waits for it: no graph goes over this
+        return x
+
+
+def test_what_is_no_graph_runs_as_it_is(alone: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    alone("aot_eager")
+    plain = zoo.build("llama-causal-lm", dtype=torch.float32)
+    for layer in plain.model.layers:  # type: ignore[union-attr]
+        layer.mlp = nn.Sequential(layer.mlp, _Printing())  # type: ignore[union-attr]
+    booster, model, optimizer = _boost(copy.deepcopy(plain))
+    batch = _batch("llama-causal-lm", 11)
+    with caplog.at_level(logging.WARNING):
+        loss = model(**batch).loss
+    [said] = [record.getMessage() for record in caplog.records if "enable_jit_fused" in record.getMessage()]
+    assert "layers of class LlamaDecoderLayer are not compiled" in said
+    assert torch.equal(loss, plain(**batch).loss)
+    booster.backward(loss, optimizer)
+
+
+def test_what_cannot_be_compiled_is_refused(alone: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone("inductor")
+    with pytest.raises(ValueError, match="Sequential has no list of layers"):
+        _boost(nn.Sequential(nn.Linear(2, 2)))
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        with pytest.raises(ValueError, match="there is no no-such-compiler; install one"):
+            _boost(zoo.build("llama-causal-lm", dtype=torch.float32))
+
+
+def test_sums_over_ranks_keep_their_order() -> None:
+    """Two that do not depend on each other, behind one copy that both read."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    copies = [graph.call_function(torch.ops.shardwright.copy_to_group.default, (x, "tp")) for _ in range(2)]
+    sums = [graph.call_function(torch.ops.shardwright.sum_over_group.default, (each, "tp")) for each in copies]
+    graph.output(tuple(sums))
+    compiled.share_copies(graph)
+    assert sums[0].args == sums[1].args == (copies[0], "tp")
+    compiled.keep_order(graph)
+    assert sums[0].args == (x, "tp")
+    assert sums[1].args == (x, "tp", sums[0])
+    graph.lint()
