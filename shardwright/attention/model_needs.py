@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,13 +137,21 @@ def _head_dims(part: Part) -> tuple[int, int | None]:
     """(of queries and keys, of values where it differs)."""
     config = part.config
     found = [first_int(module, ("qk_head_dim", "head_dim", "attention_head_size")) for module in part.attention]
-    heads, hidden = first_int(config, QUERY_HEADS), first_int(config, HIDDEN)
-    said = first_int(config, ("qk_head_dim", "head_dim", "d_kv"))
+    heads, hidden = _said(config, QUERY_HEADS), _said(config, HIDDEN)
+    said = _said(config, ("qk_head_dim", "head_dim", "d_kv"))
     head_dim = max((dim for dim in found if dim is not None), default=said)
     if head_dim is None:
         head_dim = hidden // heads if hidden and heads else 128
-    values = first_int(config, ("v_head_dim",))
+    values = _said(config, ("v_head_dim",))
     return head_dim, values if values != head_dim else None
+
+
+def _said(config: Any, names: Sequence[str]) -> int | None:
+    """What a config says for the whole model; configs whose layers differ refuse to be asked, and modules tell."""
+    try:
+        return first_int(config, names)
+    except Exception:  # of a class that transformers has for it since 5.23
+        return None
 
 
 def _has_windows(part: Part) -> bool:
@@ -152,7 +160,7 @@ def _has_windows(part: Part) -> bool:
     if by_kind or any(first_int(module, _WINDOWS) for module in part.attention):
         return True
     used = not kinds and getattr(part.config, "use_sliding_window", True)
-    return bool(used and first_int(part.config, _WINDOWS))
+    return bool(used and _said(part.config, _WINDOWS))
 
 
 def _has_soft_cap(part: Part) -> bool:
