@@ -33,13 +33,13 @@ def layout(model: str, world: int = 2, **plugin: Any) -> Layout:
 TWO = [
     layout("llama-causal-lm", **AGAIN, calls=True, checkpointing=True),
     layout("gpt2-causal-lm", **RING),
-    layout("bert-masked-lm", **RING, **AGAIN, zero_stage=1),
+    layout("bert-masked-lm", **RING, **AGAIN, zero_stage=1, steps=2),
     layout("qwen3-moe-causal-lm", calls=True),
     layout("opt-causal-lm", steps=2),
 ]
 ZBV: dict[str, Any] = {"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 2}
 MORE = [
-    layout("llama-causal-lm", 4, **ZBV, **AGAIN, overrides=FOUR),
+    layout("llama-causal-lm", 4, **ZBV, **AGAIN, overrides=FOUR, steps=2),
     layout("t5-conditional-generation", 4, pp_size=2, num_microbatches=2, **RING, checkpointing=True, steps=2),
     layout("llama-causal-lm", 4, tp_size=4, zero_stage=3, steps=2),
 ]

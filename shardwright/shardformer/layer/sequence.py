@@ -260,7 +260,14 @@ class WholeModule(_InStack):
         if sizes is None:
             return super().forward(*args, **kwargs)
         args, kwargs = with_first(lambda x: gather_from_group(x, group, 1, sizes), args, kwargs)
-        return of_first(lambda y: split_to_group(y, group, 1, sizes), super().forward(*args, **kwargs))
+
+        def split(y: Tensor) -> Tensor:
+            if y.dim() > 2:
+                return split_to_group(y, group, 1, sizes)
+            tokens = y.unflatten(0, (-1, sum(sizes)))  # by their sample
+            return split_to_group(tokens, group, 1, sizes).flatten(0, 1)
+
+        return of_first(split, super().forward(*args, **kwargs))
 
 
 class DrawsAlike(ParallelModule):
