@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..comm.collectives import all_reduce_in_place
+
 _groups: dict[str, dist.ProcessGroup] = {}  # an operator takes no process group, so it finds it by its name
 
 
@@ -30,7 +32,7 @@ def name_of(group: dist.ProcessGroup) -> str:
 @torch.library.custom_op("shardwright::sum_over_group", mutates_args=())
 def _sum(x: Tensor, group: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_groups[group])
+    all_reduce_in_place(total, _groups[group])
     return total
 
 

@@ -184,10 +184,6 @@ def _check_supported(config: ShardConfig) -> None:
             "enable_jit_fused=True: no operation of this version has a just-in-time fused form; use "
             "torch.compile or False"
         )
-    if config.fp8_communication:
-        raise ValueError(
-            "fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False"
-        )
 
 
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.launch import launch_from_torch
+from ..comm.quantised_wire import check_quantisable
 from .config import ShardConfig, require_config
 from .gradients import follow_gradients
 from .layer.parallel_module import native_class
@@ -55,6 +56,8 @@ class ShardFormer:
                 f"ShardFormer.optimize: this {native_class(model).__name__} is already sharded; go on with it as it "
                 "is, or give a new one"
             )
+        if self.shard_config.fp8_communication:
+            check_quantisable(model)
         sharder = ModelSharder(model, policy, self.shard_config)
         sharder.prepare()
         group = self.shard_config.parallel.group

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.handle import Handle
+from ..comm.quantised_wire import is_quantised
 from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .param_guard import ParamGuard
+from .quantised import gather_updates
 
 
 class ParamGatherer:
@@ -63,19 +65,26 @@ class ParamGatherer:
         return hooks
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Copy this rank's masters into its part of the working parameters and gather the other parts."""
+    def publish(self, exactly: bool = True) -> None:
+        """Copy this rank's masters into its part of the working parameters and gather the other parts.
+
+        exactly     also where the group quantises; else what was published exactly before is brought up to date (see
+                    [Note: weights that all ranks hold alike] in `zero.quantised`)
+        """
         self.wait()  # for those of the last step that nobody has used
+        exactly = exactly or self._group is None or not is_quantised(self._group)
         if self._stream is None:
-            self._copy_masters(self._buckets)
+            if exactly:
+                self._copy_masters(self._buckets)
             for bucket in self._buckets:
-                self._start(bucket)
+                self._start(bucket, exactly)
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for bucket in self._buckets:
-                    self._copy_masters([bucket])
-                    self._start(bucket)
+                    if exactly:
+                        self._copy_masters([bucket])
+                    self._start(bucket, exactly)
                     if bucket.index in self._pending:
                         self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
                     self._events[bucket.index] = torch.cuda.Event()
@@ -92,9 +101,16 @@ class ParamGatherer:
                 [bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True
             )
 
-    def _start(self, bucket: Bucket) -> None:
-        if self._group is not None:
-            self._pending[bucket.index] = all_gather_in_place(bucket.flat, self._group, tag=2 * bucket.index + 1)
+    def _start(self, bucket: Bucket, exactly: bool) -> None:
+        if self._group is None:
+            return
+        tag = 2 * bucket.index + 1
+        if exactly or not bucket.has_copies:
+            self._pending[bucket.index] = all_gather_in_place(bucket.flat, self._group, tag)
+        else:
+            self._pending[bucket.index] = gather_updates(
+                bucket.flat, bucket.low, bucket.high, bucket.master, self._group, tag
+            )
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Wait until these buckets (default: all) are complete on this rank."""

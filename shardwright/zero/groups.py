@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
+from ..comm.quantised_wire import quantised_group
 from .layout import Family
 
 
@@ -47,15 +48,24 @@ class Groups:
         return [group for group in groups if dist.get_world_size(group) > 1]
 
 
-def zero_groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({})) -> Groups:
-    """The groups of a ZeRO stage."""
+def zero_groups(
+    mesh: ParallelMesh,
+    stage: int,
+    tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({}),
+    quantised: bool = False,
+) -> Groups:
+    """The groups of a ZeRO stage. With `quantised` those along data parallelism send in 8 bits."""
 
     def group(axis: str) -> dist.ProcessGroup | None:
         return mesh.group(axis) if mesh.size(axis) > 1 else None
 
+    def data_group(axis: str) -> dist.ProcessGroup | None:
+        found = group(axis)
+        return quantised_group(found) if quantised and found is not None else found
+
     return Groups(
-        shard=group("zero") if stage > 0 else None,
-        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
+        shard=data_group("zero") if stage > 0 else None,
+        replica=data_group("zero_replica") if stage > 0 else data_group("dp_sp"),
         everyone=group("dp_sp"),
         axes={axis: mesh.group(axis) for axis in ("tp", "sp")},
         tied=dict(tied),

@@ -31,10 +31,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
+from ..comm.collectives import all_reduce_in_place
 from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
@@ -470,7 +470,7 @@ class GradReducer:
         if flight.part is None:
             flight.part = self._bring_in(flight)
         if flight.work is None and flight.groups:
-            flight.work = dist.all_reduce(flight.part, group=flight.groups.pop(0), async_op=True)
+            flight.work = all_reduce_in_place(flight.part, flight.groups.pop(0), async_op=True)
 
     def _bring_in(self, flight: Flight) -> torch.Tensor:
         """What is to be all-reduced: the shard itself, or its copy in the dtype of the wire in a lent buffer."""

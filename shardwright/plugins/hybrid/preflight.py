@@ -66,7 +66,7 @@ from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .step_memory import held_note, leaving_note
-from .traffic import Tokens, pipeline_traffic, tensor_traffic
+from .traffic import Tokens, pipeline_traffic, sizes_on_wire, tensor_traffic
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,13 @@ class _Resolver:
         bubble, peak = self._schedule(microbatches)
         costs = self._stage_costs()
         tokens = Tokens.of(
-            self.model, self.batch.samples, self.batch.length, microbatches, self._activation_itemsize(), self._slices
+            self.model,
+            self.batch.samples,
+            self.batch.length,
+            microbatches,
+            self._activation_itemsize(),
+            self._slices,
+            self.settings.precision.fp8_communication,
         )
         traffic = [
             *self._data_traffic(shapes[busiest][1], microbatches),
@@ -438,8 +444,7 @@ class _Resolver:
         rounds = microbatches if options.stage >= 2 else 1
         totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         for plan in plans:
-            wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
-            for kind, amount in closed_form_bytes([plan], replicas, wire.itemsize).items():
+            for kind, amount in closed_form_bytes([plan], replicas, *sizes_on_wire(plan, options)).items():
                 totals[kind] += amount
         what = {
             "reduce_scatter": "gradients, reduce-scatter",
