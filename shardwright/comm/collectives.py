@@ -2,6 +2,7 @@
 
 Shapes: a rank's tensor is [..., n_r, ...] with n_r = sizes[r] along `dim`; the joined tensor is [..., sum(sizes), ...].
 Uneven exchanges pad to the largest n_r, because gloo's all_gather and NCCL's flat collectives only know equal sizes.
+In a group of `comm.quantised_wire` floating-point tensors travel in 8 bits.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from . import turns
-from .compat import all_gather_single, reduce_scatter_single, without_function_modes
+from . import quantised_wire, turns
+from .compat import all_gather_single, all_to_all_single, reduce_scatter_single, without_function_modes
 from .handle import Handle
 
 
@@ -41,6 +42,8 @@ def all_gather_async(
     assert len(sizes) == ranks, f"{len(sizes)} sizes for a group of {ranks}"
     if ranks == 1:
         return Handle("all_gather", [], lambda: tensor)
+    if tensor.ndim and quantised_wire.travels_quantised(tensor, group):
+        return quantised_wire.gather_parts(tensor, group, dim % tensor.ndim, sizes)
     if len(set(sizes)) == 1 and tensor.ndim:
         return _all_gather_even(tensor, group, dim % tensor.ndim, ranks)
     largest = max(sizes)
@@ -91,6 +94,8 @@ def reduce_scatter_async(
     assert sum(sizes) == tensor.shape[dim], f"sizes {list(sizes)} do not sum to dim {dim} of {tuple(tensor.shape)}"
     if ranks == 1:
         return Handle("reduce_scatter", [], lambda: tensor)
+    if quantised_wire.travels_quantised(tensor, group):
+        return quantised_wire.scatter_sums(tensor, group, dim % tensor.ndim, sizes)
     if len(set(sizes)) == 1:
         return _reduce_scatter_even(tensor, group, dim % tensor.ndim, ranks)
     largest = max(sizes)
@@ -117,6 +122,33 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """This rank's part along `dim` of the sum over the ranks."""
     return turns.wait(reduce_scatter_async(tensor, group, dim, sizes), tensor)
+
+
+def all_reduce_in_place(
+    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> turns.Waitable | None:
+    """Sum `tensor` over the ranks; with `async_op` it is there after the `wait()` of what is returned."""
+    if not quantised_wire.travels_quantised(tensor, group):
+        work: turns.Waitable | None = dist.all_reduce(tensor, group=group, async_op=async_op)
+        return work
+    handle = quantised_wire.sum_over(tensor, group)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def all_to_all_flat(
+    parts: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Send flat part r to rank r; the flat parts, of `counts` elements, that came."""
+    like = parts[0]
+    if quantised_wire.travels_quantised(like, group):
+        found: list[torch.Tensor] = turns.wait(quantised_wire.trade_parts(parts, counts, like.dtype, group), like)
+        return found
+    received = like.new_empty(sum(counts))
+    lengths = [part.numel() for part in parts]
+    turns.run(all_to_all_single, received, torch.cat(list(parts)), list(counts), lengths, group=group)
+    return list(received.split(list(counts)))
 
 
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .payload import Header, put_together
+from .quantised import dequantise
 
 
 class Sent:
@@ -39,11 +42,17 @@ class Sent:
 
 
 class Receive:
-    """A message to come. Its owner takes it once, where the data is needed, by `wait` or `wait_tensors`."""
+    """A message to come. Its owner takes it once, where the data is needed, by `wait` or `wait_tensors`.
 
-    __slots__ = ("_buffers", "_works", "header")
+    packed  which of its tensors arrive quantised
+    """
 
-    def __init__(self, header: Header, buffers: list[Tensor], works: list[dist.Work]) -> None:
+    __slots__ = ("_buffers", "_packed", "_works", "header")
+
+    def __init__(
+        self, header: Header, buffers: list[Tensor], works: list[dist.Work], packed: Sequence[bool] = ()
+    ) -> None:
+        self._packed = packed or [False] * len(buffers)
         self.header = header
         self._buffers = buffers
         self._works = works
@@ -63,7 +72,10 @@ class Receive:
         """The tensors of the message, none of which requires grad yet."""
         self.complete()
         buffers, self._buffers = self._buffers, []
-        return buffers
+        return [
+            dequantise(buffer, math.prod(meta.shape), meta.dtype).view(meta.shape) if packed else buffer
+            for buffer, meta, packed in zip(buffers, self.header.tensors, self._packed, strict=True)
+        ]
 
     def wait(self) -> Any:
         """The payload; tensors that require grad on the sending side do so here, as leaves."""

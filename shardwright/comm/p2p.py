@@ -35,6 +35,7 @@ step.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,10 +47,13 @@ from torch import Tensor
 from ..cluster import job
 from .in_flight import Receive, Sent
 from .payload import Header, TensorMeta, take_apart
+from .quantised import can_be_quantised, quantise, wire_bytes
+from .quantised_wire import is_quantised
 from .shape_rules import MessageKey, ShapeRule, Sizes
 
 MAX_HEADERS = 4096  # per directed edge; the least recently used is forgotten, by both sides at the same message
 MAX_KINDS = 256
+LEAST_QUANTISED = 256  # elements of a message that is quantised
 MAX_LESSONS = 4  # dry runs for one kind of message, each from another header
 
 Learn = Callable[[MessageKey, Header], ShapeRule | None]
@@ -122,6 +126,7 @@ class _Line(NamedTuple):
 class PipeComm:
     """Messages between the ranks of `group`; ranks are counted within the group.
 
+    group   one that quantises (`comm.quantised_wire`) makes messages do so, wherever they travel
     groups  by (source, destination) the group of the two in which messages travel; None: all messages travel in `group`
     device  where received tensors are put; by default the current accelerator, or the CPU for gloo
 
@@ -143,6 +148,7 @@ class PipeComm:
         self.learn: Learn | None = None
         self.caches = True
         self._groups = groups
+        self._quantises = is_quantised(group)
         self._is_nccl = "nccl" in dist.get_backend(group)
         self._max_in_flight = 2 * self.size
         self._sent_headers: dict[int, _Edge] = {}
@@ -174,7 +180,10 @@ class PipeComm:
         if edge is None:
             edge = self._sent_headers[destination] = _Edge()
         known = edge.find(key, self.learn) if self.caches else None
-        wire = [self._wire(tensor) for tensor in tensors]
+        wire = [
+            self._wire(tensor, self._packs(meta, meta.requires_grad))
+            for tensor, meta in zip(tensors, header.tensors, strict=True)
+        ]
         if known is None:
             edge.exchanged(key, header)
             return self._send(wire, destination, self._encode(header, key))
@@ -202,15 +211,18 @@ class PipeComm:
         if header is None:
             header = self._receive_header(source, key)
             edge.exchanged(key, header)
-        return self._expect(header, source)
+        return self._expect(header, source, [self._packs(meta, meta.requires_grad) for meta in header.tensors])
 
     def isend_tensors(self, tensors: Sequence[Tensor], destination: int) -> Sent:
         """Send bare tensors, whose shapes and dtypes the receiver knows."""
-        return self._send([self._wire(tensor) for tensor in tensors], destination)
+        metas = [TensorMeta(tuple(tensor.shape), tensor.dtype, False) for tensor in tensors]
+        wire = [self._wire(tensor, self._packs(meta)) for tensor, meta in zip(tensors, metas, strict=True)]
+        return self._send(wire, destination)
 
     def irecv_tensors(self, metas: Sequence[TensorMeta], source: int) -> Receive:
         """Receive bare tensors; take them with `wait_tensors`."""
-        return self._expect(Header(("list", (("tensor",),) * len(metas)), tuple(metas)), source)
+        header = Header(("list", (("tensor",),) * len(metas)), tuple(metas))
+        return self._expect(header, source, [self._packs(meta) for meta in metas])
 
     def has_arrived(self, sent: Sent, destination: int) -> None:
         """The answer to `sent` is here, so it and all that was sent before it has been received."""
@@ -268,8 +280,13 @@ class PipeComm:
             return self._post_batch(dist.isend, tensors, group, peer)
         return [dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel() > 0]  # type: ignore[misc]
 
-    def _expect(self, header: Header, source: int) -> Receive:
-        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in header.tensors]
+    def _expect(self, header: Header, source: int, packed: Sequence[bool]) -> Receive:
+        buffers = [
+            torch.empty(wire_bytes(math.prod(meta.shape)), dtype=torch.uint8, device=self.device)
+            if packs
+            else torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            for meta, packs in zip(header.tensors, packed, strict=True)
+        ]
         wire = [self._wire(buffer) for buffer in buffers]
         group, peer = self._lines.get((source, self.rank)) or self._line(source, self.rank)
         if self._is_nccl:
@@ -277,7 +294,7 @@ class PipeComm:
             works = self._post_batch(dist.irecv, wire, group, peer)
         else:
             works = [dist.irecv(tensor, group=group, group_src=peer) for tensor in wire if tensor.numel() > 0]  # type: ignore[misc]
-        return Receive(header, buffers, works)
+        return Receive(header, buffers, works, packed)
 
     @staticmethod
     def _post_batch(
@@ -325,10 +342,21 @@ class PipeComm:
             )
         return Header.from_bytes(raw[:head])
 
+    def _packs(self, meta: TensorMeta, differentiable: bool = True) -> bool:
+        """Whether a tensor travels quantised: activations and gradients, in a group that does.
+
+        Masks, tables and positions need no gradient, and rounding a handful of numbers (a part of the loss) saves
+        nothing.
+        """
+        large = differentiable and self._quantises and math.prod(meta.shape) >= LEAST_QUANTISED
+        return large and can_be_quantised(meta.dtype)
+
     @staticmethod
-    def _wire(tensor: Tensor) -> Tensor:
+    def _wire(tensor: Tensor, packs: bool = False) -> Tensor:
         """What the backend sees: contiguous, outside of autograd, 8-bit floats as bytes."""
         tensor = tensor.detach().contiguous()
+        if packs:
+            return quantise(tensor.view(-1))
         return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
 
 

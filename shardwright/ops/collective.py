@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import compat, turns
-from ..comm.collectives import all_gather, even_sizes, reduce_scatter
+from ..comm import turns
+from ..comm.collectives import all_gather, all_reduce_in_place, all_to_all_flat, even_sizes, reduce_scatter
 from .keeping import keep_result
 
 Sizes = Sequence[int]
@@ -120,7 +120,10 @@ def all_to_all_in_group(
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The ranks' sum in a fresh contiguous tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    turns.run(dist.all_reduce, total, op=op, group=group)
+    if op == dist.ReduceOp.SUM:
+        turns.run(all_reduce_in_place, total, group=group)
+    else:
+        turns.run(dist.all_reduce, total, op=op, group=group)
     return total
 
 
@@ -135,9 +138,8 @@ def all_to_all(
         shape[gather_dim], shape[scatter_dim] = size, scatter_sizes[group.rank()]
         shapes.append(shape)
     counts = [torch.Size(shape).numel() for shape in shapes]
-    received = x.new_empty(sum(counts))
-    turns.run(compat.all_to_all_single, received, torch.cat(sent), counts, [part.numel() for part in sent], group=group)
-    return torch.cat([part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)], gather_dim)
+    received = all_to_all_flat(sent, counts, group)
+    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], gather_dim)
 
 
 def own_part(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:

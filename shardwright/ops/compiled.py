@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..comm import turns
+from ..comm.collectives import all_reduce_in_place
 
 _groups: dict[str, dist.ProcessGroup] = {}  # an operator takes no process group, so it finds it by its name
 
@@ -38,7 +39,7 @@ def name_of(group: dist.ProcessGroup) -> str:
 def _sum(x: Tensor, group: str, after: Tensor | None = None) -> Tensor:
     """`after`: nothing of it is read, but it is there before this begins."""
     total = x.clone(memory_format=torch.contiguous_format)
-    turns.run(dist.all_reduce, total, group=_groups[group])
+    turns.run(all_reduce_in_place, total, group=_groups[group])
     return total
 
 

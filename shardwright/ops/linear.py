@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm import turns
+from ..comm.collectives import all_reduce_in_place
 from ..comm.compat import outputs_are_recorded
 from .collective import Sizes, copy_to_group, reduce_from_group, reduce_scatter_to_group
 from .keeping import keep_result, num_active
@@ -344,7 +345,7 @@ class _Open(torch.autograd.Function):
             # Only linears use x1, and the gradients of linears are fresh matrices or fresh sums of them: reducing in
             # place is safe.
             dx = dx.contiguous()
-            reduction = dist.all_reduce(dx, group=link.group, async_op=True)
+            reduction = all_reduce_in_place(dx, link.group, async_op=True)
         found = link.weight_grads(dws, reduction is not None)
         if reduction is not None and dx is not None:
             turns.wait(reduction, dx)
@@ -364,7 +365,7 @@ class _ReduceFresh(torch.autograd.Function):
         ctx.mark_dirty(x)
 
         def reduce() -> Tensor:
-            turns.run(dist.all_reduce, x, group=group)
+            turns.run(all_reduce_in_place, x, group=group)
             return x
 
         return cast(Tensor, keep_result(reduce, into=x))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..checkpoint.position import Position
 from ..cluster import job
 from ..cluster.mesh import ParallelMesh, validate_sizes
+from ..comm.quantised_wire import check_quantisable
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..precision.policy import PRECISIONS, PrecisionPolicy
 from ..precision.scaler import ScalerConfig
@@ -72,6 +73,7 @@ class LowLevelZeroPlugin(ZeroPlugin):
     gather_ahead             stage 3: how many layers are gathered before they are needed; None: as many as take the
                              memory of the largest part of the model
     cast_inputs              cast floating-point inputs of the model to the working dtype
+    fp8_communication        gradients and updated weights travel in 8 bits per element (docs/zero.md)
     verbose                  print the layout of the buckets on rank 0
 
     Options that a combination has no use for are named in `without_effect` and once in the log.
@@ -117,12 +119,11 @@ class LowLevelZeroPlugin(ZeroPlugin):
         require_precision(precision, list(PRECISIONS))
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage} must be 1 (optimizer states), 2 (and gradients) or 3 (and parameters)")
-        for name, value in (("fp8_communication", fp8_communication), ("use_fp8", use_fp8)):
-            if value:
-                raise ValueError(
-                    f"{name}=True is not supported by LowLevelZeroPlugin; leave it False (bf16 is the "
-                    "smallest dtype here)"
-                )
+        if use_fp8:
+            raise ValueError(
+                "use_fp8=True is not supported by LowLevelZeroPlugin; leave it False: precision='bf16' is the smallest "
+                "dtype that it computes in (fp8_communication=True sends in fp8)"
+            )
         if norm_type != 2.0:
             raise ValueError(
                 f"norm_type={norm_type} must be 2.0: steps clip by the 2-norm; use "
@@ -146,6 +147,7 @@ class LowLevelZeroPlugin(ZeroPlugin):
             cpu_offload=cpu_offload,
             master_weights=master_weights,
             gather_ahead=gather_ahead,
+            quantises=fp8_communication,
             names={"bucket_size_in_m": "reduce_bucket_size_in_m"},
         )
         group_size = _group_size(zero_group_size, extra_dp_size)
@@ -162,6 +164,11 @@ class LowLevelZeroPlugin(ZeroPlugin):
     @property
     def split(self) -> str:
         return "stage=3" if self.stage == 3 else ""
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        super().check(model, optimizer)
+        if self.settings.quantises and not self.policy.is_half:
+            check_quantisable(model)
 
     def lay_out(
         self, model: nn.Module, optimizer: Optimizer | None, checked: Any

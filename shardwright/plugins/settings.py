@@ -62,19 +62,22 @@ class LayoutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings:
-    """Number formats: the dtype parameters work in."""
+    """Number formats.
+
+    precision           the dtype parameters work in
+    fp8_communication   activations, gradients and weights travel in 8 bits (see `comm.quantised_wire`)
+    """
 
     precision: str
     use_fp8: bool
     fp8_communication: bool
 
     def __post_init__(self) -> None:
-        for name in ("use_fp8", "fp8_communication"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}=True: this version neither computes nor communicates in fp8; leave it False and use "
-                    "precision='bf16'"
-                )
+        if self.use_fp8:
+            raise ValueError(
+                "use_fp8=True: this version does not compute in fp8; leave it False and use precision='bf16' "
+                "(fp8_communication=True sends in fp8)"
+            )
         if self.precision == "fp8":
             raise ValueError(
                 "precision='fp8': this version does not compute in fp8; 'bf16' is the smallest format that it trains in"
@@ -197,4 +200,5 @@ class HybridSettings:
         settings.pipeline.check(settings.layout.pp_size)
         settings.layout.check(settings.zero.stage)
         settings.replicas.check(settings.zero.stage)
-        return replace(settings, zero=settings.replicas.bucketed(settings.zero))
+        zero = replace(settings.zero, quantises=settings.precision.fp8_communication)
+        return replace(settings, zero=settings.replicas.bucketed(zero))

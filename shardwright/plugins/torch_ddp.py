@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from ..cluster import job
 from ..comm.compat import world_group_for_ddp
+from ..comm.quantised_wire import check_quantisable
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
 from ..utils.pytree import tree_leaves
 from .base import Plugin, require_process_group
+from .ddp_hook import quantise_gradients
 
 # torch 2.13 renamed the argument; passing the old name warns there.
 _BUFFERS = (
@@ -41,10 +43,10 @@ class TorchDDPModel(ModelWrapper):
 
     module: DistributedDataParallel
 
-    def __init__(self, module: nn.Module, **settings: Any) -> None:
-        self._settings = settings
+    def __init__(self, module: nn.Module, quantises: bool = False, **settings: Any) -> None:
+        self._settings, self._quantises = settings, quantises
         self._generation = job.generation()
-        super().__init__(_wrapped(module, settings))
+        super().__init__(_wrapped(module, settings, quantises))
         self._ready = False  # whether DDP awaits a backward
         self._backward = -1  # number of the last one that came through an output
 
@@ -54,7 +56,7 @@ class TorchDDPModel(ModelWrapper):
         if self._generation != job.generation():
             self._generation = job.generation()
             # past the guard against modules that come after boost
-            self._modules["module"] = _wrapped(self.module.module, self._settings)
+            self._modules["module"] = _wrapped(self.module.module, self._settings, self._quantises)
             self._ready = False
         outputs = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -88,16 +90,19 @@ class TorchDDPModel(ModelWrapper):
         return inner.unwrap() if isinstance(inner, ModelWrapper) else inner
 
 
-def _wrapped(module: nn.Module, settings: dict[str, Any]) -> DistributedDataParallel:
-    return DistributedDataParallel(module, process_group=world_group_for_ddp(), **settings)
+def _wrapped(module: nn.Module, settings: dict[str, Any], quantises: bool) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(module, process_group=world_group_for_ddp(), **settings)
+    if quantises:
+        quantise_gradients(wrapped)
+    return wrapped
 
 
 class TorchDDPPlugin(Plugin):
     """Every rank holds the whole model; gradients are averaged while backward runs.
 
-    The arguments are DistributedDataParallel's. The gradient is the mean of the ranks' gradients, so a loss that is a
-    mean over unequally many tokens per rank weighs ranks, not tokens; `HybridParallelPlugin.execute_pipeline` weighs
-    tokens.
+    The arguments are DistributedDataParallel's, and fp8_communication: gradients travel in 8 bits per element, and are
+    added in fp32. The gradient is the mean of the ranks' gradients, so a loss that is a mean over unequally many tokens
+    per rank weighs ranks, not tokens; `HybridParallelPlugin.execute_pipeline` weighs tokens.
     """
 
     def __init__(
@@ -117,10 +122,6 @@ class TorchDDPPlugin(Plugin):
                 "check_reduction=True was withdrawn by torch's DistributedDataParallel, which ignores it; "
                 "leave it False"
             )
-        if fp8_communication:
-            raise ValueError(
-                "TorchDDPPlugin(fp8_communication=True): gradients are reduced in their own dtype here; leave it False"
-            )
         if not 0 < bucket_cap_mb < 2**40:
             raise ValueError(
                 f"TorchDDPPlugin(bucket_cap_mb={bucket_cap_mb}) must be more than 0 and less than 2**40; torch's "
@@ -133,16 +134,22 @@ class TorchDDPPlugin(Plugin):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        self.fp8_communication = fp8_communication
 
     def supported_precisions(self) -> list[str]:
         return ["fp32", "fp16", "bf16"]
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        super().check(model, optimizer)
+        if self.fp8_communication:
+            check_quantisable(model)
 
     def lay_out(
         self, model: nn.Module, optimizer: Optimizer | None, checked: Any
     ) -> tuple[nn.Module, OptimizerWrapper | None]:
         model = model.to(get_current_device())
         if any(param.requires_grad for param in model.parameters()):
-            model = TorchDDPModel(model, **self.settings)
+            model = TorchDDPModel(model, self.fp8_communication, **self.settings)
         else:
             model = ModelWrapper(model)  # DDP refuses a model with nothing to reduce; evaluating one is fine
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):

@@ -116,7 +116,8 @@ class TorchFSDPPlugin(Plugin):
         require_process_group("TorchFSDPPlugin")
         if fp8_communication:
             raise ValueError(
-                "TorchFSDPPlugin(fp8_communication=True): parameters travel in mixed_precision's dtype; leave it False"
+                "TorchFSDPPlugin(fp8_communication=True): torch's FSDP2 sends parameters in mixed_precision's dtype; "
+                "leave it False, or use LowLevelZeroPlugin(stage=3, fp8_communication=True)"
             )
         world = dist.get_world_size()
         if shard_size is not None and (shard_size < 1 or world % shard_size):

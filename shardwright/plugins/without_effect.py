@@ -98,6 +98,7 @@ HYBRID: Sequence[Rule] = (
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at zero_stage=3"),
     Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("fp8_communication",), lambda facts: facts.dp * facts.pp * facts.tp == 1, "a single rank sends nothing"),
     Rule(
         ("overlap_allgather",),
         lambda facts: facts.sharing == 1,
@@ -117,7 +118,7 @@ LOW_LEVEL_ZERO: Sequence[Rule] = (
     Rule(("gather_ahead",), lambda facts: facts.stage < 3, "only stage=3 gathers weights before they are used"),
     Rule(("gather_ahead",), lambda facts: facts.sharing == 1, "no other rank shares the weights"),
     Rule(("reduce_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at stage=3"),
-    Rule(("communication_dtype",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("communication_dtype", "fp8_communication"), lambda facts: facts.dp == 1, _ALONE),
     Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
     Rule(
         ("overlap_allgather",),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from ..attention.choice import check_backend
+from ..comm.quantised_wire import quantised_group
 from ..models.example_inputs import check_example
 from ..utils.argument_types import check_types
 from ..utils.arguments import ExplainedArguments
@@ -72,6 +73,7 @@ class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
                                         refused: stages and sequences are cut, and layers recomputed, by
                                         `HybridParallelPlugin`
     enable_tensor_parallelism           shard over the group; without it every rank keeps the whole model
+    fp8_communication                   activations and their gradients travel in 8 bits (docs/tensor_parallel.md)
     extra_kwargs                        for policies of your own; nothing here reads it
     """
 
@@ -111,6 +113,11 @@ class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
                     raise ValueError(f"{name}: {error}") from None
         if not isinstance(self.extra_kwargs, dict):
             raise ValueError(f"extra_kwargs={self.extra_kwargs!r} must be a dict, which policies of your own may read")
+        if self.fp8_communication and not self.enable_tensor_parallelism:
+            raise ValueError(
+                "fp8_communication=True with enable_tensor_parallelism=False: layers that are whole send nothing; use "
+                "True for both, or leave fp8_communication False"
+            )
         if self.enable_all_optimization:
             self.enable_fused_normalization = True
         for name in (
@@ -126,7 +133,8 @@ class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
     @property
     def parallel(self) -> ParallelGroup:
         """The tensor-parallel ranks."""
-        return ParallelGroup(group_or_all(self.tensor_parallel_process_group))
+        group = group_or_all(self.tensor_parallel_process_group)
+        return ParallelGroup(quantised_group(group) if self.fp8_communication else group)
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -223,10 +223,6 @@ def _check_supported(config: ShardConfig) -> None:
             "pipeline_stage_manager: ShardFormer alone cuts no stages; use "
             "HybridParallelPlugin(pp_size=...), or leave it out"
         )
-    if config.fp8_communication:
-        raise ValueError(
-            "fp8_communication=True: collectives of tensor parallelism run in the dtype of the activations; use False"
-        )
 
 
 def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:

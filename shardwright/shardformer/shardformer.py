@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.launch import launch_from_torch
+from ..comm.quantised_wire import check_quantisable
 from ..ops.layer_graphs import compile_layers, layers_of, require_compiler
 from .attention_choice import require_same_attention
 from .config import ShardConfig, require_config
@@ -60,6 +61,8 @@ class ShardFormer:
         if self.shard_config.enable_jit_fused:
             require_compiler()
             layers_of(model)
+        if self.shard_config.fp8_communication:
+            check_quantisable(model)
         sharder = ModelSharder(model, policy, self.shard_config)
         sharder.prepare()
         group = self.shard_config.parallel.group

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from ..comm.compat import all_gather_single, reduce_scatter_single
 from ..comm.handle import Handle, Messages
+from ..comm.quantised_wire import travels_quantised
+from .peers import others_from
+from .quantised import reduce_scatter_quantised
 
 SUMMED = "must be a floating-point dtype of 16 bits or more, in which ranks can sum, such as torch.bfloat16, or None"
 
@@ -38,6 +41,8 @@ def reduce_scatter_in_place(
     mine = parts[rank]
     if ranks == 1:
         return Handle("reduce_scatter", [], lambda: mine)
+    if travels_quantised(rows, group):
+        return reduce_scatter_quantised(rows, group, tag)
     if rows.device.type != "cpu":
         work = reduce_scatter_single(mine, rows.view(-1), group=group, async_op=True)
         return Handle("reduce_scatter", [work], lambda: mine, keep=rows)
@@ -46,7 +51,7 @@ def reduce_scatter_in_place(
     works = [
         dist.irecv(buffer, group=group, group_src=peer, tag=tag) for buffer, peer in zip(arrived, others, strict=True)
     ]
-    works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in _from(rank, ranks)]
+    works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=tag) for peer in others_from(rank, ranks)]
 
     def add() -> torch.Tensor:
         # In rank order, so that runs repeat bit by bit, and so do layouts in which another rank owns an element.
@@ -61,7 +66,7 @@ def reduce_scatter_in_place(
 
 
 def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Handle[torch.Tensor]:
-    """Start filling `flat` [k * n] with every rank's own part; `wait()` returns `flat`."""
+    """Start filling `flat` [k * n] with every rank's own part, exactly; `wait()` returns `flat`."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = flat.chunk(ranks)
     if ranks == 1:
@@ -69,12 +74,7 @@ def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int =
     if flat.device.type != "cpu":
         work = all_gather_single(flat, parts[rank], group=group, async_op=True)
         return Handle("all_gather", [work], lambda: flat, keep=flat)
-    others = _from(rank, ranks)
+    others = others_from(rank, ranks)
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(parts[rank], group=group, group_dst=peer, tag=tag) for peer in others]
     return Messages("all_gather", works, lambda: flat, keep=flat)
-
-
-def _from(rank: int, ranks: int) -> list[int]:
-    """The other ranks, starting after this one, so that not all ranks talk to rank 0 first."""
-    return [(rank + step) % ranks for step in range(1, ranks)]

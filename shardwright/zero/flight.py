@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.handle import Handle
+from ..comm.turns import Waitable
 from .bucket import Bucket
 
 
@@ -31,7 +32,7 @@ class Flight:
     groups: list[dist.ProcessGroup]
     final: bool
     part: torch.Tensor | None = None
-    work: dist.Work | None = None
+    work: Waitable | None = None
 
     @property
     def scattering(self) -> bool:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from ..comm.handle import Handle
+from ..comm.quantised_wire import is_quantised
 from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .groups import Groups
 from .param_guard import ParamGuard
+from .quantised import gather_updates
 
 
 class ParamGatherer:
@@ -63,19 +65,29 @@ class ParamGatherer:
         return hooks
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Copy this rank's masters into its part of the working parameters and gather the other parts."""
+    def publish(self, exactly: bool = True) -> None:
+        """Copy this rank's masters into its part of the working parameters and gather the other parts.
+
+        exactly     also where the group quantises; else what was published exactly before is brought up to date (see
+                    [Note: weights that all ranks hold alike] in `zero.quantised`)
+        """
         self.wait()  # for those of the last step that nobody has used
+        exact = {
+            bucket.index: exactly or group is None or not is_quantised(group)
+            for bucket in self._buckets
+            for group in (self._groups[bucket.index],)
+        }
         if self._stream is None:
-            self._copy_masters(self._buckets)
+            self._copy_masters([bucket for bucket in self._buckets if exact[bucket.index]])
             for bucket in self._buckets:
-                self._start(bucket)
+                self._start(bucket, exact[bucket.index])
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for bucket in self._buckets:
-                    self._copy_masters([bucket])
-                    self._start(bucket)
+                    if exact[bucket.index]:
+                        self._copy_masters([bucket])
+                    self._start(bucket, exact[bucket.index])
                     if bucket.index in self._pending:
                         self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
                     self._events[bucket.index] = torch.cuda.Event()
@@ -93,10 +105,17 @@ class ParamGatherer:
                 [bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True
             )
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket, exactly: bool) -> None:
         group = self._groups[bucket.index]
-        if group is not None:
-            self._pending[bucket.index] = all_gather_in_place(bucket.flat, group, tag=2 * bucket.index + 1)
+        if group is None:
+            return
+        tag = 2 * bucket.index + 1
+        if exactly or not bucket.has_copies:
+            self._pending[bucket.index] = all_gather_in_place(bucket.flat, group, tag)
+        else:
+            self._pending[bucket.index] = gather_updates(
+                bucket.flat, bucket.low, bucket.high, bucket.master, group, tag
+            )
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Wait until these buckets (default: all) are complete on this rank."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
+from ..comm.quantised_wire import quantised_group
 from ..spec import EXPERT_AXES, ParamSpec
 from .layout import Family, Shards
 
@@ -70,22 +71,31 @@ class Groups:
         return [group for group in groups if dist.get_world_size(group) > 1]
 
 
-def zero_groups(mesh: ParallelMesh, stage: int, tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({})) -> Groups:
-    """The groups of a ZeRO stage."""
+def zero_groups(
+    mesh: ParallelMesh,
+    stage: int,
+    tied: Mapping[str, dist.ProcessGroup] = MappingProxyType({}),
+    quantised: bool = False,
+) -> Groups:
+    """The groups of a ZeRO stage. With `quantised` those along data parallelism send in 8 bits."""
 
     def group(axis: str) -> dist.ProcessGroup | None:
         return mesh.group(axis) if mesh.size(axis) > 1 else None
 
+    def data_group(axis: str) -> dist.ProcessGroup | None:
+        found = group(axis)
+        return quantised_group(found) if quantised and found is not None else found
+
     experts = None
     if mesh.size("ep") > 1:
         experts = Groups(
-            shard=group("expert_zero") if stage > 0 else None,
-            replica=group("zero_replica") if stage > 0 else group("expert_dp"),
+            shard=data_group("expert_zero") if stage > 0 else None,
+            replica=data_group("zero_replica") if stage > 0 else data_group("expert_dp"),
             everyone=group("expert_dp"),
         )
     return Groups(
-        shard=group("zero") if stage > 0 else None,
-        replica=group("zero_replica") if stage > 0 else group("dp_sp"),
+        shard=data_group("zero") if stage > 0 else None,
+        replica=data_group("zero_replica") if stage > 0 else data_group("dp_sp"),
         everyone=group("dp_sp"),
         axes={axis: mesh.group(axis) for axis in ("tp", "sp", *(EXPERT_AXES if experts is not None else ()))},
         tied=dict(tied),

@@ -272,8 +272,12 @@ def family_of(spec: ParamSpec, dtype: torch.dtype, section: int) -> Family:
     return Family(section, dtype, spec.partial, spec.tied, shared, spec.is_of_experts)
 
 
-def closed_form_bytes(plans: Iterable[BucketPlan], replicas: int, gradient_itemsize: int) -> dict[str, float]:
+def closed_form_bytes(
+    plans: Iterable[BucketPlan], replicas: int, gradient_itemsize: float, weight_itemsize: float | None = None
+) -> dict[str, float]:
     """Bytes that one rank sends per step in each collective, by the ring formulas.
+
+    weight_itemsize  bytes of a weight on the wire; None for those of its dtype
 
     reduce_scatter  (k-1)/k of the gradients, inside the sub-group of k
     all_gather      (k-1)/k of the parameters, inside the sub-group
@@ -283,6 +287,6 @@ def closed_form_bytes(plans: Iterable[BucketPlan], replicas: int, gradient_items
     for plan in plans:
         others = plan.numel - plan.shard_numel
         result["reduce_scatter"] += others * gradient_itemsize
-        result["all_gather"] += others * plan.family.dtype.itemsize
+        result["all_gather"] += others * (weight_itemsize or plan.family.dtype.itemsize)
         result["all_reduce"] += 2 * (replicas - 1) / replicas * plan.shard_numel * gradient_itemsize
     return result

@@ -108,7 +108,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.stage = stage = settings.stage
         self.mesh = mesh
         self.model = model
-        self.groups = zero_groups(mesh, stage, tied_groups or {})
+        self.groups = zero_groups(mesh, stage, tied_groups or {}, quantised=settings.quantises)
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._data = DataWrites()
         size = settings.bucket_numel(device.type)
@@ -392,7 +392,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         return tied is None or dist.get_rank(tied) == 0
 
     def _publish(self) -> None:
-        self.gatherer.publish()
+        self.gatherer.publish(exactly=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         self._take_edits()

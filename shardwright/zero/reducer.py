@@ -31,10 +31,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ..cluster import job
+from ..comm.collectives import all_reduce_in_place
 from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
@@ -160,7 +161,7 @@ class GradReducer:
         same = self.keep_full and self._wire(bucket) == bucket.master_dtype
         return same and (self._shard_group(bucket) is None or bucket.device.type != "cpu")
 
-    def _shard_group(self, bucket: Bucket) -> dist.ProcessGroup | None:
+    def _shard_group(self, bucket: Bucket) -> ProcessGroup | None:
         return self.groups.of(bucket.plan.family).shard
 
     def _cut(self, bucket: Bucket, most: int) -> list[tuple[int, int]]:
@@ -478,7 +479,7 @@ class GradReducer:
         if flight.part is None:
             flight.part = self._bring_in(flight)
         if flight.work is None and flight.groups:
-            flight.work = dist.all_reduce(flight.part, group=flight.groups.pop(0), async_op=True)
+            flight.work = all_reduce_in_place(flight.part, flight.groups.pop(0), async_op=True)
 
     def _bring_in(self, flight: Flight) -> torch.Tensor:
         """What is to be all-reduced: the shard itself, or its copy in the dtype of the wire in a lent buffer."""

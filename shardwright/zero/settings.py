@@ -30,6 +30,7 @@ class ZeroSettings:
     master_weights        keep fp32 masters of half-precision parameters; without, the optimizer steps in half precision
     gather_ahead          stage 3: how many units (in a pipeline: chunks) are gathered before they are needed; None: as
                           many as take the memory of the largest, two chunks
+    quantises             gradients and updated weights travel in 8 bits, as `zero.quantised` says
     names                 what a plugin calls these options, where it has another name: errors speak of that one
     """
 
@@ -42,6 +43,7 @@ class ZeroSettings:
     cpu_offload: bool = False
     master_weights: bool = True
     gather_ahead: int | None = None
+    quantises: bool = False
     names: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +56,11 @@ class ZeroSettings:
         dtype = self.communication_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and can_be_summed(dtype)):
             raise ValueError(f"communication_dtype={dtype} {SUMMED}")
+        if dtype is not None and self.quantises:
+            raise ValueError(
+                f"communication_dtype={dtype} with fp8_communication=True: both say in which format gradients travel; "
+                "leave one of them out"
+            )
         ahead = self.gather_ahead
         if ahead is not None and not (is_whole(ahead) and ahead >= 0):
             raise ValueError(

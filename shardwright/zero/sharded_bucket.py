@@ -23,9 +23,11 @@ from torch import nn
 
 from ..comm.compat import without_torch_function
 from ..comm.handle import Handle
+from ..comm.quantised_wire import travels_quantised
 from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .layout import CUDA_BUCKET_BYTES, Slot
+from .quantised import gather_masters
 
 
 class ShardedBucket(Bucket):
@@ -78,9 +80,13 @@ class ShardedBucket(Bucket):
         if self.is_whole:
             return
         self._storage.resize_(self._num_bytes)
+        tag = 2 * self.index + 1
+        if group is not None and travels_quantised(self.flat, group):
+            self._arriving = gather_masters(self.flat, self.master, group, tag)
+            return
         self._own.copy_(self.master, non_blocking=True)
         if group is not None:
-            self._arriving = all_gather_in_place(self.flat, group, tag=2 * self.index + 1)
+            self._arriving = all_gather_in_place(self.flat, group, tag)
 
     def finish_gather(self) -> None:
         if self._arriving is not None:

@@ -84,7 +84,7 @@ def shard_untrained(
 ) -> UnitGatherer:
     """Shard a model that no optimizer trains."""
     data = DataWrites()
-    groups = zero_groups(mesh, 3)
+    groups = zero_groups(mesh, 3, quantised=settings.quantises)
     units = shard_units(
         model,
         [],

@@ -460,7 +460,7 @@ class UnitGatherer:
 
     # What the optimizer asks for, as of `ParamGatherer`.
 
-    def publish(self) -> None:
+    def publish(self, exactly: bool = True) -> None:
         """The masters have changed: what is gathered from here on is new. Everything has been freed by `take_edits`."""
         for bucket in self.buckets:
             self._hide(bucket)

@@ -49,8 +49,20 @@ def unknown_precision(rank: int, world: int) -> None:
 def fp8(rank: int, world: int) -> None:
     with refused("precision='fp8'", "'bf16'"):
         HybridParallelPlugin(precision="fp8")
-    with refused("use_fp8=True", "precision='bf16'"):
+    with refused("use_fp8=True", "precision='bf16'", "fp8_communication=True"):
         HybridParallelPlugin(use_fp8=True)
+
+
+@mistake(
+    symptom="`fp8_communication=True` with a model in float64",
+    gets="refused when it is boosted: what such a model sends is not rounded to 8 bits",
+    fix="`model.float()`, or `fp8_communication=False`",
+)
+def eight_bits_of_sixty_four(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin(precision="fp32", fp8_communication=True)
+    with refused("fp8_communication=True", "torch.float64", "model.float()"):
+        Booster(plugin=plugin).boost(tiny().double())
+    assert Booster(plugin=plugin).boost(tiny())
 
 
 @mistake(

@@ -323,7 +323,6 @@ def refused_settings(rank: int, world_size: int) -> list[str]:
     messages = []
     settings: list[dict[str, Any]] = [
         {"enable_sequence_parallelism": True},
-        {"fp8_communication": True},
         {"gradient_checkpoint_config": object()},
     ]
     for setting in settings:
@@ -339,7 +338,7 @@ def refused_settings(rank: int, world_size: int) -> list[str]:
 
 def test_settings_that_cannot_be_honoured_are_refused():
     for messages in run_ranks(refused_settings, 2):
-        flags = ["enable_sequence_parallelism", "fp8_communication"]
+        flags = ["enable_sequence_parallelism"]
         assert all(message.startswith(f"{flag}=True") for message, flag in zip(messages, flags, strict=False))
         assert messages[-1].startswith("gradient_checkpoint_config: which layers recompute")
 
@@ -352,6 +351,10 @@ def test_settings_that_cannot_be_honoured_are_refused():
         (
             {"sequence_parallelism_mode": "ring"},
             "sequence_parallelism_mode='ring' needs enable_sequence_parallelism=True",
+        ),
+        (
+            {"fp8_communication": True, "enable_tensor_parallelism": False},
+            "fp8_communication=True with enable_tensor_parallelism=False",
         ),
         ({"inner_ring_size": 2}, "inner_ring_size=2 needs enable_sequence_parallelism=True"),
     ],

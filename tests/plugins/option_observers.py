@@ -257,6 +257,7 @@ def ddp_settings(plugin: type, settings: dict[str, Any]) -> dict[str, Any]:
         "gradient_as_bucket_view",
         "bucket_sizes",
         "static_graph",
+        "comm_hook",
     )
     found = {key: data[key] for key in wanted if key in data}
     param = next(param for param in model.parameters() if param.grad is not None)

@@ -261,7 +261,12 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "make_vocab_size_divisible_by": [Changes(see.modules, 1, TP), Idle(32)],
     "dp_outside": [Changes(see.places, False, PIPE, world=4), Idle(False), Idle(False, PIPE)],
     "inner_ring_size": [Refused(2, "inner_ring_size=2")],
-    "fp8_communication": [Refused(True, "fp8_communication=True")],
+    "fp8_communication": [
+        *(Changes(see.traffic, True, base) for base in ({}, {"zero_stage": 2}, {"zero_stage": 3}, TP)),
+        Changes(see.report, True, PIPE),
+        Refused(True, "both say in which format", {"communication_dtype": torch.bfloat16}),
+        Idle(True, world=1),
+    ],
     "use_fp8": [Refused(True, "use_fp8=True")],
     "example_inputs": [
         Changes(see.cuts_a_tower, _batch(), {**PIPE, "custom_policy": TowerPolicy()}),
@@ -307,7 +312,11 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
     "master_weights": [Changes(see.masters, False), Changes(see.masters, False, {"stage": 3}), Idle(False, F32)],
     "verbose": [Changes(see.printed, True), Changes(see.printed, True, {"stage": 3})],
     "cast_inputs": [Changes(see.input_dtype, False), Idle(False, F32)],
-    "fp8_communication": [Refused(True, "fp8_communication=True")],
+    "fp8_communication": [
+        *(Changes(see.traffic, True, {"stage": stage}) for stage in (1, 2, 3)),
+        Refused(True, "both say in which format", {"communication_dtype": torch.bfloat16}),
+        Idle(True, world=1),
+    ],
     "use_fp8": [Refused(True, "use_fp8=True")],
     "extra_dp_size": [
         Changes(see.traffic, 2, F32, world=4),
@@ -329,7 +338,7 @@ DDP_OPTIONS: dict[str, list[Any]] = {
     "check_reduction": [Refused(True, "check_reduction=True was withdrawn")],
     "gradient_as_bucket_view": [Changes(see.ddp_settings, True, world=1)],
     "static_graph": [Changes(see.ddp_settings, True, world=1)],
-    "fp8_communication": [Refused(True, "fp8_communication=True")],
+    "fp8_communication": [Changes(see.ddp_settings, True, world=1)],  # see test_fp8_communication.py
 }
 
 FSDP_OPTIONS: dict[str, list[Any]] = {
@@ -489,7 +498,7 @@ SHARD_CONFIG: dict[str, list[Any]] = {
     "sequence_parallelism_mode": ["ring"],
     "enable_sequence_overlap": [True],
     "gradient_checkpoint_config": [object()],
-    "fp8_communication": [True],
+    "fp8_communication": [],  # see test_fp8_communication.py
     "inner_ring_size": [2],
 }
 

@@ -169,7 +169,10 @@ SETTINGS: dict[str, Case] = {
     "a precision in bits": Case({"precision": 16}, ["precision=16", "string"]),
     "fp8 as precision": Case({"precision": "fp8"}, ["precision='fp8'", "'bf16'"]),
     "fp8 arithmetic": Case({"use_fp8": True}, ["use_fp8=True", "False"]),
-    "fp8 on the wire": Case({"fp8_communication": True}, ["fp8_communication=True", "False"]),
+    "two formats on the wire": Case(
+        {"fp8_communication": True, "communication_dtype": torch.bfloat16},
+        ["communication_dtype=torch.bfloat16 with fp8_communication=True", "leave one of them out"],
+    ),
     "a zero stage that does not exist": Case(
         {"zero_stage": 4}, ["zero_stage=4", "0 (all-reduce), 1", "3 (and parameters)"]
     ),

@@ -16,6 +16,7 @@ from ...checkpoint.position import Position
 from ...cluster.config import get_launch_config
 from ...cluster.mesh import ParallelMesh, validate_sizes
 from ...cluster.same_batch import SameBatch
+from ...comm.quantised_wire import check_quantisable, quantised_group
 from ...interface import OptimizerWrapper
 from ...kernels.lazy_logits import Clock
 from ...lazy.weights import LazyWeights, Materialization
@@ -151,6 +152,9 @@ class HybridParallelPlugin(ZeroPlugin):
             ring_attention=self.settings.sequence_mode == "ring_attn",
             zero_group_size=zero_group_size,
         )
+        # beside the exact ones, which everything else goes through
+        quantised = quantised_group if fp8_communication else _as_it_is
+        self._layer_group, self._message_group = quantised(self.tp_group), quantised(self.pp_group)
         self.policy = PrecisionPolicy(precision)
         self.attention = ""
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
@@ -316,6 +320,8 @@ class HybridParallelPlugin(ZeroPlugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
         self._sequences = probe_sequences(self.settings, model)
         require_compiler_where_wanted(self.settings)
+        if self.settings.precision.fp8_communication and not self.policy.is_half:
+            check_quantisable(model)
         sharder = self._sharder(model)
         found = self._preflight(model, optimizer, sharder, BatchShape())  # sees it whole
         self.layout = found.layout
@@ -405,7 +411,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if self.tp_size == 1 and not wanted and options.custom_policy is None:
             return None  # any model will do, also one that no policy knows
         config = ShardConfig(
-            tensor_parallel_process_group=self.tp_group,
+            tensor_parallel_process_group=self._layer_group,
             enable_tensor_parallelism=self.tp_size > 1,
             **{**options.shared(), **without_sequences()},
         )
@@ -463,7 +469,7 @@ class HybridParallelPlugin(ZeroPlugin):
         return PipelineExecutor(
             cut,
             self.settings.pipeline,
-            pipe_group=self.pp_group if self.pp_size > 1 else None,
+            pipe_group=self._message_group if self.pp_size > 1 else None,
             message_groups=self.mesh.message_groups(cut.placement.channels),
             loss_group=self.mixed_dp_group if self.mesh.size("dp_sp") > 1 else None,
             reduction=ChunkReduction(optimizer) if optimizer is not None and self.pp_size > 1 else None,
@@ -519,3 +525,7 @@ class HybridParallelPlugin(ZeroPlugin):
                 f"save_lora_as_pretrained needs the model that boost returned, not a bare {type(model).__name__}"
             )
         return gather_adapters(model.unwrap(), model.adapters, self.mesh)
+
+
+def _as_it_is(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group

@@ -70,7 +70,7 @@ from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
 from .sequence_tensor import along_tensor, with_sequences
 from .sequence_traffic import part_length, sequence_traffic
 from .step_memory import held_note, leaving_note
-from .traffic import Tokens, pipeline_traffic, tensor_traffic
+from .traffic import Tokens, pipeline_traffic, sizes_on_wire, tensor_traffic
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,13 @@ class _Resolver:
         bubble, peak = self._schedule(microbatches)
         costs = self._stage_costs()
         tokens = Tokens.of(
-            self.model, self.batch.samples, self._held_length, microbatches, self._activation_itemsize(), self._slices
+            self.model,
+            self.batch.samples,
+            self._held_length,
+            microbatches,
+            self._activation_itemsize(),
+            self._slices,
+            self.settings.precision.fp8_communication,
         )
         split = along_tensor(self.settings)
         traffic = [
@@ -460,10 +466,9 @@ class _Resolver:
         rounds = microbatches if options.stage >= 2 else 1
         totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
         for plan in plans:
-            wire = options.communication_dtype or master_dtype(plan.family.dtype, True)
             everyone = "expert_dp" if plan.family.experts else "dp_sp"
             replicas = self.mesh.size("zero_replica" if options.stage else everyone)
-            for kind, amount in closed_form_bytes([plan], replicas, wire.itemsize).items():
+            for kind, amount in closed_form_bytes([plan], replicas, *sizes_on_wire(plan, options)).items():
                 totals[kind] += amount
         what = {
             "reduce_scatter": "gradients, reduce-scatter",

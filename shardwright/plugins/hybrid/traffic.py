@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...comm.quantised import BYTES_PER_ELEMENT
 from ...models.config import first_int, hidden_size
 from ...pipeline.cut.plan import CutPlan
 from ...shardformer.layer.linear import input_size, is_linear, output_size
@@ -24,6 +25,9 @@ from ...shardformer.sequence import AlongTensor
 from ...shardformer.side_by_side import SideBySide
 from ...shardformer.styles import Column, PartialSum, Row, VocabEmbedding, VocabHead
 from ...shardformer.sum_at_exit import SumAtExit
+from ...zero.bucket import master_dtype
+from ...zero.layout import BucketPlan
+from ...zero.settings import ZeroSettings
 from .resolved import Traffic
 
 
@@ -36,6 +40,7 @@ class Tokens:
     slices          of a microbatch, of which layers run one after the other
     hidden          features of a token between layers, None where the config does not say
     itemsize        bytes of an activation
+    quantises       whether activations travel in 8 bits
     """
 
     tokens: int | None
@@ -43,6 +48,7 @@ class Tokens:
     hidden: int | None
     itemsize: int
     slices: int = 1
+    quantises: bool = False
 
     @classmethod
     def of(
@@ -53,13 +59,17 @@ class Tokens:
         microbatches: int | None,
         itemsize: int,
         slices: int = 1,
+        quantises: bool = False,
     ) -> Tokens:
         tokens = samples * length if samples and length else None
-        return cls(tokens, microbatches, hidden_size(model), itemsize, slices)
+        return cls(tokens, microbatches, hidden_size(model), itemsize, slices, quantises)
 
-    def bytes(self, features: int | None) -> int | None:
-        """Of one activation of so many features, over the whole step."""
-        return None if self.tokens is None or features is None else self.tokens * features * self.itemsize
+    def bytes(self, features: int | None, exact: int = 0) -> int | None:
+        """Of one activation of so many features, over the whole step; `exact` of them are never rounded."""
+        if self.tokens is None or features is None:
+            return None
+        size = BYTES_PER_ELEMENT if self.quantises else self.itemsize
+        return int(self.tokens * ((features - exact) * size + exact * self.itemsize))
 
 
 def tensor_traffic(
@@ -75,7 +85,8 @@ def tensor_traffic(
     if not found:
         return []
     ranks = next(decision.site.parallel.size for decisions in positions for decision in decisions)
-    size = tokens.bytes(sum(found))
+    tables = sum(_rows_of(decision) for decision in busiest if isinstance(decision.style, VocabEmbedding))
+    size = tokens.bytes(sum(found), exact=tables)
     heads = sum(isinstance(decision.style, VocabHead) for decision in busiest)  # which run on the whole of a microbatch
     rounds = (len(found) - heads) * tokens.slices + heads
     calls = None if tokens.microbatches is None else rounds * tokens.microbatches
@@ -132,7 +143,7 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
                 found += [features_of(module)] * 2
             continue
         if isinstance(style, VocabEmbedding):
-            found.append(module.get_parameter("weight").shape[1])
+            found.append(_rows_of(decision))
         elif isinstance(style, VocabHead | Column) and is_linear(module):
             key = (id(decision.site.parent), input_size(module))
             if isinstance(style, VocabHead) or key not in inputs:
@@ -144,6 +155,22 @@ def _reduced_features(decisions: Sequence[Decision]) -> list[int]:
             features = features_of(module)
             found += [features, features]
     return found
+
+
+def _rows_of(decision: Decision) -> int:
+    """Features of a row of the vocabulary's table."""
+    return decision.site.module.get_parameter("weight").shape[1]
+
+
+def sizes_on_wire(plan: BucketPlan, options: ZeroSettings) -> tuple[float, float | None]:
+    """Bytes of a gradient and of a weight of a bucket; None: those of the weight's dtype.
+
+    Below stage 3, weights that are their own masters are never rounded (see `zero.quantised`).
+    """
+    if not options.quantises:
+        return (options.communication_dtype or master_dtype(plan.family.dtype, True)).itemsize, None
+    own = master_dtype(plan.family.dtype, options.master_weights) == plan.family.dtype and not options.cpu_offload
+    return BYTES_PER_ELEMENT, None if own and options.stage < 3 else BYTES_PER_ELEMENT
 
 
 def features_of(module: nn.Module) -> int:

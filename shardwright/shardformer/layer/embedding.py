@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ...comm.quantised_wire import exact_group
 from ...ops.collective import reduce_from_group
 from ...ops.embedding import vocab_embedding
 from ...ops.vocab_mode import as_scripts_see, in_forward, mark_vocab_sharded
@@ -36,7 +37,7 @@ class VocabParallel(ParallelModule):
     def shard(cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec]) -> Self:
         shard_parameters(module, specs, parallel.rank)
         layer = cls.adopt(module, parallel)
-        layer.vocabulary = VocabShard.from_spec(specs["weight"], parallel.group)
+        layer.vocabulary = VocabShard.from_spec(specs["weight"], exact_group(parallel.group))
         layer.global_padding_idx = layer.padding_idx
         layer.num_embeddings = layer.weight.shape[0]
         layer.padding_idx = None
@@ -102,7 +103,7 @@ class LogitsParallel(ColumnParallel):
         cls, module: nn.Module, parallel: ParallelGroup, specs: dict[str, ParamSpec], gather_output: bool = False
     ) -> Self:
         layer = super().shard(module, parallel, specs, gather_output)
-        layer.vocabulary = VocabShard.from_spec(specs["weight"], parallel.group)
+        layer.vocabulary = VocabShard.from_spec(specs["weight"], exact_group(parallel.group))
         return layer
 
     def forward(self, x: Tensor) -> Tensor:

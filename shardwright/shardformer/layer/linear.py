@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...comm.quantised_wire import exact_group
 from ...ops import compiled
 from ...ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
 from ...ops.linear import column_linear, linear, row_linear
@@ -260,7 +261,7 @@ def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tens
     [T, o] -> [T, O]; backward hands every rank its own slice, the consumers being replicated.
     """
     sizes = [sum(piece.length for piece in rank) for rank in pieces]
-    gathered = gather_from_group(y, group, -1, sizes)
+    gathered = gather_from_group(y, exact_group(group), -1, sizes)
     runs, offset = [], 0
     for rank in pieces:
         for piece in rank:

@@ -55,7 +55,7 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
     "seq_parallel_dim": (_ANY, ""),
     "sp_partial_derived": (False, "sequences are cut by HybridParallelPlugin"),
     "skip_bias_add": (False, "the bias is added by the layer"),
-    "fp8_communication": (False, "collectives run in the dtype of the activations"),
+    "fp8_communication": (False, "ShardConfig(fp8_communication=True) and the plugins say it for all layers"),
     "use_zbv": (_ANY, ""),
     "overlap": (_ANY, ""),
     "async_communication": (_ANY, ""),
