@@ -73,7 +73,7 @@ class LowLevelZeroPlugin(ZeroPlugin):
     gather_ahead             stage 3: how many layers are gathered before they are needed; None: as many as take the
                              memory of the largest part of the model
     cast_inputs              cast floating-point inputs of the model to the working dtype
-    fp8_communication        gradients and updated weights travel in 8 bits per element (docs/zero.md)
+    fp8_communication        gradients and updated weights travel in 8 bits (docs/fp8_communication.md)
     verbose                  print the layout of the buckets on rank 0
 
     Options that a combination has no use for are named in `without_effect` and once in the log.

@@ -73,7 +73,7 @@ class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
                                         refused: stages and sequences are cut, and layers recomputed, by
                                         `HybridParallelPlugin`
     enable_tensor_parallelism           shard over the group; without it every rank keeps the whole model
-    fp8_communication                   activations and their gradients travel in 8 bits (docs/tensor_parallel.md)
+    fp8_communication                   activations and their gradients travel in 8 bits (docs/fp8_communication.md)
     extra_kwargs                        for policies of your own; nothing here reads it
     """
 

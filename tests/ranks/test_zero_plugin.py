@@ -207,7 +207,7 @@ def bad_input(rank: int, world_size: int) -> None:
         (lambda: LowLevelZeroPlugin(reduce_bucket_size_in_m=0), "reduce_bucket_size_in_m=0"),
         (lambda: LowLevelZeroPlugin(max_norm=-1), "max_norm=-1"),
         (lambda: LowLevelZeroPlugin(norm_type=1.0), "norm_type=1.0"),
-        (lambda: LowLevelZeroPlugin(fp8_communication=True), "fp8_communication"),
+        (lambda: LowLevelZeroPlugin(use_fp8=True), "use_fp8=True"),
         (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale=0.5"),
         (lambda: boost(frozen, sgd(frozen)), "no trainable parameters"),
         (lambda: boost(nn.Linear(2, 2), sgd(whole)), "not in"),
