@@ -22,6 +22,7 @@ RATE = 3e-3
 
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "tp bf16": (HybridParallelPlugin, {"tp_size": 2, "precision": "bf16"}),
+    "tp split bf16": (HybridParallelPlugin, {"tp_size": 2, "precision": "bf16", "enable_sequence_parallelism": True}),
     "pp zb bf16": (HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb", "precision": "bf16"}),
     "zero 0 fp32": (HybridParallelPlugin, {"precision": "fp32", "ddp_bucket_cap_mb": 0.05}),
     "zero 1 bf16": (LowLevelZeroPlugin, {"stage": 1, "precision": "bf16", "overlap_allgather": True}),
@@ -59,8 +60,10 @@ def train(kind: type, settings: dict[str, Any], quantises: bool, rank: int) -> t
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float("nan") if loss is None else loss.item())
-    # which leaves out what carries a few numbers per token, such as the loss over a split vocabulary
-    assert not planned or sent.bytes == pytest.approx(planned, rel=0.025), (settings, sent.bytes, planned)
+    # which leaves out what carries a few numbers per token, such as the loss over a split vocabulary, and with split
+    # sequences what is before and behind the layers
+    if planned and "enable_sequence_parallelism" not in settings:
+        assert sent.bytes == pytest.approx(planned, rel=0.025), (settings, sent.bytes, planned)
     return losses, sent, trained, optimizer
 
 
