@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules import module as modules
 
 from ..cluster.groups import shared_group
 
@@ -210,3 +211,19 @@ def tensor_without_memory(
     is done with it. Checked on torch 2.11 and 2.13: `torch.Tensor._make_wrapper_subclass`.
     """
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
+def runs_in_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint drops what is saved now, to recompute it. Checked on torch 2.11 and 2.13:
+    `_top_saved_tensors_default_hooks`, `_checkpoint_hook`.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """What `register_module_forward_hook` and its siblings have put around every module. Torch has no public name for
+    it (2.11 to 2.13).
+    """
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return [hook for kind in kinds for hook in getattr(modules, f"_global_{kind}_hooks").values()]

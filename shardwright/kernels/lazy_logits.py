@@ -4,19 +4,24 @@
     loss   = F.cross_entropy(logits.float().view(-1, V), target)
 
 What models do to logits on the way to the loss (views, chosen rows, casts, scales, soft caps) is written down, not
-done. `F.cross_entropy` then takes head and loss in one (`linear_cross_entropy`). Any other function gets the numbers:
-they are computed at once, and from then on these are logits like all others. Gradients are right either way, also
-where a function goes past what Python sees of tensors: autograd has the head as a node, and asks it for its gradients.
+done, as long as the model's forward runs. `F.cross_entropy` then takes head and loss in one (`linear_cross_entropy`).
+Any other function, and any after the forward, gets the numbers: they are computed at once, with all that was derived
+from them so far, and from then on these are logits like all others. Gradients are right either way, also where a
+function goes past what Python sees of tensors: autograd has the head as a node, and asks it for its gradients. And
+where autograd has other nodes between head and loss than those that were written down (a function of the script's own,
+hooks on a module, a checkpoint), the loss is computed from the numbers.
 
 What is written down are operators below autograd (`__torch_dispatch__`), so that there are few, and all that is not
 known here is handled alike.
 
-Numbers that are computed late need the weights that the forward had. When these have changed, reading is refused.
+Numbers that are computed late need the weights that the forward had. When these have changed, reading is refused;
+changes through `param.data` go unseen.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -96,14 +101,17 @@ class _Source:
 
     def __init__(self, head: Head, x: Tensor) -> None:
         self.head, self.x = head, x
-        self._state = self._now()
+        self._then = self._now()
         self.was_fused = self.is_used = False
+        self._derived: list[weakref.ref[_State]] = []
 
-    def _now(self) -> tuple[int, int, int]:
-        return self.head.clock.time, self.head.weight._version, self.x._version
+    def _now(self) -> tuple[int, ...]:
+        bias = self.head.bias
+        versions = self.head.weight._version, self.x._version, 0 if bias is None else bias._version
+        return self.head.clock.time, *versions
 
     def require_fresh(self) -> None:
-        if self._now() != self._state:
+        if self._now() != self._then:
             raise ValueError(
                 "the loss was computed without logits, and the weights that they would be computed from now have "
                 f"changed since: read outputs.logits before optimizer.step(), or {OFF}"
@@ -111,8 +119,18 @@ class _Source:
 
     def computed(self) -> Tensor:
         self.require_fresh()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):  # as it was in the forward
             return self.head(self.x.detach(), then=F.linear)
+
+    def note(self, state: _State) -> None:
+        self._derived.append(weakref.ref(state))
+
+    def compute_all(self) -> None:
+        """Everything that stands for something: what is done to one in place must not be seen in another."""
+        derived, self._derived = self._derived, []
+        for reference in derived:
+            if (state := reference()) is not None:
+                state.value()
 
 
 class _Op(NamedTuple):
@@ -130,6 +148,7 @@ class _State:
     def __init__(self, source: _Source, before: _State | None = None, op: _Op | None = None) -> None:
         self.source, self._before, self.op = source, before, op
         self._value: Tensor | None = None
+        source.note(self)
 
     def value(self) -> Tensor:
         """Computed once, so that views share memory."""
@@ -174,7 +193,7 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         check_use(func, args, kwargs)
         with without_torch_function():
-            if func is F.cross_entropy:
+            if func is F.cross_entropy and is_loss_wanted():
                 loss = _cross_entropy(*args, **kwargs)
                 return func(*args, **kwargs) if loss is None else loss
             name = getattr(func, "__name__", "")
@@ -190,7 +209,7 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, LazyLogits):
+        if isinstance(first, LazyLogits) and is_loss_wanted():
             followed = _follow(first, func, args, kwargs)
             if followed is not None:
                 return followed
@@ -204,7 +223,9 @@ class LazyLogits(Tensor):
 
 
 def _numbers_of(logits: LazyLogits) -> Tensor:
-    return logits._state.value()
+    value = logits._state.value()
+    logits._state.source.compute_all()
+    return value
 
 
 _TENSOR: Any = Tensor
@@ -224,7 +245,9 @@ def check_use(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     name = getattr(func, "__name__", "")
     if name in _KEEPING and isinstance(args[0], LazyLogits) and not is_loss_wanted():
         _numbers_of(args[0])
-    if (name not in _WATCHING and func is not torch.autograd.grad) or is_loss_wanted():
+    if name not in _WATCHING and func is not torch.autograd.grad:
+        return
+    if any(getattr(hook, "of_layout", False) for hook in args[1:]):  # which does not change gradients
         return
     asked = args[:1] if name in _WATCHING else (kwargs.get("inputs", args[1] if len(args) > 1 else ()),)
     for leaf in tree_leaves(asked):
@@ -286,8 +309,10 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _follow(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
-    """What stands for `func(logits, ...)`; None where it is not known."""
-    others, step = tuple(args[1:]), None
+    """What stands for `func(logits, ...)`; None where it is not known, or the numbers are there already."""
+    if logits._state.is_computed:
+        return None
+    others, step = tree_map_only(Tensor, torch.clone, tuple(args[1:])), None  # who gave an index may change it
     if func in _ROWS:
         if not _ROWS[func](logits, *others) or kwargs.get("memory_format") not in (
             None,
@@ -387,6 +412,22 @@ def _summed(dx: Tensor, shard: VocabShard) -> Tensor:
     return dx
 
 
+# Of autograd, for operators that are followed.
+_NODES = names(
+    """ViewBackward0 UnsafeViewBackward0 ReshapeAliasBackward0 AliasBackward0 CloneBackward0 SliceBackward0
+    SelectBackward0 UnsqueezeBackward0 SqueezeBackward1 IndexBackward0 PermuteBackward0 TransposeBackward0 TBackward0
+    MulBackward0 DivBackward0 TanhBackward0 ToCopyBackward0"""
+)
+
+
+def _is_followed(logits: Tensor) -> bool:
+    """Whether autograd has nothing between the head and `logits` but what is written down."""
+    node: Any = logits.grad_fn
+    while node is not None and node.name() in _NODES:
+        node = node.next_functions[0][0]
+    return node is None if not logits.requires_grad else getattr(node, "_forward_cls", None) is _Deferred
+
+
 def fused_loss(
     logits: LazyLogits,
     target: Tensor,
@@ -397,7 +438,9 @@ def fused_loss(
 ) -> Tensor | None:
     """The cross entropy of logits [N, v] and target [N], at least fp32, without them; None where they must be there."""
     source = logits._state.source
-    if logits._state.is_computed or source.is_used or logits.ndim != 2:
+    if logits._state.is_computed or source.is_used or logits.ndim != 2 or not _is_followed(logits):
+        return None
+    if torch.is_autocast_enabled(logits.device.type):  # which the head was not under
         return None
     source.require_fresh()
     head, x = source.head, source.x

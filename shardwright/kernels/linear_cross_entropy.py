@@ -24,7 +24,7 @@ dW is summed over the chunks in fp32 for half precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -190,14 +190,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         again = _Grads(
             torch.empty_like(x) if need_x and dx is None else None,
             None,
-            _zeros(bias, lse.dtype) if need_bias and db is None else None,
+            _zeros(bias, _summing(bias, lse)) if need_bias and db is None and bias is not None else None,
         )
         store = store_for(job.weight) if need_weight and dw is None else None
         if need_weight and dw is None and store is None:
-            again = again._replace(weight=_zeros(weight, lse.dtype))
+            again = again._replace(weight=_zeros(weight, _summing(weight, lse)))
         if again.are_wanted:
             _backward(x, weight, bias, lse, targets, job, dlosses, again)
-        dx = again.x if dx is None or again.x is not None else dx * dlosses.to(dx.dtype)
+        dx = again.x if dx is None or again.x is not None else (dx.to(_summing(dx, lse)) * dlosses).to(dx.dtype)
         reduction = _reduced(dx, job.columns)
         if store is not None:
             held = (x, lse, *targets)
@@ -242,6 +242,17 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
 
 
+def _wide(x: Tensor, steps: Sequence[Step]) -> torch.dtype:
+    """What rows are computed in: fp64 where the steps leave logits in it, else fp32."""
+    dtype = next((step.value for step in reversed(steps) if step.kind == "cast"), x.dtype)
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _summing(gradient: Tensor, lse: Tensor) -> torch.dtype:
+    """What a gradient is added up in."""
+    return torch.promote_types(gradient.dtype, lse.dtype)
+
+
 def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
     return grad if grad is None or like is None else grad.to(like.dtype)
 
@@ -259,7 +270,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, j
         row_shares(chunk.logits, chunk.targets, job.columns, job.terms)
         for chunk in _chunks(x, weight, bias, targets, job)
     ]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = _wide(x, job.steps)
     peak = torch.cat([peak for peak, _ in found]) if found else x.new_empty(0, dtype=wide)
     shares = torch.cat([shares for _, shares in found], 1) if found else x.new_empty((3, 0), dtype=wide)
     lse, shares = joined(peak, shares, job.columns)
@@ -270,7 +281,7 @@ def _forward_at_once(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, job: _Job, grads: _Grads
 ) -> tuple[Tensor, Tensor]:
     """The same, with gradients for dloss = 1."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = _wide(x, job.steps)
     lses, losses = x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape[0], dtype=wide)
     ones = torch.ones_like(lses)
     for chunk in _chunks(x, weight, bias, targets, job):
@@ -308,8 +319,9 @@ def _later(
     """What computes dW when its turn comes."""
 
     def compute(into: Tensor | None) -> Tensor | None:
-        fits = into is not None and into.dtype == lse.dtype
-        dw = into if fits and into is not None else _zeros(weight, lse.dtype)
+        dtype = _summing(weight, lse)
+        fits = into is not None and into.dtype == dtype
+        dw = into if fits and into is not None else _zeros(weight, dtype)
         _backward(x, weight, bias, lse, targets, job, dlosses, _Grads(None, dw, None))
         return None if fits else dw.to(weight.dtype)
 

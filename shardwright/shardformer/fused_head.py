@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..comm.compat import hooks_of_all_modules, runs_in_checkpoint
 from ..kernels.lazy_logits import Clock, Head, LazyLogits, is_loss_wanted
 from ..kernels.linear_cross_entropy import tokens_at_a_time
 from ..ops.vocab_mode import as_scripts_see, in_forward, mark_vocab_sharded
@@ -47,7 +48,11 @@ class FusedHead(nn.Module):
     def _may_wait(self, x: Any) -> bool:
         return (
             is_loss_wanted()
+            and "forward" not in vars(self)  # which somebody has put around this one
             and isinstance(x, Tensor)
+            and not torch.is_inference_mode_enabled()
+            and not any(tensor.is_inference() for tensor in (x, self.weight))
+            and not runs_in_checkpoint()
             and x.dtype == self.weight.dtype
             and not x.is_meta
             and x.numel() > x.shape[-1] * tokens_at_a_time(x.device, self.weight.shape[0])
@@ -61,8 +66,9 @@ class FusedHead(nn.Module):
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether a script's hooks look at what the head is given and returns."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not getattr(hook, "of_layout", False) for hook in (*hooks, *module._backward_hooks.values()))
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values())
+    hooks += (*module._backward_pre_hooks.values(), *hooks_of_all_modules())
+    return any(not getattr(hook, "of_layout", False) for hook in hooks)
 
 
 def let_losses_do_without_logits(model: nn.Module, clock: Clock) -> int:

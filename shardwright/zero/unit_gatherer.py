@@ -211,7 +211,7 @@ class UnitGatherer:
                 made = graph_time(leaf)
                 use = next((use for use in self._uses if use.first <= made < use.last), None)
                 if use is not None:
-                    leaf.register_hook(partial(self._output_asked, use))
+                    leaf.register_hook(_Hook(partial(self._output_asked, use)))
         if list(self._seen) != self._order:
             self._order = list(self._seen)
             self._position = {unit: place for place, unit in enumerate(self._order)}
@@ -305,7 +305,7 @@ class UnitGatherer:
 
     def _hook_output(self, use: _Use, tensor: torch.Tensor) -> None:
         use.last = max(use.last, graph_time(tensor))
-        tensor.register_hook(partial(self._output_asked, use))
+        tensor.register_hook(_Hook(partial(self._output_asked, use)))
 
     # Backward.
 

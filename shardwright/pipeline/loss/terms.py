@@ -374,16 +374,12 @@ class TermWatcher(TorchFunctionMode):
             recipe = Recipe(None, call.func, args, kwargs, in_place=True) if call.facts[0].recipe is not None else None
         call.result  # noqa: B018  runs the call
         base = target._base if target._is_view() else target
-        memory = None if target.is_meta else target.untyped_storage().data_ptr()
+        memory = _address(target)
         for key, (reference, known) in list(self._facts.items()):
             tensor = reference()
             if tensor is None:
                 del self._facts[key]
-            elif (
-                tensor is base
-                or tensor._base is base
-                or (memory and not tensor.is_meta and tensor.untyped_storage().data_ptr() == memory)
-            ):
+            elif tensor is base or tensor._base is base or (memory and _address(tensor) == memory):
                 spoilt = fact if fact.kind is Kind.UNKNOWN else known
                 self._facts[key] = (reference, spoilt._replace(recipe=None, samples=False, mask=None))
         self._note(target, fact._replace(recipe=recipe, samples=False, mask=None))
@@ -551,3 +547,15 @@ def _numbers(value: Any, why: str, decides: Callable[[], None] | None) -> Any:
         if isinstance(value, list)
         else number(value, None, why, decides=decides)
     )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its memory; 0 where there is none, and -1 for tensors that are computed when they are read, which may share
+    it.
+    """
+    if tensor.is_meta:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return -1

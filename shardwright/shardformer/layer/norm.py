@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,29 +90,48 @@ def rms_offset(module: nn.Module) -> float | None:
     numbers; None of any other module.
     """
     weight: Any = getattr(module, "weight", None)
+    epsilon: Any = _epsilon(module)
     if (
         "RMSNorm" not in native_class(module).__name__
-        or _epsilon(module) is None
+        or not isinstance(epsilon, float)
         or list(module._parameters) != ["weight"]
+        or not isinstance(weight, Tensor)
         or weight.ndim != 1
     ):
         return None
+    generator = torch.Generator().manual_seed(0)
+    random = partial(torch.randn, generator=generator)
     trial = object.__new__(type(module))
     trial.__dict__.update(module.__dict__)
-    generator = torch.Generator().manual_seed(0)
-    trial_weight = nn.Parameter(torch.randn(weight.shape, generator=generator))
+    trial_weight = nn.Parameter(random(weight.shape))
     trial._parameters = {"weight": trial_weight}
-    x = torch.randn(2, 3, weight.shape[0], generator=generator)
-    with torch.no_grad():
+    # epsilon counts where numbers are small, and may be in another place than here
+    trials = [size * random(2, 3, weight.shape[0]) for size in (1.0, epsilon**0.5)]
+    slopes = random(2, 3, weight.shape[0])
+
+    def tried(norm: Callable[[Tensor], Any]) -> list[Tensor]:
+        """Outputs and all gradients."""
+        found = []
+        for numbers in trials:
+            x = numbers.clone().requires_grad_()
+            y = norm(x)
+            found += [y.detach(), *torch.autograd.grad(y, [x, trial_weight], slopes)]
+        return found
+
+    with torch.enable_grad():
         try:
-            y = trial(x)
-        except (RuntimeError, TypeError, ValueError):
+            got = tried(trial)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
         for offset in (0.0, 1.0):
-            expected = F.rms_norm(x, weight.shape, trial_weight + offset, _epsilon(module))
-            if isinstance(y, Tensor) and torch.allclose(y, expected, atol=1e-5):
+            wanted = tried(lambda x: F.rms_norm(x, weight.shape, trial_weight + offset, epsilon))  # noqa: B023
+            if all(_is_close(one, other) for one, other in zip(got, wanted, strict=True)):
                 return offset
     return None
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one - other).abs().max() <= 1e-5 * other.abs().max())
 
 
 def is_plain_layer_norm(module: nn.Module) -> bool:
@@ -133,13 +154,14 @@ def has_fusable_norms(model: nn.Module) -> bool:
 def fuse_norms(model: nn.Module) -> int:
     """Fuse every norm of a model that can be, in place; returns how many."""
     count = 0
-    kinds: dict[type, float | None] = {}
+    kinds: dict[Any, float | None] = {}
     for module in model.modules():
         kind = type(module)
         if "RMSNorm" in kind.__name__:
-            if kind not in kinds:
-                kinds[kind] = rms_offset(module)
-            offset = kinds[kind]
+            alike = kind, *_settings(module)
+            if alike not in kinds:
+                kinds[alike] = rms_offset(module)
+            offset = kinds[alike]
             if offset is not None:
                 module.__class__ = combined_class(FusedRMSNorm, kind)
                 module.epsilon, module.offset = _epsilon(module), offset  # type: ignore[assignment]
@@ -148,6 +170,15 @@ def fuse_norms(model: nn.Module) -> int:
             module.__class__ = combined_class(FusedLayerNorm, kind)
             count += 1
     return count
+
+
+def _settings(module: nn.Module) -> Iterator[Any]:
+    """What two modules of a class that compute the same have in common."""
+    for name, value in sorted(vars(module).items()):
+        if value is None or isinstance(value, bool | int | float | str | tuple):
+            yield name, value
+    for name, parameter in module._parameters.items():
+        yield name, None if parameter is None else parameter.shape
 
 
 def _epsilon(module: nn.Module) -> float:
