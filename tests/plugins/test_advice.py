@@ -45,7 +45,11 @@ TAKERS: tuple[Callable[..., Any], ...] = (
     shardformer.layer.VocabParallelLMHead1D,
 )
 # Names that are no arguments, and what they are.
-ELSEWHERE = {"output_router_logits": "a field of a model's config", "slow_but_exact": "a field of BLOOM's config"}
+ELSEWHERE = {
+    "output_router_logits": "a field of a model's config",
+    "slow_but_exact": "a field of BLOOM's config",
+    "variant": "of transformers' from_pretrained",
+}
 
 
 def _texts() -> Iterator[tuple[str, str]]:
