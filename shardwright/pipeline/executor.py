@@ -28,7 +28,7 @@ from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
 from .batch.images import check_images
 from .batch.microbatch import batch_size, items_of
-from .batch.ready import Microbatches, as_microbatches
+from .batch.ready import as_microbatches
 from .batch.step_inputs import StepInputs
 from .cut.plan import CutModel
 from .hoisting.message_shapes import MessageShapes
@@ -175,19 +175,19 @@ class PipelineExecutor:
 
     def check_batch(self, batch: Any) -> None:
         """ValueError for a batch that has no microbatches."""
-        self._split(self._own_part(batch), None)
-
-    def _own_part(self, batch: Any) -> Any:
-        """What this rank gets of a batch, or of its ready-made microbatches."""
-        if self._divide is None:
-            return batch
-        return Microbatches(map(self._divide, batch)) if isinstance(batch, Microbatches) else self._divide(batch)
+        self._split(batch, None)
 
     def _split(self, batch: Any, device: torch.device | None) -> tuple[Any, list[Any]]:
-        settings = self.settings
-        config = getattr(self.cut.staged.model, "config", None)
-        numbers = settings.num_microbatches, settings.microbatch_size
-        return as_microbatches(batch, *numbers, device, self._equal_numbers, config, self._keeps_documents_apart)
+        return as_microbatches(
+            batch,
+            self.settings.num_microbatches,
+            self.settings.microbatch_size,
+            device,
+            self._equal_numbers,
+            getattr(self.cut.staged.model, "config", None),
+            self._keeps_documents_apart,
+            self._divide,
+        )
 
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""
@@ -207,7 +207,7 @@ class PipelineExecutor:
                 f"data_iter must be an iterator over batches, not a {type(data_iter).__name__}; pass iter(dataloader)"
             )
         training = optimizer is not None and torch.is_grad_enabled()
-        given = self._own_part(next(data_iter))
+        given = next(data_iter)
         batch, microbatches = self._split(given, self._batch_device())
         if self.runtime is not None:
             for microbatch in microbatches:

@@ -34,9 +34,10 @@ class WithoutEffect(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides whether an option has anything to act on. Sizes are numbers of ranks: `dp` of those that exchange
-    gradients, `sharing` of a ZeRO sub-group. `postpones` says whether a pipeline computes weight gradients apart,
-    `sharding_policy` which custom policy does nothing but shard, `splits_sequences` whether sequence parallelism is on.
+    """What decides whether an option has anything to act on. Sizes are numbers of ranks: `dp` of those that see
+    different samples, `sp` of those that share sequences (both exchange gradients), `sharing` of a ZeRO sub-group.
+    `postpones` says whether a pipeline computes weight gradients apart, `sharding_policy` which custom policy does
+    nothing but shard, `splits_sequences` whether sequence parallelism is on.
     """
 
     precision: str
@@ -49,6 +50,11 @@ class Facts(NamedTuple):
     pp_style: str = "1f1b"
     sharding_policy: str = ""
     splits_sequences: bool = False
+    sp: int = 1
+
+    @property
+    def alone(self) -> bool:
+        return self.dp * self.sp == 1
 
 
 class Rule(NamedTuple):
@@ -59,7 +65,7 @@ class Rule(NamedTuple):
     why: str
 
 
-_ALONE = "there is one data-parallel rank, so nothing is exchanged"
+_ALONE = "there is one data-parallel rank, so no gradients are exchanged"
 _SCALE = "only precision='fp16' scales the loss"
 
 HYBRID: Sequence[Rule] = (
@@ -96,9 +102,9 @@ HYBRID: Sequence[Rule] = (
     ),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 0, "zero_stage=0 takes ddp_bucket_cap_mb"),
     Rule(("zero_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at zero_stage=3"),
-    Rule(("broadcast_buffers", "communication_dtype"), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("fp8_communication",), lambda facts: facts.dp * facts.pp * facts.tp == 1, "a single rank sends nothing"),
+    Rule(("broadcast_buffers",), lambda facts: facts.dp == 1, "there is one data-parallel rank"),
+    Rule(("communication_dtype", "overlap_communication"), lambda facts: facts.alone, _ALONE),
+    Rule(("fp8_communication",), lambda facts: facts.alone and facts.pp * facts.tp == 1, "a single rank sends nothing"),
     Rule(
         ("overlap_allgather",),
         lambda facts: facts.sharing == 1,
@@ -118,8 +124,7 @@ LOW_LEVEL_ZERO: Sequence[Rule] = (
     Rule(("gather_ahead",), lambda facts: facts.stage < 3, "only stage=3 gathers weights before they are used"),
     Rule(("gather_ahead",), lambda facts: facts.sharing == 1, "no other rank shares the weights"),
     Rule(("reduce_bucket_size_in_m",), lambda facts: facts.stage == 3, "buckets follow the layers at stage=3"),
-    Rule(("communication_dtype", "fp8_communication"), lambda facts: facts.dp == 1, _ALONE),
-    Rule(("overlap_communication",), lambda facts: facts.dp == 1, _ALONE),
+    Rule(("communication_dtype", "fp8_communication", "overlap_communication"), lambda facts: facts.alone, _ALONE),
     Rule(
         ("overlap_allgather",),
         lambda facts: facts.sharing == 1,

@@ -29,6 +29,16 @@ MODELS = {
     "qwen3-moe-causal-lm": 3,
     "qwen2-tied-causal-lm": 1,
 }
+# Whose sequences can be cut along an axis of their own.
+ATTENDED = (
+    "llama-causal-lm",
+    "llama-tied-causal-lm",
+    "gpt2-causal-lm",
+    "gpt2-untied-causal-lm",
+    "bert-masked-lm",
+    "qwen3-moe-causal-lm",
+    "qwen2-tied-causal-lm",
+)
 RECOMPUTED = (
     {"selective_ratio": 1.0},
     {"gradient_checkpointing_ratio": 0.5, "selective_ratio": 0.5},
@@ -120,6 +130,8 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         plugin["num_sequence_slices"] = random.Random(f"slices {seed}").choice([1, 1, 2, 3, 5])
     if tp > 1:
         _split_sequences(random.Random(f"sequence {seed}"), plugin)
+    if dp > 1 and not layout.zero and model in ATTENDED:
+        layout = _split_over_axis(random.Random(f"axis {seed}"), layout, dp)
     return _with_habits(rng, layout)
 
 
@@ -131,6 +143,25 @@ def _split_sequences(rng: random.Random, plugin: dict[str, Any]) -> None:
     plugin["sequence_parallelism_mode"] = rng.choice([None, "split_gather", "ring"])
     plugin["enable_sequence_overlap"] = rng.random() < 0.5
     plugin.pop("num_sequence_slices", None)
+
+
+def _split_over_axis(rng: random.Random, layout: Layout, dp: int) -> Layout:
+    """Most of the layouts with several replicas make some of them ranks of the sequence axis."""
+    plugin = layout.plugin
+    if rng.random() < 0.3 or plugin.get("enable_sequence_parallelism"):
+        return layout
+    sp = rng.choice([size for size in range(2, dp + 1) if dp % size == 0])
+    plugin["enable_sequence_parallelism"] = True
+    plugin["sp_size"] = sp
+    plugin["sequence_parallelism_mode"] = rng.choice([None, "all_to_all", "ring_attn", "ring_attn"])
+    if plugin["sequence_parallelism_mode"] == "ring_attn" and sp == 4:
+        plugin["inner_ring_size"] = rng.choice([None, 2])
+    if plugin.get("zero_group_size") is not None and dp // sp % plugin["zero_group_size"]:
+        plugin["zero_group_size"] = None
+    if (plugin.get("zero_group_size") or dp // sp) % plugin.get("ep_size", 1):
+        plugin["ep_size"] = 1
+    plugin.pop("num_sequence_slices", None)
+    return layout
 
 
 def _other_schedule(rng: random.Random, plugin: dict[str, Any]) -> None:

@@ -79,7 +79,23 @@ def masked(samples: int, length: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-BATCHES = {"packed": packed, "in front": padded_in_front, "few": few_labels, "masked": masked}
+def one_row(samples: int, length: int) -> dict[str, torch.Tensor]:
+    """Whose documents are dealt out as microbatches."""
+    return packed(1, length)
+
+
+def one_sample(samples: int, length: int) -> dict[str, torch.Tensor]:
+    return few_labels(1, length)
+
+
+BATCHES = {
+    "one row": one_row,
+    "one sample": one_sample,
+    "packed": packed,
+    "in front": padded_in_front,
+    "few": few_labels,
+    "masked": masked,
+}
 
 
 def compare_all(rank: int, world: int, cases: list[tuple[str, str, dict[str, Any], bool]], length: int = 19) -> None:

@@ -37,6 +37,8 @@ CASES = [
     ("llama-causal-lm", "in front", RING, True),
     ("bert-masked-lm", "masked", RING, True),
     ("mixtral-causal-lm", "few", ULYSSES, False),
+    ("gpt2-causal-lm", "one row", {**RING, "num_microbatches": 2}, False),
+    ("gpt2-causal-lm", "one sample", {**RING, "num_microbatches": 2}, False),
 ]
 UNEVEN = [
     ("mistral-causal-lm", "in front", {**ULYSSES, "sp_size": 3}, False),  # heads do not divide; windows

@@ -110,11 +110,14 @@ def as_microbatches(
     alike: bool = False,
     config: Any = None,
     keeps_documents_apart: Callable[[], bool] | None = None,
+    divide: Callable[[Any], Batch] | None = None,
 ) -> tuple[Batch | Microbatches, list[Batch]]:
     """(the batch, its microbatches), moved to `device`; ValueError for a batch that has none.
 
     alike   all data-parallel ranks need equally many
     config, keeps_documents_apart   of the model, see `regroup`
+    divide  makes this rank's part of what several ranks share along its sequences; documents are told apart before,
+            while positions still count on from token to token
     Models get copies, since some write to their inputs, while tokens are counted in the batch.
     """
 
@@ -125,8 +128,8 @@ def as_microbatches(
         check_ready(batch, num_microbatches, microbatch_size, alike)
     elif (parts := regroup(batch, num_microbatches, microbatch_size, config, alike, keeps_documents_apart)) is not None:
         batch = Microbatches(parts)
-    else:
-        batch = map_tensors(move, batch)
+    if not isinstance(batch, Microbatches):
+        batch = map_tensors(move, batch if divide is None else divide(batch))
         return batch, split_batch(batch, num_microbatches, microbatch_size)
-    batch = Microbatches(map_once(move, batch))
+    batch = Microbatches(map_once(move, batch if divide is None else [divide(part) for part in batch]))
     return batch, map_once(torch.clone, batch)

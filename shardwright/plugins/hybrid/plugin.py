@@ -174,6 +174,7 @@ class HybridParallelPlugin(ZeroPlugin):
             pp_style,
             "" if custom_policy is None or custom_policy.acts_without_sharding else type(custom_policy).__name__,
             enable_sequence_parallelism,
+            self.mesh.size("sp"),
         )
         self.without_effect = find_without_effect(HybridParallelPlugin.__init__, arguments, HYBRID, facts)
         tell(self.without_effect)
