@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.vocab_mode import view_of
 from ...utils.tensors import map_tensors
 from .sequence_axis import IGNORED, SequenceAxis
 
@@ -66,16 +67,9 @@ class SequenceLoss:
         """For a script to read: what it adds to the loss from this would be that of a part."""
         if not of_part.requires_grad:
             return of_part
-        shown = of_part.view_as(of_part)
-        shown.register_hook(self._refuse)
+        shown = view_of(of_part)
+        shown.register_hook(_RefuseGradient(self.axis.mode))
         return shown
-
-    def _refuse(self, _: Tensor) -> NoReturn:
-        raise ValueError(
-            f"a loss that reads outputs.logits, with sequence_parallelism_mode={self.axis.mode!r}: every rank has the "
-            "logits of a part of the sequences, so that what is made of them is not that of the whole; train on "
-            "outputs.loss alone, give the model a loss_function before booster.boost, or use tp_size"
-        )
 
     def require_own(self, criterion: Callable[[Any, Any], Tensor] | None) -> None:
         """ValueError for a criterion that looks at anything but the model's loss: labels and logits of a part are not
@@ -97,6 +91,22 @@ class SequenceLoss:
                 "own does not know which; pass labels in the batch and criterion=None, or one that reads outputs.loss "
                 "alone"
             )
+
+
+class _RefuseGradient:
+    """A hook on what a script may read."""
+
+    of_layout = True  # nothing of the script's
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+
+    def __call__(self, _: Tensor) -> NoReturn:
+        raise ValueError(
+            f"a loss that reads outputs.logits, with sequence_parallelism_mode={self._mode!r}: every rank has the "
+            "logits of a part of the sequences, so that what is made of them is not that of the whole; train on "
+            "outputs.loss alone, give the model a loss_function before booster.boost, or use tp_size"
+        )
 
 
 class _Nothing(dict[str, Any]):
