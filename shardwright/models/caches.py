@@ -71,7 +71,10 @@ def keep_caches_off_in_training(module: nn.Module) -> None:
 
 def makes_cache(model: nn.Module, given: Any) -> bool:
     """Whether a call of `model` with `use_cache=given` makes a cache; None stands for what its config says."""
-    if model.training and any(hasattr(module, _OFF_IN_TRAINING) for module in model.modules()):
+    if model.training and any(
+        hasattr(module, _OFF_IN_TRAINING) or getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    ):
         return False
     return bool(given if given is not None else _of_config(model))
 

@@ -66,8 +66,8 @@ __all__ = [
     "in_forward",
     "mark_vocab_sharded",
     "sharded_cross_entropy",
-    "vocab_parallel_loss",
     "view_of",
+    "vocab_parallel_loss",
     "vocab_shard_of",
     "whole_logits",
 ]
