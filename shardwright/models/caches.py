@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
+
+from .config import config_of, text_config
+
+_OFF_IN_TRAINING = "_shardwright_trains_without_cache"
 
 
 def is_past(value: Any) -> bool:
@@ -37,3 +44,40 @@ def without_cache(
     if kept.get("use_cache"):
         kept["use_cache"] = False
     return tuple(None if is_cache(value) else value for value in args), kept, False
+
+
+def keep_caches_off_in_training(module: nn.Module) -> None:
+    """Let `module` make no cache while it trains, as one whose layers transformers recomputes: with a cache models take
+    the documents of a packed row for one text.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+    if config_of(module) is None or "use_cache" not in names:  # a layer is told by its model
+        return
+    place = names.index("use_cache")
+
+    def without(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not module.training:
+            return None
+        given = args[place] if len(args) > place else kwargs.get("use_cache")
+        if not (given if given is not None else _of_config(module)):
+            return None
+        if len(args) > place:
+            return (*args[:place], False, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}
+
+    module.register_forward_pre_hook(without, with_kwargs=True)
+    setattr(module, _OFF_IN_TRAINING, True)
+
+
+def makes_cache(model: nn.Module, given: Any) -> bool:
+    """Whether a call of `model` with `use_cache=given` makes a cache; None stands for what its config says."""
+    if model.training and any(
+        hasattr(module, _OFF_IN_TRAINING) or getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    ):
+        return False
+    return bool(given if given is not None else _of_config(model))
+
+
+def _of_config(model: nn.Module) -> bool:
+    return bool(getattr(text_config(model), "use_cache", False))

@@ -66,6 +66,7 @@ __all__ = [
     "in_forward",
     "mark_vocab_sharded",
     "sharded_cross_entropy",
+    "view_of",
     "vocab_parallel_loss",
     "vocab_shard_of",
     "whole_logits",
@@ -230,6 +231,14 @@ def as_scripts_see(value: Any) -> Any:
         value.__class__ = ShardedLogits
         return value
     return hand_on(value.as_subclass(ShardedLogits), mark)
+
+
+def view_of(tensor: Tensor) -> Tensor:
+    """All of `tensor`, marked as it is, with a gradient of its own."""
+    mark = mark_of(tensor)
+    with without_torch_function():
+        view = tensor.view_as(tensor)
+    return view if mark is None else hand_on(view, mark)  # type: ignore[no-any-return]
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.caches import keep_caches_off_in_training
 from ..models.dry_run import without_data
 from ..utils import pytree
 
@@ -94,6 +95,8 @@ def keep_slices(layers: nn.Module) -> None:
 
 
 def disable_own_checkpointing(model: nn.Module) -> None:
+    """What the switch does besides, no cache in training, stays."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
+            keep_caches_off_in_training(module)
             module.gradient_checkpointing = False  # type: ignore[assignment]

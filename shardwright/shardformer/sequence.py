@@ -56,6 +56,7 @@ class SequencePlan:
     sums        blocks that sum at their exit
     whole       modules that every rank computes alike
     partial     parameters that are applied to parts of sequences
+    trains      whether any of these is trained, known when the plan has been applied
     """
 
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class SequencePlan:
     sums: list[str] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
+    trains: bool = True
 
     def decisions(self, model: nn.Module, decided: Sequence[Decision]) -> list[Decision]:
         """What was decided, with gradients that are parts of a sum."""
@@ -98,7 +100,8 @@ class SequencePlan:
 
     def apply(self, model: nn.Module, parallel: ParallelGroup, how: AlongTensor) -> None:
         """After the decisions were: `model` is sharded."""
-        stacks = {name: Stack(name, how.again, how.ring) for name in self.stacks}
+        self.trains = any(model.get_parameter(name).requires_grad for name in self.partial)
+        stacks = {name: Stack(name, how.again, how.ring, self.trains) for name in self.stacks}
 
         def of(name: str) -> Stack:
             return stacks[self.of_stack[name]]

@@ -16,6 +16,7 @@ import torch.nn as nn
 from .apply import apply_decisions
 from .config import ShardConfig
 from .plan import Plan
+from .random_branches import refuse_branches
 from .regions import Region, find_regions
 from .rng import device_of
 from .self_check import SelfCheck
@@ -24,7 +25,6 @@ from .small_copy import small_copies
 from .styles import Decision
 
 _LOGGER = logging.getLogger(__name__)
-_WORKS = "use enable_sequence_parallelism=False, or sequence_parallelism_mode='all_to_all' or 'ring_attn'"
 
 
 def verified(
@@ -39,7 +39,7 @@ def verified(
     """What becomes of the model's modules; ValueError, on all ranks alike, when its layers cannot have parts of
     sequences. Collective.
     """
-    _refuse_branches(model)
+    refuse_branches(model, "enable_sequence_parallelism=True")
     name = type(model).__name__
     first = plan_sequence(model, decisions, regions, lists)
     if config.parallel.is_played:  # a layout on paper
@@ -81,14 +81,5 @@ def verified(
         failed = found or ["its forward on parts of sequences"]
     raise ValueError(
         f"enable_sequence_parallelism=True: layers of {name} need whole sequences outside of attention and MLPs; on a "
-        f"small copy of it {', '.join(failed[:3])} came out wrong; {_WORKS}"
+        f"small copy of it {', '.join(failed[:3])} came out wrong; use enable_sequence_parallelism=False"
     )
-
-
-def _refuse_branches(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "DropPath" in type(module).__name__ and (getattr(module, "drop_prob", 0) or 0) > 0:
-            raise ValueError(
-                f"enable_sequence_parallelism=True: {name} ({type(module).__name__}) drops whole samples, which ranks "
-                f"that hold parts of a sequence do not agree on; set its probability to 0, or {_WORKS}"
-            )

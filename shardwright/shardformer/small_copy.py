@@ -83,6 +83,12 @@ def build_small(
     return copied
 
 
+def take_own_functions(model: nn.Module, copied: nn.Module) -> None:
+    """Let a copy compute its loss as `model` was told to, of which the config does not know."""
+    if "_loss_function" in vars(model):
+        copied._loss_function = model._loss_function
+
+
 def _shrink(config: Any, ranks: int, narrow: bool, keep_inputs: bool) -> None:
     for part in parts(config):
         _shorten(part)

@@ -69,7 +69,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     make                  stage 3: called with parameters just before their values are read, to make what does not exist
                           yet
     gradient_divisor      gradients are summed over all ranks that hold the parameters and divided by this; default: the
-                          number of data-parallel ranks (their mean, summed over sequence-parallel ranks)
+                          number of these ranks, data and sequence parallel
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             job = check_job(optim, model, precision, placed=settings.stage < 3, part=sections is not None)
         entries = collect_entries(optim, model, job, sections)
         device = entries[0].param.device if entries and settings.stage < 3 else get_current_device()
-        divisor = float(mesh.size("dp")) if gradient_divisor is None else gradient_divisor
+        divisor = float(mesh.size("dp_sp")) if gradient_divisor is None else gradient_divisor
         super().__init__(
             optim,
             device=device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,19 +110,33 @@ def compare_all(rank: int, world: int, cases: list[tuple[str, str, dict[str, Any
                 raise
 
 
-def compare(reference: nn.Module, batch: dict[str, torch.Tensor], arguments: dict[str, Any], called: bool) -> None:
-    """Two steps of SGD."""
+Extra = Callable[[nn.Module], torch.Tensor | float]
+
+
+def compare(
+    reference: nn.Module,
+    batch: dict[str, torch.Tensor],
+    arguments: dict[str, Any],
+    called: bool,
+    extra: Extra = lambda model: 0.0,
+    **of_one_process: Any,
+) -> None:
+    """Two steps of SGD.
+
+    extra   is added to the loss where the model is called itself
+    of_one_process  what a call gets there besides
+    """
     plugin = HybridParallelPlugin(precision="fp32", **arguments)
     booster = Booster(plugin=plugin)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    plain = sgd(reference)
     model: Any = copy.deepcopy(reference)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model, optimizer, *_ = booster.boost(model, sgd(model))
     assert optimizer is not None
     for _ in range(2):
-        expected = reference(**batch).loss
+        expected = reference(**batch, **of_one_process).loss + extra(reference)
         expected.backward()
         if called:
-            loss = model(**batch).loss
+            loss = model(**batch).loss + extra(model)
             booster.backward(loss, optimizer)
         else:
             loss = booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]
@@ -138,6 +153,10 @@ def compare(reference: nn.Module, batch: dict[str, torch.Tensor], arguments: dic
             each.step()
             each.zero_grad()
         compare_models(reference, model, coordinate=plugin.mesh.coordinate, gradients=False)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
 
 
 class Sent(TorchDispatchMode):

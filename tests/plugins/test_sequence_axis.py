@@ -13,6 +13,7 @@ from sequence_ranks import activations, compare_all, volumes
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.plugins.hybrid.sequence_axis import Positions
 from shardwright.plugins.hybrid.sequence_probe import probe_ring, probe_ulysses
 from shardwright.testing import run_ranks, zoo
 
@@ -114,13 +115,15 @@ def test_models_that_cannot_be_split_are_named(name: str, words: str) -> None:
 
 
 def test_what_is_found_out_of_models() -> None:
-    assert probe_ring(zoo.build("qwen3-causal-lm")) == (True, True, True, True)
+    counted = Positions(0, None, under_mask=True)
+    own = (True, False, False)  # documents are kept apart without a cache
+    assert probe_ring(zoo.build("qwen3-causal-lm")) == (True, True, True, counted, own)
     decoder, encoder, by_mask = map(
         probe_ulysses, map(zoo.build, ("mistral-causal-lm", "bert-masked-lm", "opt-causal-lm"))
     )
-    assert decoder == (True, True, True, True)
-    assert encoder == (False, False, True, False)
-    assert not by_mask.own_positions
+    assert decoder == (True, True, True, counted, own)
+    assert encoder == (False, False, False, counted, (False, False, False))
+    assert by_mask.positions == Positions(0, None, under_mask=False)
 
 
 def other_model(rank: int, world: int) -> None:

@@ -21,7 +21,7 @@ from ...precision.policy import PrecisionPolicy
 from ...shardformer.model import ShardedModel
 from ...utils.tensors import map_tensors
 from .adapters import Home
-from .sequence_axis import SequenceAxis
+from .sequence_loss import SequenceLoss
 
 
 class HybridModel(ModelWrapper):
@@ -33,7 +33,7 @@ class HybridModel(ModelWrapper):
     adapters  where the LoRA parameters of the whole model are to be found
     share_buffers  gives all data-parallel ranks rank 0's running statistics; called before a forward that trains
     waits     ranks wait for each other in a forward
-    sequence  cuts batches along their sequences, where the plugin does
+    sequence  cuts batches along their sequences and adds up the loss, where the plugin does
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HybridModel(ModelWrapper):
         adapters: Mapping[str, Home] | None = None,
         share_buffers: Callable[[], None] | None = None,
         waits: bool = False,
-        sequence: SequenceAxis | None = None,
+        sequence: SequenceLoss | None = None,
     ) -> None:
         super().__init__(module)
         self._waits = waits
@@ -66,14 +66,14 @@ class HybridModel(ModelWrapper):
             self.share_buffers()
         whole: dict[str, Any] = {}
         if self.sequence is not None:
-            whole = self.sequence.named(args, kwargs)
-            args, kwargs = (), self.sequence.divide(whole)
+            whole = self.sequence.axis.named(args, kwargs)
+            args, kwargs = (), self.sequence.axis.divide(whole)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         wanted = loss_wanted(kwargs.get("labels") is not None)
         with self._running(), self.executor.numbers(), job.forward(self._waits), wanted:
             outputs = self.module(*args, **kwargs)
             if self.sequence is not None:
-                outputs = self.sequence.with_whole_loss(outputs, whole, kwargs)
+                outputs = self.sequence.of_whole(outputs, whole, kwargs)
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 
     def check_batch(self, batch: Any) -> None:

@@ -56,7 +56,8 @@ from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
 from .sequence import check_sequence, probe_sequences, split_sequences
-from .sequence_axis import SequenceAxis, SequenceFacts
+from .sequence_axis import SequenceFacts
+from .sequence_loss import SequenceLoss
 from .sequence_tensor import StageLengths, along_tensor, refuse_hidden_states, without_sequences
 
 
@@ -373,7 +374,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if groups is not None:
             groups.rebind(model)
         copies = [] if cut.loss_check is None else [cut.loss_check.model]
-        axis = split_sequences(self.settings, self.sp_group, model, self._sequences, copies)
+        sequence = split_sequences(self.settings, self.sp_group, model, self._sequences, copies)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
         wrapped, units = lay_out(
             model,
@@ -398,10 +399,10 @@ class HybridParallelPlugin(ZeroPlugin):
         numbers = StageLengths(
             PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None, self.tp_size
         )
-        executor = self._executor(cut, wrapped, units, probe, numbers, axis)
+        executor = self._executor(cut, wrapped, units, probe, numbers, sequence)
         waits = self.mesh.size("tp", "sp", "ep") > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
-            model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits, axis
+            model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits, sequence
         )
         return boosted, wrapped
 
@@ -465,7 +466,7 @@ class HybridParallelPlugin(ZeroPlugin):
         units: UnitGatherer | None,
         probe: DocumentProbe,
         numbers: StageLengths,
-        axis: SequenceAxis | None,
+        sequence: SequenceLoss | None,
     ) -> PipelineExecutor:
         return PipelineExecutor(
             cut,
@@ -474,7 +475,7 @@ class HybridParallelPlugin(ZeroPlugin):
             message_groups=self.mesh.message_groups(cut.placement.channels),
             loss_group=self.mixed_dp_group if self.mesh.size("dp_sp") > 1 else None,
             reduction=ChunkReduction(optimizer) if optimizer is not None and self.pp_size > 1 else None,
-            grad_factor=float(self.dp_size),  # the optimizer averages over data-parallel ranks
+            grad_factor=float(self.dp_size * self.sp_size),  # the optimizer averages over these
             postpone_weights=self._postpones_weights,
             pairs=self.tp_size > 1,
             gathering=ChunkGathering(units) if units is not None and self.pp_size > 1 else None,
@@ -487,7 +488,7 @@ class HybridParallelPlugin(ZeroPlugin):
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp"))
             if self.pp_size * self.tp_size * self.sp_size > 1
             else None,
-            divide=None if axis is None else axis.divide,
+            divide=None if sequence is None else sequence.axis.divide_without_cache,
         )
 
     # Training.
@@ -507,7 +508,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if optimizer is not None:
             optimizer.require_cleared()
         if model.sequence is not None:
-            model.sequence.require_own_loss(criterion)
+            model.sequence.require_own(criterion)
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
         owner = optimizer.sharded if optimizer is not None and self.pp_size > 1 and torch.is_grad_enabled() else None

@@ -21,9 +21,11 @@ from ...attention.ulysses import AttentionFunction, Trade, Ulysses
 from ...attention.zigzag import Share
 from ...comm.ring import rings_of
 from ...shardformer.adapters import native_model
+from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
 from ..settings import HybridSettings
 from .sequence_axis import SequenceAxis, SequenceFacts
+from .sequence_loss import SequenceLoss
 from .sequence_probe import probe_ring, probe_ulysses
 from .sequence_tensor import TENSOR_MODES, check_along_tensor
 
@@ -89,6 +91,7 @@ def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts
     mode = settings.sequence_mode
     if mode not in AXIS_MODES:
         return None
+    refuse_branches(model, f"sequence_parallelism_mode={mode!r}")
     return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
 
 
@@ -98,8 +101,9 @@ def split_sequences(
     model: nn.Module,
     facts: SequenceFacts | None,
     copies: Sequence[nn.Module] = (),
-) -> SequenceAxis | None:
-    """Let attention work on split sequences, also that of `copies` without data; returns who splits them."""
+) -> SequenceLoss | None:
+    """Let attention work on split sequences, also that of `copies` without data; returns who splits them and
+    adds up the loss."""
     if facts is None:
         return None
     mode = settings.sequence_mode
@@ -121,7 +125,8 @@ def split_sequences(
     use_attention(native, function, mode, copies)
     native.register_forward_pre_hook(_require_parts, with_kwargs=True)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
-    return SequenceAxis(mode, share, group, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
+    axis = SequenceAxis(mode, share, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
+    return SequenceLoss(axis, group)
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -24,10 +24,12 @@ from ...comm.ring import Ring
 from ...models.config import parts
 from ...shardformer.adapters import native_model
 from ...shardformer.layer.parallel_module import native_class
-from ...shardformer.small_copy import build_small
-from .sequence_axis import IGNORED, SequenceFacts
+from ...shardformer.small_copy import build_small, take_own_functions
+from .sequence_axis import IGNORED, Positions, SequenceFacts
 
 _LENGTH, _WINDOW, _FIRST_WORD, _LAST_WORD = 16, 5, 5, 60
+_SECOND = 7  # where the second document of a packed row begins
+_BY_ITSELF = "its attention does not go through transformers' AttentionInterface"
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
 Batch = dict[str, Any]
@@ -126,6 +128,8 @@ class _Probe:
         other = build_small(native_class(native), config, size, ranks=1)
         if small is None or other is None:
             raise self._refused("no small copy of it could be built to try it")
+        for copied in (small, other):
+            take_own_functions(native, copied)
         self._native, self._other = small, other
         generator = torch.Generator().manual_seed(0)
         self._order = torch.randperm(_LENGTH, generator=generator)
@@ -144,17 +148,30 @@ class _Probe:
         """Runs the copies; raises where the shuffled one differs."""
         with torch.no_grad():
             try:
-                plain = self._native(input_ids=self._ids, use_cache=False)
+                plain = self._plain()
             except Exception as error:  # of the model's own code
                 raise self._refused(f"a call with input_ids alone fails ({_line(error)})") from error
             if not isinstance(getattr(plain, "logits", None), Tensor) or plain.logits.shape[:2] != self._ids.shape:
                 raise self._refused("its head gives no logits for every token")
+            try:
+                self._at_places()
+            except Exception as error:
+                raise self._refused(
+                    f"with position_ids, which tell where a part stands, it fails ({_line(error)})"
+                ) from error
             self._words = plain.logits.shape[-1]
             self._compare("tokens in another order", {}, None)
             ones = torch.ones_like(self._ids)
             self._compare("padded sequences", {"attention_mask": self._mask, "position_ids": self._places}, self._mask)
-            causal = self._is_causal()
-            return SequenceFacts(causal, self._shifts(), self._own_positions(), causal and self._parts_documents(ones))
+            causal, (shifts, divides) = self._is_causal(), self._loss()
+            parts = self._parts_documents(ones) if causal else (False, False, False)
+            return SequenceFacts(causal, shifts, divides, self._positions(), parts)
+
+    def _plain(self, **batch: Any) -> Any:
+        return self._native(**{"input_ids": self._ids, "use_cache": False, **batch})
+
+    def _at_places(self, **batch: Any) -> Any:
+        return self._plain(**{"position_ids": self._places, **batch})
 
     def _shuffled(self, batch: Batch) -> Any:
         """What the model with the function makes of a batch, tokens in the other order."""
@@ -175,14 +192,16 @@ class _Probe:
         )
 
     def _compare(self, what: str, batch: Batch, mask: Tensor | None, documents: Tensor | None = None) -> None:
-        expected = self._native(**{"input_ids": self._ids, **batch}, use_cache=False).logits
+        expected = self._at_places(**batch).logits
         before = self._calls()
         try:
             got = self._shuffled({**batch, "documents": documents}).logits[:, self._order.argsort()]
         except Exception as error:  # of the model's own code, or of a function that cannot honour what it is asked
+            if self._calls() == before:
+                raise self._refused(_BY_ITSELF) from error
             raise self._refused(f"with {what} it fails ({_line(error)})") from error
         if self._calls() == before:
-            raise self._refused("its attention does not go through transformers' AttentionInterface")
+            raise self._refused(_BY_ITSELF)
         if mask is not None:
             expected, got = expected[mask.bool()], got[mask.bool()]
         if not torch.allclose(expected, got, rtol=1e-6, atol=1e-6):
@@ -191,43 +210,89 @@ class _Probe:
     def _is_causal(self) -> bool:
         other = self._ids.clone()
         other[:, -1] = _LAST_WORD + 1
-        first = self._native(input_ids=self._ids, use_cache=False).logits[:, 0]
-        return torch.allclose(first, self._native(input_ids=other, use_cache=False).logits[:, 0])
+        first = self._at_places().logits[:, 0]
+        return torch.allclose(first, self._at_places(input_ids=other).logits[:, 0])
 
-    def _own_positions(self) -> bool:
-        given = {"input_ids": self._ids, "attention_mask": self._mask, "use_cache": False}
-        made, told = self._native(**given).logits, self._native(**given, position_ids=self._places).logits
-        return torch.allclose(made[self._mask.bool()], told[self._mask.bool()])
+    def _positions(self) -> Positions:
+        """Which positions the model makes up; logits of positions that are given tell."""
+        padding = getattr(self._native.config, "pad_token_id", None)
+        made = self._plain().logits
+        starts = (0,) if padding is None else (0, padding + 1)
+        first = next((start for start in starts if _are_close(self._starting_at(start), made)), None)
+        if first is None:
+            return Positions(None, None, False)
+        seen = self._mask.bool()
+        masked = self._plain(attention_mask=self._mask).logits[seen]
+        under_mask = _are_close(self._starting_at(first, attention_mask=self._mask).logits[seen], masked)
+        if padding is None or first == 0:
+            return Positions(first, None, under_mask)
+        ids = self._ids.masked_fill(self._mask == 0, padding)
+        counted = self._mask.cumsum(1) * self._mask + padding
+        made, places = self._plain(input_ids=ids).logits, {"input_ids": ids, "position_ids": counted}
+        if _are_close(self._plain(**places).logits, made):
+            return Positions(first, padding, under_mask)
+        if _are_close(self._starting_at(first, input_ids=ids).logits, made):
+            return Positions(first, None, under_mask)
+        return Positions(None, None, False)
 
-    def _parts_documents(self, ones: Tensor) -> bool:
+    def _starting_at(self, first: int, **batch: Any) -> Any:
+        return self._plain(position_ids=self._places + first, **batch)
+
+    def _parts_documents(self, ones: Tensor) -> tuple[bool, bool, bool]:
         """Whether positions that begin again begin another document; then that must hold of the function too."""
-        places = torch.cat([torch.arange(7), torch.arange(_LENGTH - 7)])[None]
+        places = torch.cat([torch.arange(_SECOND), torch.arange(_LENGTH - _SECOND)])[None]
         row, documents = self._ids[:1], ones[:1].clone()
-        documents[:, 7:] = 2
-        packed = self._native(input_ids=row, position_ids=places, use_cache=False).logits
-        alone = self._native(input_ids=row[:, 7:], position_ids=places[:, 7:], use_cache=False).logits
-        if not torch.allclose(packed[:, 7:], alone, rtol=1e-6, atol=1e-6):
-            return False
-        self._compare("packed rows", {"input_ids": row, "position_ids": places}, None, documents)
-        return True
+        documents[:, _SECOND:] = 2
+        found = [self._keeps_apart(row, places, cached, train) for cached, train in ((0, 0), (1, 0), (1, 1))]
+        if any(found):
+            self._compare("packed rows", {"input_ids": row, "position_ids": places}, None, documents)
+        without, with_cache, in_training = found
+        return without, with_cache, in_training
 
-    def _shifts(self) -> bool:
+    def _keeps_apart(self, row: Tensor, places: Tensor, cached: int, train: int) -> bool:
+        """Whether the second document of a row stays as it is when the first one changes."""
+        other, found = row.clone(), []
+        other[:, :_SECOND] += 1
+        self._native.train(bool(train))
+        for ids in (row, other):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # of dropout
+                found.append(self._plain(input_ids=ids, position_ids=places, use_cache=bool(cached)).logits)
+        self._native.eval()
+        return torch.allclose(found[0][:, _SECOND:], found[1][:, _SECOND:], rtol=1e-6, atol=1e-6)
+
+    def _loss(self) -> tuple[bool, bool]:
+        """Whether labels are those of the next token, and whether `num_items_in_batch` divides."""
         labels = self._ids % self._words
         labels[0, :6], labels[2, 9:] = IGNORED, IGNORED
         moved = pad(labels[:, 1:], (0, 1), value=IGNORED)
         try:
-            expected = self._native(input_ids=self._ids, labels=labels, use_cache=False).loss
+            expected = self._at_places(labels=labels).loss
         except Exception as error:
-            raise self._refused(f"it takes no label for every token ({_line(error)})") from error
+            raise self._refused(
+                f"it takes no label for every token, of which {IGNORED} does not count ({_line(error)})"
+            ) from error
         for shifts, extra in ((False, {}), (True, {"shift_labels": moved})):
             try:
                 loss = self._shuffled({"labels": labels, **extra}).loss
             except Exception:  # arguments that it does not know
                 continue
             if torch.allclose(expected, loss, rtol=1e-6, atol=1e-6):
-                self._require_mean(labels, moved if shifts else labels, expected)
-                return shifts
+                counted = moved if shifts else labels
+                self._require_mean(labels, counted, expected)
+                return shifts, self._divides(labels, expected, int((counted != IGNORED).sum()))
         raise self._refused("its loss is no mean over the labels of tokens")
+
+    def _divides(self, labels: Tensor, expected: Tensor, count: int) -> bool:
+        try:
+            loss = self._at_places(labels=labels, num_items_in_batch=torch.tensor(count + 2)).loss
+        except Exception:  # nor will it take it in a batch
+            return False
+        if torch.allclose(loss, expected * count / (count + 2), rtol=1e-6, atol=1e-6):
+            return True
+        if torch.allclose(loss, expected, rtol=1e-6, atol=1e-6):
+            return False
+        raise self._refused("its loss is neither divided by num_items_in_batch nor the same without")
 
     def _require_mean(self, labels: Tensor, counted: Tensor, expected: Tensor) -> None:
         total = torch.zeros_like(expected)
@@ -235,10 +300,14 @@ class _Probe:
             chosen = labels.clone()
             chosen[:, half::2] = IGNORED
             left = chosen if counted is labels else chosen[:, 1:]
-            loss = self._native(input_ids=self._ids, labels=chosen, use_cache=False).loss
+            loss = self._at_places(labels=chosen).loss
             total += loss * (left != IGNORED).sum() / (counted != IGNORED).sum()
         if not torch.allclose(expected, total, rtol=1e-6, atol=1e-6):
             raise self._refused("its loss is no mean over the labels of tokens")
+
+
+def _are_close(outputs: Any, logits: Tensor) -> bool:
+    return torch.allclose(getattr(outputs, "logits", outputs), logits, rtol=1e-6, atol=1e-6)
 
 
 def _line(error: Exception) -> str:

@@ -108,5 +108,5 @@ class StageLengths:
         with holding({}), self._numbers():
             if self._plan is not None and batch is not None:
                 for name, length in split_lengths(batch, tuple(self._plan.stacks)).items():
-                    Stack(name).tell(length, self._ranks)
+                    Stack(name, trains=self._plan.trains).tell(length, self._ranks)
             yield

@@ -48,11 +48,14 @@ class Stack:
     name    of the list in the model
     again   gather inputs of column linears once more in backward, and keep this rank's part alone
     ring    gather and scatter in parts, while products of others are computed
+    trains  whether parameters that are applied to parts of sequences are trained: their gradients are summed over the
+            ranks, also after a forward that did not split
     """
 
     name: str
     again: bool = False
     ring: bool = False
+    trains: bool = True
 
     def begin(self, x: Tensor, ranks: int) -> bool:
         """Note how long the sequences of x [B, S, H] are; whether they are split."""
@@ -73,12 +76,16 @@ class Stack:
             self.note(length)
             return True
         self.forget()
-        if torch.is_grad_enabled() and x.requires_grad:
+        self._require_no_training(length, ranks)
+        return False
+
+    def _require_no_training(self, length: int, ranks: int) -> None:
+        if self.trains and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.name}: sequences of {length} cannot be split over tp_size={ranks} ranks, each of which needs "
-                f"a position; use sequences of at least {ranks}, or enable_sequence_parallelism=False"
+                f"a position; use sequences of at least {ranks}, or enable_sequence_parallelism=False; evaluate under "
+                "torch.no_grad()"
             )
-        return False
 
     def note(self, length: int) -> None:
         facts()[self._key] = length
@@ -91,6 +98,8 @@ class Stack:
         facts()[self._told] = length
         if length >= ranks:
             self.note(length)
+        else:
+            self._require_no_training(length, ranks)
 
     def sizes(self, ranks: int) -> list[int] | None:
         """Positions of every rank; None while nothing is split."""

@@ -1,0 +1,183 @@
+"""What becomes of the loss where every rank of the sequence axis computes that of its part.
+
+The loss of the whole sequences is a sum over the ranks, of which each differentiates its own summand. Gradients are
+averaged over the ranks of the axis as over all others, so that each summand counts n times in backward, and what a
+script adds that all ranks compute alike (a penalty on weights) counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops.vocab_mode import view_of
+from ...utils.tensors import map_tensors
+from .sequence_axis import IGNORED, SequenceAxis
+
+
+class SequenceLoss:
+    """Adds up what the ranks make of the loss.
+
+    group   the ranks of the axis
+    """
+
+    def __init__(self, axis: SequenceAxis, group: dist.ProcessGroup) -> None:
+        self.axis, self._group = axis, group
+
+    def _count(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """(labels of this rank, labels of all); None where the loss is divided by a number that was given."""
+        facts = self.axis.facts
+        if facts.divides and batch.get("num_items_in_batch") is not None:
+            return None
+        whole = batch["labels"][:, 1:] if facts.shifts else batch["labels"]
+        if batch.get("shift_labels") is not None:
+            whole = batch["shift_labels"]
+        mine = part["shift_labels"] if facts.shifts else part["labels"]
+        return (mine != IGNORED).sum(), (whole != IGNORED).sum()
+
+    def of_whole(self, outputs: Any, batch: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
+        """`outputs` of a part, with the loss of the whole sequences."""
+        if batch.get("labels") is None:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    f"a forward without labels that records gradients, with sequence_parallelism_mode="
+                    f"{self.axis.mode!r}: a loss of logits that every rank has a part of would not be that of the "
+                    "whole sequences; pass labels, and the model's own loss is exact, or evaluate under "
+                    "torch.no_grad()"
+                )
+            return outputs
+        loss = outputs[0] if isinstance(outputs, tuple) else outputs.loss
+        counts = self._count(batch, part)
+        if counts is not None:
+            mine, whole = (number.to(loss.device) for number in counts)
+            share = (mine.double() / whole.double()).to(loss.dtype)
+            loss = torch.where(mine > 0, loss, torch.zeros_like(loss)) * share
+        loss = cast(Tensor, _AddUp.apply(loss, self._group))
+        if isinstance(outputs, tuple):
+            return (loss, *map_tensors(self._without_gradient, outputs[1:]))
+        for name, value in list(outputs.items()):
+            outputs[name] = loss if name == "loss" else map_tensors(self._without_gradient, value)
+        return outputs
+
+    def _without_gradient(self, of_part: Tensor) -> Tensor:
+        """For a script to read: what it adds to the loss from this would be that of a part."""
+        if not of_part.requires_grad:
+            return of_part
+        shown = view_of(of_part)
+        shown.register_hook(_RefuseGradient(self.axis.mode))
+        return shown
+
+    def require_own(self, criterion: Callable[[Any, Any], Tensor] | None) -> None:
+        """ValueError for a criterion that looks at anything but the model's loss: labels and logits of a part are not
+        those that it expects.
+        """
+        if criterion is None or hasattr(criterion, "weight"):
+            own = criterion is None
+        else:
+            outputs, inputs = _OnlyLoss(), _Nothing()
+            try:
+                own = isinstance(criterion(outputs, inputs), Tensor)
+            except Exception:  # a criterion's own code, on what it did not expect
+                own = False
+            own = own and not outputs.was_read and not inputs.was_read
+        if not own:
+            raise ValueError(
+                f"criterion={getattr(criterion, '__name__', criterion)!r} with sequence_parallelism_mode="
+                f"{self.axis.mode!r}: every rank has the logits of a part of the sequences, and a criterion of one's "
+                "own does not know which; pass labels in the batch and criterion=None, or one that reads outputs.loss "
+                "alone"
+            )
+
+
+class _RefuseGradient:
+    """A hook on what a script may read."""
+
+    of_layout = True  # nothing of the script's
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+
+    def __call__(self, _: Tensor) -> NoReturn:
+        raise ValueError(
+            f"a loss that reads outputs.logits, with sequence_parallelism_mode={self._mode!r}: every rank has the "
+            "logits of a part of the sequences, so that what is made of them is not that of the whole; train on "
+            "outputs.loss alone, give the model a loss_function before booster.boost, or use tp_size"
+        )
+
+
+class _Nothing(dict[str, Any]):
+    """A mapping that seems to hold everything, and notes when it is looked at."""
+
+    was_read = False
+
+    def _read(self, *_: Any) -> Any:
+        self.was_read = True
+        raise LookupError("of a part of the sequences alone")
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, name: Any) -> Any:
+        return self._read()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return int(self._read())
+
+    get = keys = values = items = pop = copy = _read  # type: ignore[assignment]
+
+
+_HELD = ("loss", "logits")
+
+
+class _OnlyLoss(_Nothing):
+    """The outputs of a model as `require_own` shows them: they have a loss and logits, which nobody may look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _HELD
+
+    def __getitem__(self, name: Any) -> Any:
+        if name in ("loss", 0):
+            return self.loss
+        return (
+            self._read() if name == "logits" or not isinstance(name, str) else super(_Nothing, self).__getitem__(name)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logits":
+            return self._read()
+        raise AttributeError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        return self[name] if name in _HELD else default
+
+
+class _AddUp(torch.autograd.Function):
+    """The sum of what the ranks of the axis have of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = loss.detach().clone()
+        ctx.ranks = group.size()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.ranks, None
