@@ -194,7 +194,8 @@ class _RingFunction(torch.autograd.Function):
                 out[:, :, block.queries], lse[:, :, block.queries] = merged
 
         turn.around(torch.cat([key, value], -1), compute)
-        result = out.to(query.dtype)
+        # Heads behind tokens, as the projection behind wants them: then it keeps no copy.
+        result = out.transpose(1, SEQUENCE).to(query.dtype).contiguous().transpose(1, SEQUENCE)
         ctx.save_for_backward(query, key, value, result, lse)
         ctx.turn = turn
         return result

@@ -5,7 +5,8 @@ function every rank gets the whole sequence of some heads, and afterwards all he
     out   [B, S, H/n, D] -> [B, S/n, H, D]
 
 Four all-to-alls per layer, and four in the backward. What the function itself does (soft caps, sinks, dropout) goes
-through untouched. Heads that do not divide are dealt out unevenly; a head of keys that the query heads of several ranks
+through untouched: it may be a ring (`ring.RingAttention`), in which the ranks that trade stand in one place. Heads that
+do not divide are dealt out unevenly; a head of keys that the query heads of several ranks
 look at is sent to all of them, and its gradients are summed where it came from.
 """
 
@@ -54,7 +55,7 @@ class Ulysses:
     """An attention function in the words of transformers' `AttentionInterface`.
 
     native  finds the function that the model would have called: native(module)
-    kind    "sdpa", "eager" or "flash": the form of mask that it takes
+    kind    "sdpa", "eager" or "flash": the form of mask that it takes; "documents": as `masks` has them
     """
 
     def __init__(self, trade: Trade, native: Callable[[nn.Module], AttentionFunction], kind: str) -> None:
@@ -115,6 +116,8 @@ class Ulysses:
             mask = self._masks.additive(view, documents, length, query.device, query.dtype)
         elif self._kind == "sdpa":
             mask = self._masks.boolean(view, documents, length, query.device)
+        elif self._kind == "documents":
+            mask = documents
         else:
             mask = None if documents is None else documents[:, 0, 0] > 0
         out, _ = self._native(module)(seen, query, key, value, mask, **kept)
