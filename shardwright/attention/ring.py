@@ -160,9 +160,6 @@ class RingAttention:
         softcap: float | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        batch, heads, length, size = query.shape
-        if query.is_meta:  # whoever asks for shapes asks no other rank
-            return query.new_empty(batch, length, heads, value.shape[-1]), None
         if dropout:
             raise ValueError(
                 f"dropout={dropout} of attention with sequence_parallelism_mode='ring_attn': blocks are computed once "
@@ -170,7 +167,7 @@ class RingAttention:
             )
         if options.get("s_aux") is not None or isinstance(getattr(module, "sinks", None), Tensor):
             raise ValueError("attention sinks are not computed in a ring; use sequence_parallelism_mode='all_to_all'")
-        scale = size**-0.5 if scaling is None else float(scaling)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         setting = Setting(require_view(module, options), scale, softcap)
         turn = Turn(self._share, self._rings, setting, attention_mask)
         out: Tensor = _RingFunction.apply(query, key, value, turn)

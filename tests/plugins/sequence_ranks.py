@@ -167,17 +167,20 @@ def volumes(rank: int, world: int, samples: int, length: int, mode: dict[str, An
     return found
 
 
-def activations(rank: int, world: int, mode: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that a forward leaves, in one process and on this rank."""
+def activations(rank: int, world: int, samples: int, length: int, modes: list[dict[str, Any] | None]) -> Any:
+    """Bytes that a forward leaves on this rank (None: in one process), in all and for one layer more, by mode."""
     found = []
-    ids = torch.randint(3, 100, (2, 48))
-    for split in (False, True):
-        model: Any = zoo.build("llama-causal-lm", dtype=torch.float32)
-        if split:
-            plugin = HybridParallelPlugin(precision="fp32", **mode)
-            model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with measure(model.parameters()) as saved:
-            loss = model(input_ids=ids, labels=ids).loss
-        found.append(saved.bytes)
-        del loss
-    return found[0], found[1]
+    ids = torch.randint(3, 100, (samples, length))
+    for mode in modes:
+        left = []
+        for layers in (1, 2):
+            model: Any = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=layers)
+            if mode is not None:
+                plugin = HybridParallelPlugin(precision="fp32", **mode)
+                model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with measure(model.parameters()) as saved:
+                loss = model(input_ids=ids, labels=ids).loss
+            left.append(saved.bytes)
+            del loss
+        found.append((left[1], left[1] - left[0]))
+    return found

@@ -207,7 +207,15 @@ def test_what_travels() -> None:
 
 
 def test_activations_are_shared() -> None:
-    """What a layer leaves for its backward is a half on each of two ranks, but for the numbers of the mask."""
-    for mode in (ULYSSES, RING):
-        for whole, part in run_ranks(activations, 2, mode):
-            assert 0.49 <= part / whole <= 0.53, (mode, part / whole)
+    """What a layer leaves for its backward is an n-th on each of n ranks, and so is what the rest of the model leaves.
+    Where ranks trade, the output is kept as both have it, and keys by every rank that looks at them.
+    """
+    b, length, heads, keys, size, n = 2, 48, 4, 2, 12, 4
+    modes = [None, {**ULYSSES, "sp_size": n}, {**RING, "sp_size": n}, BOTH]
+    for (whole, of_layer), *parts in run_ranks(activations, n, b, length, modes):
+        tokens = 4 * b * length // n * size  # bytes of one head
+        kept = [layer - of_layer // n for _, layer in parts]
+        order = 8 * n  # which heads of keys are sent
+        assert kept == [(heads + 2 * (n - keys)) * tokens + order, 0, heads * tokens]
+        for (total, layer), more in zip(parts, kept, strict=True):
+            assert total - 2 * more == pytest.approx(whole / n, rel=0.01), (whole, total, layer)
