@@ -85,6 +85,7 @@ SWEEP = [
         (8, {"sp_size": 8, "ulysses_size": 2, "inner_ring_size": 2}, True),
     ]
 ]
+SWEEP.append(Layout("llama-causal-lm", 4, BOTH, calls=True, habits=Habits(lora=True), checkpointing=True))
 BATCHES_SWEEP = [
     (model, batch, {**mode, "sp_size": size}, called)
     for model in ("gemma2", *MODELS[:5])
