@@ -1,12 +1,14 @@
-"""Step time and kept activations of sequences that are split along tensor parallelism.
+"""Step time and kept activations of sequences that are split over ranks.
 
     python benchmarks/sequence.py                            # CPU, gloo: starts its own rank processes
+    python benchmarks/sequence.py --axis --ranks 4 --batch 1 --seq 2048 --hidden 128 --layers 2
     torchrun --nproc_per_node 2 benchmarks/sequence.py       # any device; nccl where there is CUDA
 
 The same Llama under plain tensor parallelism, `split_gather`, `split_gather` with `enable_sequence_overlap`, and
-`ring`. All take turns within one run, so that what else the machine does hits all of them; medians over the rounds of
-forward and backward are compared: wall time, and CPU time summed over the ranks. Kept activations are the bytes that
-autograd saves, each memory once, without parameters.
+`ring`; with `--axis` on one rank alone, while the others wait, and with its sequences shared by all of them, gradients
+summed: `ring_attn`, the same with `ulysses_size=2`, and `all_to_all`. All take turns within one run, so that what else
+the machine does hits all of them; medians over the rounds of forward and backward are compared: wall time, and CPU time
+summed over the ranks. Kept activations are the bytes that autograd saves, each memory once, without parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import os
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +29,39 @@ from shardwright.testing import run_ranks
 from shardwright.utils.device import get_current_device
 
 SPLIT: dict[str, Any] = {"enable_sequence_parallelism": True}
-VARIANTS: dict[str, dict[str, Any]] = {
+ALONG_TENSOR: dict[str, dict[str, Any]] = {
     "plain": {},
     "split_gather": SPLIT,
     "split_gather, overlap": {**SPLIT, "enable_sequence_overlap": True},
     "ring": {**SPLIT, "sequence_parallelism_mode": "ring"},
 }
+ALONE = "one rank alone"
+OVER_AXIS: dict[str, dict[str, Any]] = {
+    ALONE: {},
+    "ring_attn": {**SPLIT, "sequence_parallelism_mode": "ring_attn"},
+    "ring_attn, ulysses_size=2": {**SPLIT, "sequence_parallelism_mode": "ring_attn", "ulysses_size": 2},
+    "all_to_all": {**SPLIT, "sequence_parallelism_mode": "all_to_all"},
+}
 
 
-def build(options: argparse.Namespace, plugin: dict[str, Any]) -> nn.Module:
+class Trained(NamedTuple):
+    """A model, and who reduces its gradients where ranks share sequences."""
+
+    model: nn.Module
+    booster: Booster | None = None
+    optimizer: Any = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.booster is None or self.optimizer is None:
+            loss.backward()
+        else:
+            self.booster.backward(loss, self.optimizer)
+
+    def clear(self) -> None:
+        (self.model if self.optimizer is None else self.optimizer).zero_grad()
+
+
+def build(options: argparse.Namespace, name: str, plugin: dict[str, Any]) -> Trained:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -48,21 +74,27 @@ def build(options: argparse.Namespace, plugin: dict[str, Any]) -> nn.Module:
         num_key_value_heads=4,
         max_position_embeddings=options.seq,
     )
-    settings = {"tp_size": dist.get_world_size(), "precision": options.precision, **plugin}
-    model, *_ = Booster(plugin=HybridParallelPlugin(**settings)).boost(LlamaForCausalLM(config))
-    return model
+    model: Any = LlamaForCausalLM(config)
+    if name == ALONE:
+        return Trained(model.to(get_current_device()))
+    axis = "sp_size" if options.axis else "tp_size"
+    settings = {axis: dist.get_world_size(), "precision": options.precision, **plugin}
+    booster = Booster(plugin=HybridParallelPlugin(**settings))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if options.axis else None
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return Trained(model, booster, optimizer)
 
 
-def step(model: nn.Module, ids: torch.Tensor) -> float:
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    model.zero_grad()
+def step(trained: Trained, ids: torch.Tensor) -> float:
+    loss = trained.model(input_ids=ids, labels=ids).loss
+    trained.backward(loss)
+    trained.clear()
     if ids.is_cuda:
         torch.cuda.synchronize()
-    return float(loss)
+    return float(loss.detach())
 
 
-def kept_bytes(model: nn.Module, ids: torch.Tensor) -> int:
+def kept_bytes(trained: Trained, ids: torch.Tensor) -> int:
     seen: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # so that no memory is counted under two addresses
 
@@ -74,37 +106,39 @@ def kept_bytes(model: nn.Module, ids: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = trained.model(input_ids=ids, labels=ids).loss
     found = sum(seen.values())
-    loss.backward()
-    model.zero_grad()
+    trained.backward(loss)
+    trained.clear()
     return found
 
 
 def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    models = {name: build(options, plugin) for name, plugin in VARIANTS.items()}
+    variants = OVER_AXIS if options.axis else ALONG_TENSOR
+    models = {name: build(options, name, plugin) for name, plugin in variants.items()}
     ids = torch.randint(512, (options.batch, options.seq), generator=torch.Generator().manual_seed(1))
     ids = ids.to(get_current_device())
     losses = {name: step(model, ids) for name, model in models.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-3, losses
     kept = {name: kept_bytes(model, ids) for name, model in models.items()}
-    walls: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    cpus: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    walls: dict[str, list[float]] = {name: [] for name in variants}
+    cpus: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, model in models.items():
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            step(model, ids)
+            if name != ALONE or rank == 0:
+                step(model, ids)
             spent = torch.tensor([time.process_time() - cpu], device=ids.device)
             walls[name].append(time.perf_counter() - wall)
             dist.all_reduce(spent)
             cpus[name].append(spent.item())
     if rank == 0:
-        print(f"tp={world}, hidden {options.hidden}, {options.layers} layers, {options.batch} x {options.seq}")
-        for name in VARIANTS:
+        print(f"{world} ranks, hidden {options.hidden}, {options.layers} layers, {options.batch} x {options.seq}")
+        for name in variants:
             print(
-                f"{name:24} {1000 * statistics.median(walls[name]):8.1f} ms   CPU "
+                f"{name:26} {1000 * statistics.median(walls[name]):8.1f} ms   CPU "
                 f"{1000 * statistics.median(cpus[name]):8.1f} ms   kept {kept[name] / 2**20:7.2f} MiB",
                 flush=True,
             )
@@ -112,7 +146,8 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--axis", action="store_true", help="sequences over an axis of their own")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2)
@@ -127,7 +162,7 @@ def main() -> None:
         measure(dist.get_rank(), dist.get_world_size(), options)
         dist.destroy_process_group()
     else:
-        run_ranks(measure, options.tp, options, timeout=500)
+        run_ranks(measure, options.ranks, options, timeout=500)
 
 
 if __name__ == "__main__":

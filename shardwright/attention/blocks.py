@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .flash_blocks import FlashBlocks, find_flash_blocks
+
 _OPS = torch.ops.aten
 _FUSED = (torch.float16, torch.bfloat16)
 _WIDEST = 256  # head size of torch's flash kernels
@@ -37,6 +39,9 @@ class Rule(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, lse in fp32 or better)"""
+    flash = _flash_attn(q, v, rule)
+    if flash is not None:
+        return flash.attend(q, k, v, rule.scale, rule.causal, rule.softcap)
     k, v = _for_each(k, q), _for_each(v, q)
     if _kernel_fits(q, v, rule):
         if q.device.type == "cpu":
@@ -56,6 +61,9 @@ def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What this block adds to the gradients of q, k and v; `out` and `lse` are those of all keys."""
+    flash = _flash_attn(q, v, rule)
+    if flash is not None:
+        return flash.attend_backward(dout, q, k, v, out, lse, rule.scale, rule.causal, rule.softcap)
     keys, values = _for_each(k, q), _for_each(v, q)
     if _kernel_fits(q, v, rule):
         given = dout.contiguous(), q, keys, values, out, lse.contiguous()
@@ -80,12 +88,23 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     return out * old + more * new, both
 
 
+def _flash_attn(q: Tensor, v: Tensor, rule: Rule) -> FlashBlocks | None:
+    """flash-attn's functions, where they compute such a block."""
+    return find_flash_blocks() if rule.mask is None and _flash_fits(q, v) else None
+
+
 def _kernel_fits(q: Tensor, v: Tensor, rule: Rule) -> bool:
+    """Whether torch's own kernel computes such a block."""
     if rule.mask is not None or rule.softcap is not None or q.shape[-1] != v.shape[-1]:
         return False
-    if q.device.type == "cpu":
-        return True
-    if q.device.type != "cuda" or q.dtype not in _FUSED or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
+    return q.device.type == "cpu" or _flash_fits(q, v)
+
+
+def _flash_fits(q: Tensor, v: Tensor) -> bool:
+    """Whether there are flash kernels for such heads on this device."""
+    if q.device.type != "cuda" or q.dtype not in _FUSED:
+        return False
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
         return False
     return torch.cuda.get_device_capability(q.device) >= (8, 0)
 

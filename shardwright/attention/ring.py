@@ -160,9 +160,6 @@ class RingAttention:
         softcap: float | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        batch, heads, length, size = query.shape
-        if query.is_meta:  # whoever asks for shapes asks no other rank
-            return query.new_empty(batch, length, heads, value.shape[-1]), None
         if dropout:
             raise ValueError(
                 f"dropout={dropout} of attention with sequence_parallelism_mode='ring_attn': blocks are computed once "
@@ -170,7 +167,7 @@ class RingAttention:
             )
         if options.get("s_aux") is not None or isinstance(getattr(module, "sinks", None), Tensor):
             raise ValueError("attention sinks are not computed in a ring; use sequence_parallelism_mode='all_to_all'")
-        scale = size**-0.5 if scaling is None else float(scaling)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         setting = Setting(require_view(module, options), scale, softcap)
         turn = Turn(self._share, self._rings, setting, attention_mask)
         out: Tensor = _RingFunction.apply(query, key, value, turn)
@@ -194,7 +191,8 @@ class _RingFunction(torch.autograd.Function):
                 out[:, :, block.queries], lse[:, :, block.queries] = merged
 
         turn.around(torch.cat([key, value], -1), compute)
-        result = out.to(query.dtype)
+        # Heads behind tokens, as the projection behind wants them: then it keeps no copy.
+        result = out.transpose(1, SEQUENCE).to(query.dtype).contiguous().transpose(1, SEQUENCE)
         ctx.save_for_backward(query, key, value, result, lse)
         ctx.turn = turn
         return result

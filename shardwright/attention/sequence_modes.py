@@ -53,23 +53,31 @@ def native_function(name: str) -> Callable[[nn.Module], AttentionFunction]:
 
 
 def use_attention(model: Any, function: AttentionFunction, purpose: str, copies: Sequence[Any] = ()) -> None:
-    """Let all attention of `model` go through `function`, and that of its `copies` without data."""
-    from transformers import AttentionInterface
-
-    name = f"shardwright_{purpose}_{next(_numbers)}"
+    """Let all attention of `model` go through `function`; its `copies` without data are asked for shapes alone."""
     own = WeakSet(model.modules())
 
-    def of_model(module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
-        if module not in own and not query.is_meta:  # copies without data are asked for shapes
+    def of_model(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        if query.is_meta:  # whoever asks for shapes asks no other rank
+            samples, heads, length, _ = query.shape
+            return query.new_empty(samples, length, heads, value.shape[-1]), None
+        if module not in own:
             raise ValueError(
                 f"a {type(module).__name__} of another model than the boosted one shares its config, which now names "
                 "attention on parts of sequences; build it from a copy of the config that was taken before "
                 "booster.boost"
             )
-        return function(module, query, *args, **options)
+        return function(module, query, key, value, *args, **options)
 
-    AttentionInterface.register(name, of_model)
-    for module in itertools.chain(*(each.modules() for each in (model, *copies))):
+    name_attention(of_model, purpose, (model, *copies))
+
+
+def name_attention(function: AttentionFunction, purpose: str, models: Sequence[Any]) -> None:
+    """Let all attention of `models` go through `function`, whoever calls them."""
+    from transformers import AttentionInterface
+
+    name = f"shardwright_{purpose}_{next(_numbers)}"
+    AttentionInterface.register(name, function)
+    for module in itertools.chain(*(each.modules() for each in models)):
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
             config._attn_implementation_internal = name

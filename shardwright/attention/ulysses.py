@@ -5,7 +5,8 @@ function every rank gets the whole sequence of some heads, and afterwards all he
     out   [B, S, H/n, D] -> [B, S/n, H, D]
 
 Four all-to-alls per layer, and four in the backward. What the function itself does (soft caps, sinks, dropout) goes
-through untouched. Heads that do not divide are dealt out unevenly; a head of keys that the query heads of several ranks
+through untouched: it may be a ring (`ring.RingAttention`), in which the ranks that trade stand in one place. Heads that
+do not divide are dealt out unevenly; a head of keys that the query heads of several ranks
 look at is sent to all of them, and its gradients are summed where it came from.
 """
 
@@ -54,7 +55,7 @@ class Ulysses:
     """An attention function in the words of transformers' `AttentionInterface`.
 
     native  finds the function that the model would have called: native(module)
-    kind    "sdpa", "eager" or "flash": the form of mask that it takes
+    kind    "sdpa", "eager" or "flash": the form of mask that it takes; "documents": as `masks` has them
     """
 
     def __init__(self, trade: Trade, native: Callable[[nn.Module], AttentionFunction], kind: str) -> None:
@@ -70,11 +71,8 @@ class Ulysses:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        batch, heads, length, _ = query.shape
-        if query.is_meta:  # whoever asks for shapes asks no other rank
-            return query.new_empty(batch, length, heads, value.shape[-1]), None
         view = require_view(module, options)
-        shares = share_heads(heads, key.shape[HEADS], self._trade.ranks)
+        shares = share_heads(query.shape[HEADS], key.shape[HEADS], self._trade.ranks)
         sizes, order = list(shares.queries), shares.key_order
         if order is not None:
             index = torch.tensor(order, device=key.device)
@@ -115,6 +113,8 @@ class Ulysses:
             mask = self._masks.additive(view, documents, length, query.device, query.dtype)
         elif self._kind == "sdpa":
             mask = self._masks.boolean(view, documents, length, query.device)
+        elif self._kind == "documents":
+            mask = documents
         else:
             mask = None if documents is None else documents[:, 0, 0] > 0
         out, _ = self._native(module)(seen, query, key, value, mask, **kept)

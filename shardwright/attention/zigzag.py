@@ -3,11 +3,14 @@
 in order   rank k of n holds the k-th n-th of the sequence
 zig-zag    the sequence is cut into 2n pieces, and rank k holds pieces k and 2n - 1 - k: under a causal mask every
            rank has then the same amount of attention to compute
+
+Where several ranks stand in the place of one, they hold equal parts of what it would hold, in its order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,25 +18,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Share:
-    """The positions of one rank. Lengths must be a multiple of `multiple`."""
+    """The positions of one rank. Lengths must be a multiple of `multiple`.
+
+    among, place    of so many ranks that share them equally, this one has the part at `place`
+    """
 
     rank: int
     ranks: int
     zigzag: bool = False
+    among: int = 1
+    place: int = 0
 
     @property
     def multiple(self) -> int:
+        return math.lcm(self._pieces, self.ranks * self.among)
+
+    @property
+    def _pieces(self) -> int:
         return 2 * self.ranks if self.zigzag else self.ranks
 
     def of_rank(self, rank: int) -> Share:
-        return Share(rank, self.ranks, self.zigzag)
+        return replace(self, rank=rank)
+
+    def shared_by(self, among: int, place: int) -> Share:
+        """What one of `among` ranks has, which share this."""
+        return replace(self, among=among, place=place)
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of the pieces of this rank, of a sequence of `length` tokens, in the order it holds them."""
         assert length % self.multiple == 0, f"{length} is no multiple of {self.multiple}"
-        size = length // self.multiple
-        pieces = (self.rank, self.multiple - 1 - self.rank) if self.zigzag else (self.rank,)
-        return [(piece * size, (piece + 1) * size) for piece in pieces]
+        size = length // self._pieces
+        pieces = (self.rank, self._pieces - 1 - self.rank) if self.zigzag else (self.rank,)
+        held = length // (self.ranks * self.among)
+        first, last = self.place * held, (self.place + 1) * held  # of what lies in all pieces together
+        found = []
+        for before, piece in zip((0, size), pieces, strict=False):
+            start, stop = max(first - before, 0), min(last - before, size)
+            if start < stop:
+                found.append((piece * size + start, piece * size + stop))
+        return found
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """[..., S, ...] -> [..., S / n, ...]"""

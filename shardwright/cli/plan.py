@@ -26,6 +26,7 @@ _WHOLE = (
     "pp_size",
     "sp_size",
     "inner_ring_size",
+    "ulysses_size",
     "ep_size",
     "zero_stage",
     "zero_group_size",

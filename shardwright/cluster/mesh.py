@@ -122,6 +122,13 @@ class ParallelMesh:
             self._groups[key] = group
         return self._groups[key]
 
+    def neighbours(self, axis: str, size: int) -> dist.ProcessGroup:
+        """The group of `size` ranks that follow each other along `axis`, this rank among them; collective over it."""
+        line = self.ranks(axis)
+        assert len(line) % size == 0, f"{size} does not divide {len(line)}"
+        first = self.coordinate(axis) // size * size
+        return self.group(axis) if size == len(line) else self._shared_group("near", line[first : first + size])
+
     @staticmethod
     def _shared_group(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         assert list(ranks) == sorted(ranks), "torch orders the ranks of a group, so coordinates must ascend with them"

@@ -37,17 +37,24 @@ class Ring(NamedTuple):
         return Messages("ring", works, lambda: received, keep=sent)
 
 
-def rings_of(group: dist.ProcessGroup, inner: int | None = None) -> list[Ring]:
+def rings_of(group: dist.ProcessGroup, inner: int | None = None, apart: int = 1) -> list[Ring]:
     """The ring of all ranks of `group`; with `inner`, rings of that many neighbours, and around them the ring that
     joins ranks of the same place in these: outermost first.
+
+    apart   neighbours in a ring are so many ranks apart, and as many rings lie side by side
     """
-    rank, ranks = group.rank(), group.size()
+    assert group.size() % apart == 0, f"{apart} does not divide {group.size()}"
+    (rank, lane), ranks = divmod(group.rank(), apart), group.size() // apart
+
+    def ring(before: int, behind: int, size: int) -> Ring:
+        return Ring(group, before * apart + lane, behind * apart + lane, size)
+
     if inner in (None, 1, ranks):
-        return [Ring(group, (rank - 1) % ranks, (rank + 1) % ranks, ranks)]
+        return [ring((rank - 1) % ranks, (rank + 1) % ranks, ranks)]
     assert inner is not None
     assert ranks % inner == 0, f"{inner} does not divide {ranks}"
     first = rank - rank % inner
     return [
-        Ring(group, (rank - inner) % ranks, (rank + inner) % ranks, ranks // inner),
-        Ring(group, first + (rank - 1) % inner, first + (rank + 1) % inner, inner),
+        ring((rank - inner) % ranks, (rank + inner) % ranks, ranks // inner),
+        ring(first + (rank - 1) % inner, first + (rank + 1) % inner, inner),
     ]

@@ -35,6 +35,7 @@ class LayoutSettings:
     dp_outside         data-parallel ranks are the outermost axis of the mesh, so that a pipeline stays within few nodes
     zero_group_size    ZeRO-1.5: optimizer shards live inside groups of this many data-parallel ranks; None: all of them
     inner_ring_size    of the two-level ring of ring attention
+    ulysses_size       neighbours in sp that trade sequences for heads, inside of ring attention over sp / ulysses
     """
 
     tp_size: int
@@ -44,9 +45,10 @@ class LayoutSettings:
     zero_group_size: int | None
     inner_ring_size: int | None
     ep_size: int = 1
+    ulysses_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sp_size", "inner_ring_size"):
+        for name in ("sp_size", "inner_ring_size", "ulysses_size"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size} must be at least 1, or None")

@@ -302,6 +302,19 @@ def sequence_mode_that_is_off(rank: int, world: int) -> None:
 
 
 @mistake(
+    symptom="`ulysses_size=` with `sequence_parallelism_mode='all_to_all'`, or one that does not divide `sp_size`",
+    gets="refused: in `all_to_all` all ranks of `sp` trade sequences for heads anyway",
+    fix="`sequence_parallelism_mode='ring_attn'` with a `ulysses_size` that divides `sp_size`",
+)
+def heads_traded_in_the_wrong_mode(rank: int, world: int) -> None:
+    settings = {"enable_sequence_parallelism": True, "sp_size": 2}
+    with refused("ulysses_size=2 belongs to sequence_parallelism_mode='ring_attn'"):
+        HybridParallelPlugin(**settings, sequence_parallelism_mode="all_to_all", ulysses_size=2)
+    with refused("ulysses_size=3 does not divide sp_size=2", "use one of [1, 2]"):
+        HybridParallelPlugin(**settings, sequence_parallelism_mode="ring_attn", ulysses_size=3)
+
+
+@mistake(
     symptom="`make_vocab_size_divisible_by` or `parallel_output=False` with `tp_size=1`",
     gets="accepted and named as without effect: the vocabulary is whole",
     fix="nothing, or `tp_size` above 1",

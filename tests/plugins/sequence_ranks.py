@@ -170,39 +170,52 @@ class Sent(TorchDispatchMode):
         if func.namespace == "c10d" and func._opname in ("alltoall_base_", "send"):
             kind, amount = func._opname, sum(tensor.numel() for tensor in tree_leaves(args[0]))
             if kind == "alltoall_base_":
-                amount = args[1].numel() - args[4][self.rank]
+                amount = args[1].numel() - args[4][self.rank % len(args[4])]  # neighbours
             calls, total = self.found.get(kind, (0, 0))
             self.found[kind] = calls + 1, total + amount
         return func(*args, **(kwargs or {}))
 
 
 def volumes(rank: int, world: int, samples: int, length: int, mode: dict[str, Any]) -> Any:
-    """What a layer sends forward and backward, and the norm of its gradients: in both modes, and in rings of rings."""
+    """What a layer sends forward and backward, the norm of its gradients, and what the plan says of calls and bytes: in
+    both modes, in rings of rings, and with heads traded inside of a ring.
+    """
     found = []
     ids = torch.randint(3, 100, (samples, length))
-    for name, inner in (("all_to_all", None), ("ring_attn", None), ("ring_attn", 2)):
-        chosen = {"sequence_parallelism_mode": name, "sp_size": world, "inner_ring_size": inner, "zero_stage": 1}
-        booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **{**mode, **chosen}))
+    for name, special in (
+        ("all_to_all", {}),
+        ("ring_attn", {}),
+        ("ring_attn", {"inner_ring_size": 2}),
+        ("ring_attn", {"ulysses_size": 2}),
+    ):
+        chosen = {"sequence_parallelism_mode": name, "sp_size": world, "zero_stage": 1, **special}
+        plugin = HybridParallelPlugin(precision="fp32", **{**mode, **chosen})
+        booster = Booster(plugin=plugin)
         model = zoo.build("qwen3-causal-lm", dtype=torch.float32, num_hidden_layers=1)
+        plan = plugin.preflight(model, None, samples, length).traffic
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with Sent(rank) as sent, booster.no_sync(model, optimizer):  # gradients stay where they are
             booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
         booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
-        found.append((sent.found, optimizer.get_grad_norm()))
+        planned = [(row.count, row.sent) for row in plan if row.axis == "sp"]
+        found.append((sent.found, optimizer.get_grad_norm(), planned))
     return found
 
 
-def activations(rank: int, world: int, mode: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that a forward leaves, in one process and on this rank."""
+def activations(rank: int, world: int, samples: int, length: int, modes: list[dict[str, Any] | None]) -> Any:
+    """Bytes that a forward leaves on this rank (None: in one process), in all and for one layer more, by mode."""
     found = []
-    ids = torch.randint(3, 100, (2, 48))
-    for split in (False, True):
-        model: Any = zoo.build("llama-causal-lm", dtype=torch.float32)
-        if split:
-            plugin = HybridParallelPlugin(precision="fp32", **mode)
-            model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with measure(model.parameters()) as saved:
-            loss = model(input_ids=ids, labels=ids).loss
-        found.append(saved.bytes)
-        del loss
-    return found[0], found[1]
+    ids = torch.randint(3, 100, (samples, length))
+    for mode in modes:
+        left = []
+        for layers in (1, 2):
+            model: Any = zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=layers)
+            if mode is not None:
+                plugin = HybridParallelPlugin(precision="fp32", **mode)
+                model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with measure(model.parameters()) as saved:
+                loss = model(input_ids=ids, labels=ids).loss
+            left.append(saved.bytes)
+            del loss
+        found.append((left[1], left[1] - left[0]))
+    return found

@@ -261,6 +261,10 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "make_vocab_size_divisible_by": [Changes(see.modules, 1, TP), Idle(32)],
     "dp_outside": [Changes(see.places, False, PIPE, world=4), Idle(False), Idle(False, PIPE)],
     "inner_ring_size": [Refused(2, "inner_ring_size=2")],
+    "ulysses_size": [
+        Changes(see.report, 2, {**ULYSSES, "sequence_parallelism_mode": "ring_attn", "sp_size": 4}, world=4),
+        Refused(2, "ulysses_size=2 belongs to sequence_parallelism_mode='ring_attn'", ULYSSES),
+    ],
     "fp8_communication": [
         *(Changes(see.traffic, True, base) for base in ({}, {"zero_stage": 2}, {"zero_stage": 3}, TP)),
         Changes(see.report, True, PIPE),

@@ -21,6 +21,7 @@ from shardwright.testing import run_ranks, zoo
 from tests.models import tiny_causal_lm
 
 WORLD = 2
+RING = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"}
 SECONDS = 5.0
 
 
@@ -165,6 +166,16 @@ SETTINGS: dict[str, Case] = {
         {"sequence_parallelism_mode": 1}, ["sequence_parallelism_mode=1", "string or None"]
     ),
     "a ring size without a ring": Case({"inner_ring_size": 2}, ["inner_ring_size=2", "ring_attn"]),
+    "heads traded inside of no ring": Case({"ulysses_size": 2}, ["ulysses_size=2", "ring_attn", "leave it None"]),
+    "heads traded by too many ranks": Case(
+        {**RING, "sp_size": 2, "ulysses_size": 4},
+        ["ulysses_size=4 does not divide sp_size=2", "use one of [1, 2]"],
+    ),
+    "an inner ring of all ranks, of which some trade": Case(
+        {**RING, "sp_size": 2, "ulysses_size": 2, "inner_ring_size": 2},
+        ["inner_ring_size=2 does not divide sp_size=2 / ulysses_size=2 = 1", "None"],
+    ),
+    "heads traded by nobody": Case({"ulysses_size": 0}, ["ulysses_size=0", "at least 1", "None"]),
     "an unknown precision": Case({"precision": "fp17"}, ["precision='fp17'", "did you mean 'fp16'"]),
     "a precision in bits": Case({"precision": 16}, ["precision=16", "string"]),
     "fp8 as precision": Case({"precision": "fp8"}, ["precision='fp8'", "'bf16'"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardwright.testing import run_ranks, zoo
 
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
 RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
+BOTH = {**RING, "sp_size": 4, "ulysses_size": 2}
 LAYOUTS = [
     Layout("llama-causal-lm", 2, ULYSSES, calls=True, habits=Habits(lora=True), checkpointing=True, steps=2),
     Layout(
@@ -44,6 +46,12 @@ CASES = [
 UNEVEN = [
     ("mistral-causal-lm", "in front", {**ULYSSES, "sp_size": 3}, False),  # heads do not divide; windows
     ("qwen3-causal-lm", "packed", {**RING, "sp_size": 3}, True),
+    ("llama-causal-lm", "few", {**RING, "sp_size": 3, "ulysses_size": 3}, True),
+]
+FOUR = [
+    ("llama-causal-lm", "in front", BOTH, True),
+    ("gemma2", "packed", BOTH, False),
+    ("bert-masked-lm", "masked", BOTH, True),
 ]
 MODELS = (
     "llama-causal-lm",
@@ -68,18 +76,31 @@ SWEEP = [
         (4, {"pp_size": 2, "num_microbatches": 4, "pp_style": "interleaved", "num_model_chunks": 2}, False),
         (4, {"zero_stage": 1}, False),  # two replicas
     ]
-] + [Layout(model, 4, {**RING, "sp_size": 4, "inner_ring_size": 2}, calls=True) for model in MODELS]
+] + [
+    Layout(model, world, {**RING, "sp_size": 4, **plugin}, calls=calls)
+    for model in MODELS
+    for world, plugin, calls in [
+        (4, {"inner_ring_size": 2}, True),
+        (4, {"ulysses_size": 2}, True),
+        (4, {"ulysses_size": 4, "zero_stage": 2}, False),
+        (8, {"ulysses_size": 2, "tp_size": 2}, False),
+        (8, {"ulysses_size": 2, "pp_size": 2, "num_microbatches": 2, "zero_stage": 1}, False),
+        (8, {"sp_size": 8, "ulysses_size": 2, "inner_ring_size": 2}, True),
+    ]
+]
+SWEEP.append(Layout("llama-causal-lm", 4, BOTH, calls=True, habits=Habits(lora=True), checkpointing=True))
 BATCHES_SWEEP = [
     (model, batch, {**mode, "sp_size": size}, called)
     for model in ("gemma2", *MODELS[:5])
     for batch in ("packed", "in front", "few")
-    for mode in (ULYSSES, RING)
+    for mode in (ULYSSES, RING, BOTH)
     for size, called in ((2, False), (4, True))
+    if mode is not BOTH or size == 4
     if (model, batch, mode["sequence_parallelism_mode"]) != ("gemma2", "in front", "ring_attn")
 ]
 
 
-@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), (UNEVEN, 3)])
+@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), (UNEVEN, 3), (FOUR, 4)])
 def test_batches_of_all_kinds(cases: Any, world: int) -> None:
     run_ranks(compare_all, world, cases)
 
@@ -175,18 +196,32 @@ def test_mistakes() -> None:
 def test_what_travels() -> None:
     """In numbers per layer, of b samples, S tokens, H heads and K heads of keys of size d, on each of n ranks."""
     b, length, heads, keys, size, n = 2, 32, 4, 2, 16, 4
-    for (ulysses, norm), *rings in run_ranks(volumes, n, b, length, RING):
-        sent = b * length // n * size * (n - 1) // n  # of one head, to the others
+    for (ulysses, norm, _), *rings, both in (all_modes := run_ranks(volumes, n, b, length, RING)):
+        tokens = b * length // n * size  # numbers of one head
         # k and v are sent to two ranks each, since there are fewer heads than ranks
-        assert ulysses == {"alltoall_base_": (8, 2 * (2 * heads + 2 * 2 * keys) * sent)}
-        block = 2 * b * (length // n) * keys * size  # k and v of one rank
-        for ring, same in rings:
-            assert ring == {"send": (3 * (n - 1), 3 * (n - 1) * block)}
-            assert same == pytest.approx(norm, rel=1e-5)
+        assert ulysses == {"alltoall_base_": (8, 2 * (2 * heads + 2 * 2 * keys) * tokens * (n - 1) // n)}
+        for ring, *_ in rings:
+            assert ring == {"send": (3 * (n - 1), 3 * (n - 1) * 2 * keys * tokens)}
+        # two trade, then one head of keys of both goes to the other place
+        assert both[0] == {
+            "alltoall_base_": (8, 2 * (2 * heads + 2 * keys) * tokens // 2),
+            "send": (3, 3 * 2 * keys // 2 * 2 * tokens),
+        }
+        assert [same for _, same, _ in (*rings, both)] == [pytest.approx(norm, rel=1e-5)] * 3
+    for sent, _, planned in itertools.chain(*all_modes):
+        assert [(calls, 4 * numbers) for calls, numbers in sent.values()] == planned
 
 
 def test_activations_are_shared() -> None:
-    """What a layer leaves for its backward is a half on each of two ranks, but for the numbers of the mask."""
-    for mode in (ULYSSES, RING):
-        for whole, part in run_ranks(activations, 2, mode):
-            assert 0.49 <= part / whole <= 0.53, (mode, part / whole)
+    """What a layer leaves for its backward is an n-th on each of n ranks, and so is what the rest of the model leaves.
+    Where ranks trade, the output is kept as both have it, and keys by every rank that looks at them.
+    """
+    b, length, heads, keys, size, n = 2, 48, 4, 2, 12, 4
+    modes = [None, {**ULYSSES, "sp_size": n}, {**RING, "sp_size": n}, BOTH]
+    for (whole, of_layer), *parts in run_ranks(activations, n, b, length, modes):
+        tokens = 4 * b * length // n * size  # bytes of one head
+        kept = [layer - of_layer // n for _, layer in parts]
+        order = 8 * n  # which heads of keys are sent
+        assert kept == [(heads + 2 * (n - keys)) * tokens + order, 0, heads * tokens]
+        for (total, layer), more in zip(parts, kept, strict=True):
+            assert total - 2 * more == pytest.approx(whole / n, rel=0.01), (whole, total, layer)

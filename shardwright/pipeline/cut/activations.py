@@ -7,7 +7,7 @@ and head, as on any device with such a kernel (on the meta device torch would co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, cast
 
@@ -69,18 +69,20 @@ def count_activations(
     batch: Any,
     dtype: torch.dtype | None = None,
     selection: Selection | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> Activations:
     """Run a copy of `model` on meta tensors like those of `batch`, in `dtype` where it is given.
 
     selection   what units keep that are recomputed in part; None: by cost
+    prepare     is given the copy before it runs
 
     With padding, attention has a mask; without, models find out that there is nothing to mask (`if mask.all()`), and
     fused kernels get none.
     """
     if not _may_be_padded(batch):
         with suppress(Exception):  # the model's own code may ask something else, to which yes is no answer
-            return _count(model, units, batch, dtype, selection, truth=True)
-    return _count(model, units, batch, dtype, selection, truth=False)
+            return _count(model, units, batch, dtype, selection, prepare, truth=True)
+    return _count(model, units, batch, dtype, selection, prepare, truth=False)
 
 
 def _may_be_padded(batch: Any) -> bool:
@@ -96,9 +98,12 @@ def _count(
     batch: Any,
     dtype: torch.dtype | None,
     selection: Selection | None,
+    prepare: Callable[[nn.Module], None] | None,
     truth: bool,
 ) -> Activations:
     copied = meta_copy(model)
+    if prepare is not None:
+        prepare(copied)
     if dtype is not None:
         copied.to(dtype)
     counter = _Counter(copied, len(units), selection or Selection())

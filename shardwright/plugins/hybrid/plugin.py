@@ -137,6 +137,7 @@ class HybridParallelPlugin(ZeroPlugin):
         enable_fused_cross_entropy: bool = True,
         attention_backend: str | None = None,
         ep_size: int = 1,
+        ulysses_size: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
@@ -374,7 +375,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if groups is not None:
             groups.rebind(model)
         copies = [] if cut.loss_check is None else [cut.loss_check.model]
-        sequence = split_sequences(self.settings, self.sp_group, model, self._sequences, copies)
+        sequence = split_sequences(self.settings, self.mesh, model, self._sequences, copies)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
         wrapped, units = lay_out(
             model,

@@ -67,9 +67,10 @@ from .chunks import chunks_gathered
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
+from .sequence_memory import kept_attention, with_parts
 from .sequence_tensor import along_tensor, with_sequences
 from .sequence_traffic import part_length, sequence_traffic
-from .step_memory import held_note, leaving_note
+from .step_memory import Held, held_activations, leaving_note
 from .traffic import Tokens, pipeline_traffic, sizes_on_wire, tensor_traffic
 
 
@@ -146,7 +147,7 @@ def preflight(
             "on a small copy here"
         )
         layout = replace(layout, notes=(*layout.notes, guessed))
-    return Preflight(plan, with_sequences(layout, settings), job)
+    return Preflight(plan, with_parts(with_sequences(layout, settings), settings, batch.length), job)
 
 
 def _small_copies(model: nn.Module) -> Iterator[nn.Module]:
@@ -191,6 +192,7 @@ class _Resolver:
     def layout(self) -> ResolvedLayout:
         params = dict(self.model.named_parameters())
         microbatches = self._microbatches()
+        activations = self._held_activations(microbatches)
         held = [self._held(rank, params) for rank in range(self.mesh.size("pp"))]
         shapes = [self._rank_shape(rank, names, params) for rank, names in enumerate(held)]
         # The busiest pipeline position stands for all of them.
@@ -236,8 +238,9 @@ class _Resolver:
             stages=self._stages(params),
             ranks=tuple(shape for shape, _ in shapes),
             traffic=tuple(traffic),
+            activations=() if activations is None else activations.peaks,
             notes=(
-                *self._notes(microbatches),
+                *self._notes(microbatches, activations),
                 *self._gradient_notes(microbatches),
                 *expert_notes(self.model, self.mesh),
             ),
@@ -398,20 +401,20 @@ class _Resolver:
     def _costs(self) -> Costs | None:
         return None if self._weight_work is None else costs_with(self._weight_work)
 
-    def _held_note(self, microbatches: int | None) -> str | None:
-        """Activations at the peak of a step, where the batch is known and no layer is shared by several ranks."""
+    def _held_activations(self, microbatches: int | None) -> Held | None:
+        """At the peak of a step, where the batch is known, layers are not shared by several ranks, but others are."""
         batch = self.batch
         if (
             microbatches is None
             or not batch.samples
             or not batch.length
-            or self.mesh.size("pp") == 1
+            or self.mesh.size("pp", "sp") == 1
             or self.mesh.size("tp") > 1
         ):
             return None
         shape = (-(-batch.samples // microbatches), self._held_length or 1)
         dtype = self.precision.dtype if self.precision.is_half else None
-        return held_note(
+        return held_activations(
             self.model,
             self.plan,
             self._actions(microbatches),
@@ -421,6 +424,7 @@ class _Resolver:
             self._deferred or 0.0,
             self._shares,
             self._slices,
+            kept_attention(self.settings),
         )
 
     @property
@@ -497,9 +501,10 @@ class _Resolver:
         ]
         return max(max(count.values()) for count in counts)
 
-    def _notes(self, microbatches: int | None) -> list[str]:
+    def _notes(self, microbatches: int | None, held: Held | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
-        notes = [str(note) for note in (self.plan.found, self._held_note(microbatches)) if note is not None]
+        notes = [] if self.plan.found is None else [str(self.plan.found)]
+        notes += [] if held is None else [held.note]
         if self.plan.found is not None and options.deferred_bytes and self.settings.sharding.example_inputs is None:
             notes.append(
                 f"pp_style='auto' took it that deferred_bytes={options.deferred_bytes} is never reached, because it "

@@ -94,6 +94,7 @@ class ResolvedLayout:
     imbalance, rank_imbalance
                     cost of the dearest stage, and of the dearest rank with all its stages, over the mean
     kernels         which attention and norms the layers compute with; empty where the model does not say
+    activations     bytes of them at the peak of a step, by pipeline rank; empty where they are not known
     notes           what a user may want to know about this combination
     warnings        what a user will want to change; also logged when a model is boosted
     without_effect  options that this layout has no use for, as name=value (why)
@@ -123,6 +124,7 @@ class ResolvedLayout:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
+    activations: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())

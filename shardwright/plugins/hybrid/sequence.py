@@ -3,7 +3,8 @@
 split_gather   along tensor parallelism: regions gather and scatter (`sequence_tensor`)
 ring           the same, collectives in parts beside the products
 all_to_all     sequences over `sp_size` ranks; attention trades them for heads (`attention.ulysses`)
-ring_attn      sequences over `sp_size` ranks; keys and values travel round them (`attention.ring`)
+ring_attn      sequences over `sp_size` ranks; keys and values travel round them (`attention.ring`). With
+               `ulysses_size` as many neighbours trade sequences for heads, and rings join those of the same heads
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ...attention.ring import RingAttention
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import AttentionFunction, Trade, Ulysses
 from ...attention.zigzag import Share
+from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
 from ...shardformer.adapters import native_model
 from ...shardformer.random_branches import refuse_branches
@@ -36,11 +37,12 @@ def check_sequence(settings: HybridSettings) -> None:
     """ValueError for settings that contradict each other, or that nothing serves."""
     options, layout, mode = settings.sharding, settings.layout, settings.sequence_mode
     size = layout.sp_size or 1
-    if layout.inner_ring_size is not None and mode != "ring_attn":
-        raise ValueError(
-            f"inner_ring_size={layout.inner_ring_size} belongs to sequence_parallelism_mode='ring_attn', which is off; "
-            "leave it None"
-        )
+    for name in ("inner_ring_size", "ulysses_size"):
+        if getattr(layout, name) is not None and mode != "ring_attn":
+            raise ValueError(
+                f"{name}={getattr(layout, name)} belongs to sequence_parallelism_mode='ring_attn', which is off; "
+                "leave it None"
+            )
     if not options.enable_sequence_parallelism:
         if size > 1:
             raise ValueError(
@@ -79,10 +81,17 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
             f"num_sequence_slices={settings.pipeline.num_sequence_slices} with sequence_parallelism_mode={mode!r}: "
             "both cut sequences, and slices need the keys of those before them on one rank; use num_sequence_slices=1"
         )
-    inner = settings.layout.inner_ring_size
-    if inner is not None and size % inner:
+    inner, ulysses = settings.layout.inner_ring_size, settings.layout.ulysses_size or 1
+    if size % ulysses:
         raise ValueError(
-            f"inner_ring_size={inner} does not divide sp_size={size}; use one of {divisors(size)}, or None for one ring"
+            f"ulysses_size={ulysses} does not divide sp_size={size}; use one of {divisors(size)}, or None for a ring "
+            "of all ranks"
+        )
+    if inner is not None and size // ulysses % inner:
+        ring = f"sp_size={size}" + (f" / ulysses_size={ulysses} = {size // ulysses}" if ulysses > 1 else "")
+        raise ValueError(
+            f"inner_ring_size={inner} does not divide {ring}; use one of {divisors(size // ulysses)}, or None for one "
+            "ring"
         )
 
 
@@ -97,7 +106,7 @@ def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts
 
 def split_sequences(
     settings: HybridSettings,
-    group: dist.ProcessGroup,
+    mesh: ParallelMesh,
     model: nn.Module,
     facts: SequenceFacts | None,
     copies: Sequence[nn.Module] = (),
@@ -108,7 +117,7 @@ def split_sequences(
         return None
     mode = settings.sequence_mode
     assert mode is not None
-    native = native_model(model)
+    native, group = native_model(model), mesh.group("sp")
     name = attention_of(native)
     function: AttentionFunction
     if mode == "all_to_all":
@@ -120,13 +129,23 @@ def split_sequences(
             )
         share, function = trade.share(), Ulysses(trade, native_function(name), form)
     else:
-        share = Share(group.rank(), group.size(), zigzag=facts.causal)
-        function = RingAttention(share, rings_of(group, settings.layout.inner_ring_size))
+        share, function = ring_attention(settings, mesh, facts.causal)
     use_attention(native, function, mode, copies)
     native.register_forward_pre_hook(_require_parts, with_kwargs=True)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     axis = SequenceAxis(mode, share, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
     return SequenceLoss(axis, group)
+
+
+def ring_attention(settings: HybridSettings, mesh: ParallelMesh, causal: bool) -> tuple[Share, AttentionFunction]:
+    """What a rank holds in mode ring_attn, and the attention on it."""
+    group, ulysses = mesh.group("sp"), settings.layout.ulysses_size or 1
+    share = Share(group.rank() // ulysses, group.size() // ulysses, zigzag=causal)
+    ring = RingAttention(share, rings_of(group, settings.layout.inner_ring_size, apart=ulysses))
+    if ulysses == 1:
+        return share, ring
+    trade = Trade(mesh.neighbours("sp", ulysses))
+    return share.shared_by(ulysses, trade.rank), Ulysses(trade, lambda module: ring, "documents")
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 all_to_all  a layer's forward has four all-to-alls (query, key, value, output), its backward as many; each sends
             (n - 1) / n of what a rank holds, keys once for every rank whose query heads look at them
 ring_attn   n - 1 times a rank's keys and values forward, twice as often backward, with their gradients
+            with ulysses_size=u: the all-to-alls of u ranks, and around n / u places goes what these hold afterwards:
+            the tokens of u ranks, the heads of one
 """
 
 from __future__ import annotations
@@ -10,17 +12,25 @@ from __future__ import annotations
 from torch import nn
 
 from ...attention.heads import share_heads
+from ...attention.zigzag import Share
 from ...models.config import HIDDEN, KEY_VALUE_HEADS, LAYERS, QUERY_HEADS, first_int, text_config
 from ..settings import HybridSettings
 from .resolved import Traffic
 from .traffic import Tokens
 
 
+def traded_by(settings: HybridSettings) -> int:
+    """Ranks that trade sequences for heads around attention; 1: none do."""
+    if settings.sequence_mode == "all_to_all":
+        return settings.layout.sp_size or 1
+    return settings.layout.ulysses_size or 1 if settings.sequence_mode == "ring_attn" else 1
+
+
 def part_length(settings: HybridSettings, length: int) -> int:
     """Tokens of a sequence that one rank holds, padding included."""
-    ranks = settings.layout.sp_size or 1
-    pieces = 2 * ranks if settings.sharding.sequence_parallelism_mode == "ring_attn" and ranks > 1 else ranks
-    return -(-length // pieces) * pieces // ranks
+    ranks, among = settings.layout.sp_size or 1, traded_by(settings)
+    share = Share(0, ranks // among, zigzag=ranks > 1 and settings.sequence_mode == "ring_attn").shared_by(among, 0)
+    return -(-length // share.multiple) * share.multiple // ranks
 
 
 def sequence_traffic(settings: HybridSettings, model: nn.Module, tokens: Tokens, recomputes: bool) -> list[Traffic]:
@@ -33,14 +43,22 @@ def sequence_traffic(settings: HybridSettings, model: nn.Module, tokens: Tokens,
     size = first_int(config, ("head_dim",)) or (first_int(config, HIDDEN) or 0) // heads
     heads, keys = (max(1, -(-number // settings.layout.tp_size)) for number in (heads, keys))
     layers = -(-layers // settings.layout.pp_size)
-    if settings.sharding.sequence_parallelism_mode == "all_to_all":
-        calls, what = 8, "queries, keys, values, outputs and their gradients, all-to-all"
-        features = 2 * (2 * heads + 2 * sum(share_heads(heads, keys, ranks).key_sizes)) * size
-        sent = tokens.bytes(features)
-        sent = None if sent is None else sent * (ranks - 1) // ranks
-    else:
-        calls, what = 3 * (ranks - 1), "keys, values and their gradients, sent to the next rank"
-        sent = tokens.bytes(3 * (ranks - 1) * 2 * keys * size)
-    what += " (without those that are recomputed)" if recomputes else ""
-    count = None if tokens.microbatches is None else calls * layers * tokens.microbatches
-    return [Traffic("sp", what, count, None if sent is None else sent * layers)]
+    among = traded_by(settings)
+    places, shares = ranks // among, share_heads(heads, keys, among)
+
+    def row(what: str, calls: int, features: int, divided: int = 1) -> Traffic:
+        """`features` of every token of this rank, in one layer; nothing of it is rounded."""
+        sent = tokens.bytes(features, exact=features)
+        count = None if tokens.microbatches is None else calls * layers * tokens.microbatches
+        what += " (without those that are recomputed)" if recomputes else ""
+        return Traffic("sp", what, count, None if sent is None else sent // divided * layers)
+
+    found = []
+    if among > 1:
+        features = 2 * (2 * heads + 2 * sum(shares.key_sizes)) * size * (among - 1)
+        found.append(row("queries, keys, values, outputs and their gradients, all-to-all", 8, features, among))
+    if places > 1:
+        travels = 3 * (places - 1)
+        features = travels * 2 * max(shares.key_sizes) * size * among
+        found.append(row("keys, values and their gradients, sent to the next rank", travels, features))
+    return found

@@ -4,7 +4,8 @@ report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +21,14 @@ from ...pipeline.schedules import Schedule
 from .resolved import size
 
 
-def held_note(
+class Held(NamedTuple):
+    """Bytes of activations at the peak of a step, by pipeline rank (empty: not known), and a word on it."""
+
+    peaks: tuple[int, ...]
+    note: str
+
+
+def held_activations(
     model: nn.Module,
     plan: CutPlan,
     schedule: Schedule,
@@ -30,7 +38,8 @@ def held_note(
     late: float,
     shares: Sequence[float] | None = None,
     slices: int = 1,
-) -> str | None:
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Held | None:
     """What the ranks hold; None for models that do not say that their input is token ids.
 
     shape  samples and tokens of a microbatch
@@ -39,6 +48,7 @@ def held_note(
     late   share of weight gradients that the schedule postpones
     shares of the activations that wait in host memory, by stage
     slices of a microbatch along its sequence, as which the schedule has it
+    prepare is given the copy of the model that is counted
     """
     if getattr(model, "main_input_name", None) != "input_ids":
         return None
@@ -48,11 +58,12 @@ def held_note(
         batch["decoder_input_ids"] = ids
     recomputed = [plan.checkpointed[plan.placement.rank_of(stage)].of(stage) for stage in range(len(plan.stages))]
     try:
-        counted = count_activations(model, plan.units, batch, dtype, plan.checkpointed[0].selection)
+        counted = count_activations(model, plan.units, batch, dtype, plan.checkpointed[0].selection, prepare)
     except Exception as error:  # the model's own code: anything can happen on a made-up batch
-        return (
+        return Held(
+            (),
             f"activations of a step are not known: {type(model).__name__} did not run on made-up tokens "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {error})",
         )
     whole, in_part = zip(*recomputed, strict=True)
     of_whole, put_off = counted.by_stage(plan.stages, whole, in_part)
@@ -61,15 +72,17 @@ def held_note(
         Offloaded(shares, [amount / slices for amount in leaving_bytes(counted, plan)]) if shares is not None else None
     )
     curves = memory_curves(simulate(schedule, costs).run, kept, [late * amount for amount in deferred], away)
-    peaks = ", ".join(size(round(curve.peak)) for curve in curves)
+    peaks = tuple(round(curve.peak) for curve in curves)
     waiting = max(float(curve.deferred.max(initial=0.0)) for curve in curves)
     besides = f", up to {size(round(waiting))} of it for postponed weight gradients" if waiting else ""
     if away is not None:
         host = ", ".join(size(round(float(curve.host.max(initial=0.0)))) for curve in curves)
         besides += f"; in host memory: {host}"
-    return (
-        f"activations at the peak of a step, by pipeline rank: {peaks}{besides}; attention as in fused "
-        "kernels, without the loss"
+    ranks = ", by pipeline rank" if len(peaks) > 1 else ""
+    return Held(
+        peaks,
+        f"activations at the peak of a step{ranks}: {', '.join(map(size, peaks))}{besides}; attention as in fused "
+        "kernels, without the loss",
     )
 
 
