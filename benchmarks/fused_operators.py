@@ -7,7 +7,8 @@ activations and rotary positions in one, each alone and all together, against a 
 A Llama of real proportions (heads of 64, a quarter of them for keys, an MLP of 8/3). Models with the same weights take
 turns step by step on the same batches, in one process. Printed are medians of wall and CPU time per step, the median of
 the ratios of a turn to the plain model's, and bytes: of all tensors that are alive at once in a step that is not timed,
-beyond those that stay between steps. Losses are compared first.
+beyond those that stay between steps. Losses are compared first. Then CPU time of the operators alone, forward and
+backward, of one layer, over that of the model's own.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fused_loss import Peak
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from shardwright import Booster
+from shardwright.kernels.gated import gated
+from shardwright.kernels.norms import rms_norm
+from shardwright.kernels.rotary import FORMS, rotated
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks
 
@@ -80,12 +86,45 @@ def run(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
             wall, cpu = time.perf_counter(), time.process_time()
             steps[name](batches[turn % 3])
             times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    report["operators alone, cpu over plain"] = operators(options)
     for name, values in times.items():
         for place, kind in enumerate(("wall", "cpu")):
             ratios = [one[place] / other[place] for one, other in zip(values, times["plain"], strict=True)]
             report[name][f"{kind} ms"] = round(1e3 * median(value[place] for value in values), 1)
             report[name][f"{kind} over plain"] = round(median(ratios), 3)
     return report
+
+
+def operators(options: argparse.Namespace) -> dict[str, float]:
+    """Median ratios of CPU time, of what is computed in one over what the model does."""
+    batch, length, hidden, heads = options.batch, options.length, options.hidden, options.hidden // 64
+    gate, up = (torch.randn(batch, length, hidden * 8 // 3 // 64 * 64, requires_grad=True) for _ in range(2))
+    x = torch.randn(batch, length, hidden, requires_grad=True)
+    norm = LlamaRMSNorm(hidden)
+    q = x.view(batch, length, heads, 64).transpose(1, 2)
+    cos, sin = torch.randn(2, batch, length, 64)
+    pairs: dict[str, tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]] = {
+        "gated": (lambda: F.silu(gate) * up, lambda: gated(gate, up, "silu")),
+        "norms": (lambda: norm(x), lambda: rms_norm(x, norm.weight, norm.variance_epsilon)),
+        "rotary": (
+            lambda: torch.cat(apply_rotary_pos_emb(q, q, cos, sin)),
+            lambda: torch.cat([rotated(q, cos, sin, FORMS[0]), rotated(q, cos, sin, FORMS[0])]),
+        ),
+    }
+    found = {}
+    for name, functions in pairs.items():
+        ratios = []
+        for turn in range(2 + options.steps * 4):
+            times = []
+            for function in functions:
+                begin = time.process_time()
+                for _ in range(2):
+                    y = function()
+                    y.backward(torch.ones_like(y), inputs=[gate, up] if name == "gated" else [x])
+                times.append(time.process_time() - begin)
+            ratios += [times[1] / times[0]] if turn > 1 else []
+        found[name] = round(median(ratios), 3)
+    return found
 
 
 def main() -> None:

@@ -42,13 +42,15 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def _slope(dy: Tensor, gate: Tensor, kind: str) -> Tensor:
-    """dy act'(gate)"""
-    if kind == "silu":
-        if torch.is_grad_enabled():  # torch's operator has no derivative of its own
-            share = torch.sigmoid(gate)
-            return dy * share * (1 + gate * (1 - share))
-        return _aten.silu_backward(dy, gate)  # type: ignore[no-any-return]
-    return _aten.gelu_backward(dy, gate, approximate="tanh" if kind == "gelu_tanh" else "none")  # type: ignore[no-any-return]
+    """dy act'(gate), written over dy where nobody differentiates it."""
+    over = {} if torch.is_grad_enabled() else {"grad_input": dy}
+    if kind != "silu":
+        backward = _aten.gelu_backward.grad_input if over else _aten.gelu_backward
+        return backward(dy, gate, approximate="tanh" if kind == "gelu_tanh" else "none", **over)  # type: ignore[no-any-return]
+    if over:
+        return _aten.silu_backward.grad_input(dy, gate, **over)  # type: ignore[no-any-return]
+    share = torch.sigmoid(gate)  # torch's operator has no derivative of its own
+    return dy * share * (1 + gate * (1 - share))
 
 
 class _Gated(torch.autograd.Function):
@@ -62,7 +64,10 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         dgate = _slope(dy * up, gate, ctx.kind) if ctx.needs_input_grad[0] else None
-        dup = dy * ACTIVATIONS[ctx.kind](gate) if ctx.needs_input_grad[1] else None
+        dup = None
+        if ctx.needs_input_grad[1]:
+            active = ACTIVATIONS[ctx.kind](gate)
+            dup = dy * active if torch.is_grad_enabled() else active.mul_(dy)
         return dgate, dup, None
 
 

@@ -34,7 +34,9 @@ class _Kind(NamedTuple):
     why_not: str
 
 
-NORMS = _Kind("enable_fused_normalization", "norms", "rms_norm", has_fusable_norms, "are one kernel each already")
+NORMS = _Kind(
+    "enable_fused_normalization", "norms", "rms_norm", has_fusable_norms, "are one kernel each already, and stay"
+)
 _BEFORE_SHARDING = (
     _Kind(
         "enable_fused_activation",
@@ -74,11 +76,7 @@ def tell_of_none(model: nn.Module, options: ShardingOptions) -> None:
     """Warn of options that were given by name, and find nothing in this model."""
     for kind in KINDS:
         if getattr(options, kind.option) and not options.enable_all_optimization and not kind.exist(model):
-            _LOGGER.warning(f"{kind.option}=True: {_described(kind, model)}")
-
-
-def _described(kind: _Kind, model: nn.Module) -> str:
-    return f"the {kind.words} of {type(model).__name__} {kind.why_not}, and stay"
+            _LOGGER.warning(f"{kind.option}=True: the {kind.words} of {type(model).__name__} {kind.why_not}")
 
 
 def fuse_before_sharding(model: nn.Module, options: ShardingOptions) -> None:

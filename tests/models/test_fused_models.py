@@ -130,9 +130,13 @@ def test_what_stands_for_an_activation() -> None:
         (torch.cat([lazy, up]), torch.cat([expected, up])),  # type: ignore[list-item]
         (nn.functional.linear(lazy, up), expected @ up.t()),  # type: ignore[arg-type]
         (lazy.sum(0), expected.sum(0)),
+        (1 - lazy, 1 - expected),
+        (lazy[0], expected[0]),
+        (up @ lazy[:].t(), up @ expected.t()),
     ):
         torch.testing.assert_close(found, wanted)
     assert lazy.shape == gate.shape
+    assert isinstance(copy.deepcopy(lazy), Activated)
     handle = mlp.act_fn.register_forward_hook(lambda *_: None)
     assert fuse_activations(mlp) == 0
     handle.remove()

@@ -73,7 +73,7 @@ def test_what_is_said() -> None:
     assert on.endswith("norms fused (torch), gated activations fused (torch), rotary positions fused (torch)")
     assert off.startswith("compiled layers (enable_jit_fused=True")
     assert "attention sdpa" in gpt2
-    assert "not turned on: norms (are one kernel each already), gated activations (are none" in gpt2
+    assert "not turned on: norms (are one kernel each already, and stay), gated activations (are none" in gpt2
     assert messages[-6:] == [
         "cross entropy fused over 8 chunks",
         "cross entropy of whole logits (3 tokens are no more than a chunk of 4)",

@@ -56,6 +56,8 @@ class Activated:
     __rmul__ = __mul__
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of protocols that ask, such as copying
+            raise AttributeError(name)
         return getattr(self.value(), name)
 
     @classmethod
@@ -67,6 +69,19 @@ class Activated:
             return one * other if isinstance(one, cls) else other * one
         args, kwargs = tree_map_only(Activated, Activated.value, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
+
+
+def _of_value(name: str) -> Callable[..., Any]:
+    def done_to_value(self: Activated, *args: Any) -> Any:
+        return getattr(self.value(), name)(*args)
+
+    return done_to_value
+
+
+# Which Python looks up in the class.
+_OPERATORS = "add radd sub rsub truediv rtruediv pow rpow matmul rmatmul neg abs getitem len iter"
+for _operator in _OPERATORS.split(" "):
+    setattr(Activated, f"__{_operator}__", _of_value(f"__{_operator}__"))
 
 
 class GatedActivation(ParallelModule):
