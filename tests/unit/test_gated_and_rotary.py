@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.kernels import backends, gated
+from shardwright.kernels import backends, gated, norms
 from shardwright.kernels.gated import ACTIVATIONS
 from shardwright.kernels.rotary import FORMS, Form, rotated
 
@@ -125,3 +125,23 @@ def test_liger_kernel_is_given_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> N
         assert count == sum(len(backends.liger(name).apply_calls) for name in ("swiglu", "geglu")) == 2
     finally:
         backends.liger.cache_clear()
+
+
+def test_liger_kernel_is_given_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama's and Gemma's, which differ in what is computed in 32 bits, never in place; layer norms with a bias."""
+    calls: list[tuple[Any, ...]] = []
+    for name, function in (("rms_norm", "LigerRMSNormFunction"), ("layer_norm", "LigerLayerNormFunction")):
+        module: Any = ModuleType(f"liger_kernel.ops.{name}")
+        setattr(module, function, type(function, (), {"apply": staticmethod(lambda *args: calls.append(args))}))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(backends, "find_spec", lambda name: name)
+    backends.liger.cache_clear()
+    try:
+        x, weight, bias = torch.randn(2, 3).as_subclass(_OnDevice), torch.randn(3), torch.randn(3)
+        norms.rms_norm(x, weight, 1e-6)
+        norms.rms_norm(x, weight, 1e-5, offset=1.0)
+        norms.layer_norm(x, weight, bias, 1e-5)
+    finally:
+        backends.liger.cache_clear()
+    assert [call[2:] for call in calls] == [(1e-6, 0.0, "llama", False), (1e-5, 1.0, "gemma", False), (bias, 1e-5)]
+    assert all(call[0] is x and call[1] is weight for call in calls)
