@@ -31,8 +31,8 @@ MODULES = {
     "inference": "generate works on boosted models without a pipeline; to serve a model, export it with "
     "booster.save_model",
     "moe": "HybridParallelPlugin trains mixtures of experts as they are",
-    "kernel": "enable_flash_attention=True and enable_fused_normalization=True of HybridParallelPlugin choose torch's "
-    "fused kernels",
+    "kernel": "enable_all_optimization=True of HybridParallelPlugin chooses the kernels of attention, norms, gated "
+    "activations and rotary positions",
     "shardformer.modeling": "ChatGLM2 has no code of its own here; models of transformers, such as glm4, are taken as "
     "they are",
     "shardformer.shard": "from shardwright.shardformer import ShardConfig, ShardFormer, ModelSharder",

@@ -9,9 +9,16 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INTERPRETED = False  # kernels run on a CPU too, by Triton's interpreter: for tests
+_LIGER = {
+    "rms_norm": "LigerRMSNormFunction",
+    "layer_norm": "LigerLayerNormFunction",
+    "swiglu": "LigerSiLUMulFunction",
+    "geglu": "LigerGELUMulFunction",
+}
 
 
 def triton_kernels(name: str, x: Tensor) -> Any:
@@ -25,15 +32,21 @@ def has_triton() -> bool:
 
 
 @cache
-def liger() -> Any:
-    """liger-kernel's RMS norm and layer norm as functions of autograd, or None where it is not installed."""
+def liger(name: str) -> Any:
+    """liger-kernel's function of autograd in its module `ops.<name>`, or None where it is not installed."""
     if find_spec("liger_kernel") is None:
         return None
     try:
-        rms, layer = (importlib.import_module(f"liger_kernel.ops.{name}") for name in ("rms_norm", "layer_norm"))
-        return rms.LigerRMSNormFunction, layer.LigerLayerNormFunction
+        return getattr(importlib.import_module(f"liger_kernel.ops.{name}"), _LIGER[name])
     except (ImportError, AttributeError):  # of a version that is laid out in another way
         return None
+
+
+def source(of_liger: str = "") -> str:
+    """Where kernels come from on this machine, in a word; `of_liger` names liger-kernel's, where those are taken."""
+    if not torch.cuda.is_available():
+        return "torch"
+    return "liger-kernel" if of_liger and liger(of_liger) is not None else "Triton" if has_triton() else "torch"
 
 
 @cache

@@ -18,10 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     rounded before the weight multiplies it, as Llama does (by torch's operator at the end alone).
     """
     on_device = x.is_cuda and not torch.compiler.is_compiling()
-    if on_device and liger() is not None:
-        rms, _ = liger()
+    if on_device and liger("rms_norm") is not None:
         casting = "gemma" if offset else "llama"
-        return rms.apply(x, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
+        return liger("rms_norm").apply(x, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
     kernels = None if torch.compiler.is_compiling() else triton_kernels("norms", x)
     if offset:
         wide = weight.float() if x.dtype.itemsize < 4 else weight
@@ -38,9 +37,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """x [..., H], weight [H], bias [H]"""
     if torch.compiler.is_compiling():
         return F.layer_norm(x, weight.shape, weight, bias, eps)
-    if x.is_cuda and bias is not None and liger() is not None:
-        _, layer = liger()
-        return layer.apply(x, weight, bias, eps)  # type: ignore[no-any-return]
+    if x.is_cuda and bias is not None and liger("layer_norm") is not None:
+        return liger("layer_norm").apply(x, weight, bias, eps)  # type: ignore[no-any-return]
     kernels = triton_kernels("norms", x)
     if kernels is not None:
         return kernels.layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
@@ -49,11 +47,4 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 def has_layer_norm() -> bool:
     """Whether there is another kernel for layer norms than torch's own."""
-    return torch.cuda.is_available() and (has_triton() or liger() is not None)
-
-
-def source() -> str:
-    """Where the kernels come from, in a word."""
-    if not torch.cuda.is_available():
-        return "torch"
-    return "liger-kernel" if liger() is not None else "Triton" if has_triton() else "torch"
+    return torch.cuda.is_available() and (has_triton() or liger("layer_norm") is not None)

@@ -20,13 +20,16 @@ class ShardingOptions:
     """How layers are sharded and which of torch's fused kernels they use: what `ShardConfig` and
     `HybridParallelPlugin` have in common.
 
-    enable_all_optimization             flash attention and fused norms wherever the model can have them; the log says
-                                        what that came to
+    enable_all_optimization             flash attention, fused norms, activations and rotary positions wherever the
+                                        model can have them; the log says what that came to
     enable_flash_attention              attention through the best fused kernels that machine, model and packages allow
                                         (see `attention.choice`)
     attention_backend                   which attention, by name; None leaves it as it is, or to enable_flash_attention
     enable_fused_normalization          norms in one kernel: liger-kernel's where it is installed, else our Triton
                                         kernels, both on CUDA; RMS norms by torch's operator elsewhere
+    enable_fused_activation             act(gate) * up of gated MLPs (SwiGLU, GeGLU) in one, and less kept for backward:
+                                        by liger-kernel, our Triton kernels or torch's operators, as norms
+    enable_fused_rotary                 rotary positions in one: our Triton kernel on CUDA, torch's operators elsewhere
     enable_jit_fused                    layers through torch.compile, those of one kind as one graph, in training; not
                                         among all optimizations, because it takes its time when training starts
     parallel_output                     leave logits sharded over the vocabulary (the loss is computed from the shards);
@@ -42,6 +45,8 @@ class ShardingOptions:
     enable_flash_attention: bool = False
     attention_backend: str | None = None
     enable_jit_fused: bool = False
+    enable_fused_activation: bool = False
+    enable_fused_rotary: bool = False
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
     enable_sequence_overlap: bool = False
@@ -119,7 +124,7 @@ class ShardConfig(ShardingOptions, metaclass=ExplainedArguments):
                 "True for both, or leave fp8_communication False"
             )
         if self.enable_all_optimization:
-            self.enable_fused_normalization = True
+            self.enable_fused_normalization = self.enable_fused_activation = self.enable_fused_rotary = True
         for name in (
             "sequence_parallelism_mode",
             "sequence_parallel_process_group",

@@ -71,19 +71,26 @@ def _is_watched(module: nn.Module) -> bool:
     return any(not getattr(hook, "of_layout", False) for hook in hooks)
 
 
-def let_losses_do_without_logits(model: nn.Module, clock: Clock) -> int:
-    """Let the heads of `model` return lazy logits; how many do. `clock` tells of changes to their weights."""
-    heads = [module for module in model.modules() if isinstance(module, LogitsParallel)]
+def fusable_heads(model: nn.Module) -> list[nn.Linear]:
+    """Heads whose logits can wait."""
+    heads: list[Any] = [module for module in model.modules() if isinstance(module, LogitsParallel)]
     for root in (model, native_model(model)):
         find = getattr(root, "get_output_embeddings", None)
         found = find() if callable(find) else None
         if isinstance(found, nn.Linear) and found not in heads:
-            heads.append(found)  # type: ignore[arg-type]
+            heads.append(found)
+    return [head for head in heads if _is_plain(head)]
+
+
+def _is_plain(head: nn.Module) -> bool:
+    sharded_otherwise = isinstance(head, ParallelModule) and not isinstance(head, LogitsParallel)
+    return not (sharded_otherwise or is_conv1d(head) or not computes_plainly(head) or hasattr(head, "parametrizations"))
+
+
+def let_losses_do_without_logits(model: nn.Module, clock: Clock) -> int:
+    """Let the heads of `model` return lazy logits; how many do. `clock` tells of changes to their weights."""
     count = 0
-    for head in heads:
-        sharded_otherwise = isinstance(head, ParallelModule) and not isinstance(head, LogitsParallel)
-        if sharded_otherwise or is_conv1d(head) or not computes_plainly(head) or hasattr(head, "parametrizations"):
-            continue
+    for head in fusable_heads(model):
         head.__class__ = combined_class(FusedHead, type(head))
         head.shard = head.vocabulary if isinstance(head, LogitsParallel) else None  # type: ignore[assignment]
         head.clock = clock  # type: ignore[assignment]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ..kernels.norms import source
 from ..lazy.weights import LazyWeights
 from ..logging import get_dist_logger
 from ..spec import ParamSpec, get_spec, set_spec
@@ -18,7 +16,7 @@ from .attention import LocalHeads
 from .attention_choice import Pick, pick_attention, use_attention
 from .config import ShardConfig, require_config
 from .dropouts import regions_for_dropout
-from .layer.norm import fuse_norms, has_fusable_norms
+from .fused import fuse_after_sharding, fuse_before_sharding, reasons_against, tell_of_none, words_of
 from .lowering import Lowered, lower
 from .plan import Plan
 from .policies.auto import get_autopolicy
@@ -29,8 +27,6 @@ from .sequence_check import verified
 from .side_by_side import proven
 from .styles import Decision
 from .sum_at_exit import disproven
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class ModelSharder:
@@ -83,9 +79,14 @@ class ModelSharder:
     def kernels(self) -> str:
         """Which fused kernels the settings bring to this model, in words; empty where there are none."""
         found = [str(pick) for pick in self.attention if pick.is_fused]
-        if _wants_fused_norms(self.shard_config) and has_fusable_norms(self._native):
-            found.append(f"norms fused ({source()})")
-        return ", ".join(found)
+        return ", ".join(found + words_of(self._native, self.shard_config))
+
+    def _tell_of_all(self) -> None:
+        on = self.kernels() or f"nothing that {type(self._native).__name__} has not already"
+        off = [] if any(pick.is_fused for pick in self.attention) else ["attention (stays as it was chosen)"]
+        off += reasons_against(self._native)
+        words = f"enable_all_optimization=True turned on: {on}; not turned on: {', '.join(off)}"
+        get_dist_logger().info(words, ranks=[0])
 
     def prepare(self) -> list[Decision]:
         """Check settings and plan, and say what `shard` will do to the parameters; no parameter is touched yet."""
@@ -98,7 +99,7 @@ class ModelSharder:
             self._take(policy.prepared_model())
             policy.set_model(self._native)
             self.attention = pick_attention(self._native, config, self._dtype)
-            _check_optimizations(self._native, config)
+            tell_of_none(self._native, config)
             source = type(policy).__name__
             shards = config.enable_tensor_parallelism and config.parallel.size > 1
             ranks = config.parallel.size if shards else 1
@@ -139,6 +140,9 @@ class ModelSharder:
         shared = policy.get_shared_params()
         use_attention(self._native, self.attention)
         decisions = self._change(decisions)
+        if config.enable_all_optimization:
+            self._tell_of_all()
+        fuse_before_sharding(self._native, config)
         drawing = None if self.split is None else self.split.for_dropout(self._regions)
         apply_decisions(self._native, decisions, self._regions, config.parallel, drawing)
         if self.split is not None and self.sequence is not None:
@@ -147,11 +151,7 @@ class ModelSharder:
             adopt_root(self.model, config.parallel)
         for module, name, value in self._attributes:
             setattr(module, name, value)
-        turned_on = self.kernels()
-        _use_optimizations(self._native, config)
-        if config.enable_all_optimization:
-            what = turned_on or f"nothing that {type(self._native).__name__} has not already"
-            get_dist_logger().info(f"enable_all_optimization=True turned on: {what}", ranks=[0])
+        fuse_after_sharding(self._native, config)
         self._take(policy.finished_model())
         _describe_parameters(self.model)
         if materialize and weights is not None:
@@ -223,20 +223,3 @@ def _check_supported(config: ShardConfig) -> None:
             "pipeline_stage_manager: ShardFormer alone cuts no stages; use "
             "HybridParallelPlugin(pp_size=...), or leave it out"
         )
-
-
-def _check_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if config.enable_fused_normalization and not config.enable_all_optimization and not has_fusable_norms(model):
-        _LOGGER.warning(
-            f"enable_fused_normalization=True: the norms of {type(model).__name__} are one kernel each "
-            "already, and stay"
-        )
-
-
-def _use_optimizations(model: nn.Module, config: ShardConfig) -> None:
-    if _wants_fused_norms(config):
-        fuse_norms(model)
-
-
-def _wants_fused_norms(config: ShardConfig) -> bool:
-    return config.enable_fused_normalization or config.enable_all_optimization

@@ -179,6 +179,22 @@ def compiled_layers_and_split_backwards(rank: int, world: int) -> None:
 
 
 @mistake(
+    symptom="`enable_fused_activation=True` or `enable_fused_rotary=True` for a model without gated MLPs, or without "
+    "rotary positions",
+    gets="accepted: a warning says that there are none",
+    fix="nothing, or leave it out",
+    worlds=(1, 2),
+)
+def nothing_to_fuse(rank: int, world: int) -> None:
+    gpt2 = zoo.build("gpt2-causal-lm", dtype=torch.float32, n_layer=1)
+    for option in ("enable_fused_activation", "enable_fused_rotary"):
+        with said(f"{option}=True", "of GPT2LMHeadModel are none", by=0):
+            layout = HybridParallelPlugin(precision="fp32", **{option: True}).preflight(gpt2)  # type: ignore[arg-type]
+        assert "activations" not in layout.kernels
+        assert "rotary" not in layout.kernels
+
+
+@mistake(
     symptom="options of pipelines in a run with `pp_size=1`",
     gets="accepted, as one configuration often serves many layouts; named in `plugin.without_effect`, in the layout "
     "report and in the log",

@@ -133,6 +133,8 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "zero_stage": [Changes(see.traffic, stage, F32) for stage in (1, 2, 3)],
     "enable_all_optimization": [Changes(see.modules, True)],
     "enable_fused_normalization": [Changes(see.modules, True)],
+    "enable_fused_activation": [Changes(see.modules, True)],
+    "enable_fused_rotary": [Changes(see.modules, True)],
     "enable_flash_attention": [Changes(see.report, True)],
     "enable_fused_cross_entropy": [Changes(see.logits, False, F32)],
     "attention_backend": [
@@ -491,6 +493,8 @@ SHARD_CONFIG: dict[str, list[Any]] = {
     "enable_tensor_parallelism": [],
     "enable_all_optimization": [],
     "enable_fused_normalization": [],
+    "enable_fused_activation": [],  # see tests/plugins/test_fused_layouts.py
+    "enable_fused_rotary": [],
     "enable_flash_attention": [],
     "attention_backend": [],  # see tests/models/test_attention.py
     "enable_jit_fused": [],  # see tests/models/test_tp_compile.py

@@ -580,7 +580,7 @@ def test_every_argument_has_a_case() -> None:
         "enable_metadata_cache",
     }
     flags |= {"parallel_output", "overlap_communication", "enable_sequence_overlap", "enable_fused_normalization"}
-    flags |= {"enable_fused_cross_entropy"}
+    flags |= {"enable_fused_cross_entropy", "enable_fused_activation", "enable_fused_rotary"}
     for flag in flags:
         with pytest.raises(ValueError, match=f"{flag}='maybe' must be True or False"):
             HybridParallelPlugin(**{flag: "maybe"})

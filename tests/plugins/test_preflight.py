@@ -306,8 +306,10 @@ def test_what_settings_of_layers_change_is_shown(world_of: Any) -> None:
     tenth = layout(gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.1))
     assert any("rounds down to none" in warning and "0.5 is the least" in warning for warning in tenth.warnings)
     assert layout(enable_flash_attention=True).kernels.startswith("attention sdpa")
-    assert "norms fused (torch)" in layout(enable_all_optimization=True).kernels
-    assert layout(attention_backend="math").kernels == "attention math"
+    every = layout(enable_all_optimization=True).kernels
+    for words in ("norms fused (torch)", "gated activations fused (torch)", "rotary positions fused (torch)"):
+        assert words in every
+    assert layout(attention_backend="math", enable_fused_cross_entropy=False).kernels == "attention math"
     deberta = tiny_text_models.build("deberta-v2")
     found = HybridParallelPlugin(enable_all_optimization=True).preflight(deberta, adamw(deberta))
     assert any("enable_all_optimization=True: DebertaV2ForMaskedLM has neither" in text for text in found.warnings)

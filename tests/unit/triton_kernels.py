@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_gated_and_rotary import as_written
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shardwright.kernels import backends
 from shardwright.kernels import cross_entropy_rows as rows
+from shardwright.kernels.gated import ACTIVATIONS
 from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwright.kernels.rotary import FORMS, Form
 from shardwright.kernels.triton import cross_entropy, norms
+from shardwright.kernels.triton import gated as gated_kernels
+from shardwright.kernels.triton import rotary as rotary_kernels
 from shardwright.shardformer.layer.norm import fuse_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,3 +110,37 @@ def test_norms_of_models_take_the_kernels(dtype: torch.dtype, kind: Any, monkeyp
     expected = model(x)
     assert fuse_norms(model) == 1
     same_gradients(model(x), expected, (x, model[0].weight), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gated_activations(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections apart, halves of a packed one, and features that do not follow each other; several blocks a row."""
+    monkeypatch.setattr(gated_kernels, "_BLOCK", 16)
+    gate, up = (numbers(3, 5, 37, dtype=dtype, seed=seed) for seed in (1, 2))
+    packed, turned = numbers(3, 5, 74, dtype=dtype, seed=3), numbers(37, 5, 3, dtype=dtype, seed=4)
+    for one, other, params in (
+        (gate, up, (gate, up)),
+        (*packed.chunk(2, dim=-1), (packed,)),
+        (turned.transpose(0, 2), up, (turned, up)),
+        (gate[:0], up[:0], (gate, up)),
+    ):
+        found = gated_kernels.gated(one, other, kind)
+        same_gradients(found, ACTIVATIONS[kind](one) * other, params, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form)))
+def test_rotary_positions(dtype: torch.dtype, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models call it, on views of what a projection returned, with more heads than a program takes, features that
+    have no angle, and angles of every sample or of all.
+    """
+    monkeypatch.setattr(rotary_kernels, "_HEADS", 2)
+    for samples, rest, heads in ((2, 3, 1), (1, 0, 2)):
+        x = numbers(2, 5, 3, 10 + rest, dtype=dtype)
+        cos, sin = (numbers(samples, 5, 10, dtype=dtype, seed=seed).detach() for seed in (1, 2))
+        if form.angles == "half":
+            cos, sin = cos[..., :5], sin[..., :5]
+        view = x.transpose(1, 2) if heads == 1 else x
+        expected = as_written(view.float(), cos.float(), sin.float(), form, heads).to(dtype)
+        same_gradients(rotary_kernels.rotated(view, cos, sin, form, heads), expected, (x,), dtype)

@@ -30,6 +30,7 @@ from ...shardformer.attention_choice import names_of
 from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
 from ...shardformer.documents import DocumentProbe
+from ...shardformer.fused import fused_operators
 from ...shardformer.fused_head import let_losses_do_without_logits
 from ...shardformer.model import split_heads
 from ...shardformer.rng import PlacedNumbers, uses_dropout
@@ -52,6 +53,7 @@ from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .compiled import check_compiled, compile_where_wanted, compiled_words, require_compiler_where_wanted
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
+from .fused_loss import fused_loss_words
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
@@ -138,6 +140,8 @@ class HybridParallelPlugin(ZeroPlugin):
         attention_backend: str | None = None,
         ep_size: int = 1,
         ulysses_size: int | None = None,
+        enable_fused_activation: bool = False,
+        enable_fused_rotary: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
@@ -314,7 +318,8 @@ class HybridParallelPlugin(ZeroPlugin):
     ) -> Preflight:
         compiled = compiled_words(model, self.settings)
         found = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, batch)
-        kernels = ", ".join(words for words in (found.layout.kernels, compiled) if words)
+        loss = fused_loss_words(model, self.settings, self.mesh, batch, found.layout.num_microbatches)
+        kernels = ", ".join(words for words in (found.layout.kernels, loss, compiled) if words)
         unused = tuple(map(str, self.without_effect))
         return found._replace(layout=replace(found.layout, kernels=kernels, without_effect=unused))
 
@@ -409,8 +414,7 @@ class HybridParallelPlugin(ZeroPlugin):
 
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
-        wanted = options.enable_all_optimization or options.enable_flash_attention or options.enable_fused_normalization
-        wanted = wanted or options.attention_backend is not None
+        wanted = options.enable_flash_attention or options.attention_backend is not None or fused_operators(options)
         if self.tp_size == 1 and not wanted and options.custom_policy is None:
             return None  # any model will do, also one that no policy knows
         config = ShardConfig(

@@ -559,8 +559,8 @@ class _Resolver:
                 )
         if self.settings.sharding.enable_all_optimization and not self.kernels:
             found.append(
-                f"enable_all_optimization=True: {type(self.model).__name__} has neither attention nor norms that have "
-                "fused kernels here"
+                f"enable_all_optimization=True: {type(self.model).__name__} has neither attention, norms, gated "
+                "activations nor rotary positions that are computed in one here"
             )
         return [text for text in found if text is not None]
 

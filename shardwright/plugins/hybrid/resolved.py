@@ -93,7 +93,7 @@ class ResolvedLayout:
                     this share. None for other schedules
     imbalance, rank_imbalance
                     cost of the dearest stage, and of the dearest rank with all its stages, over the mean
-    kernels         which attention and norms the layers compute with; empty where the model does not say
+    kernels         which attention and which operators in one the model computes with; empty where it does not say
     activations     bytes of them at the peak of a step, by pipeline rank; empty where they are not known
     notes           what a user may want to know about this combination
     warnings        what a user will want to change; also logged when a model is boosted
