@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,8 +64,12 @@ class Sdpa:
         try:
             with self._kernels():
                 if s_aux is None:
+                    caller: Any = module
+                    if self.kernel == "efficient" and query.shape[1] != key.shape[1]:  # which knows no groups of heads
+                        key, value = repeated(query, key, value)
+                        caller = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
                     out, _ = self.function(
-                        module,
+                        caller,
                         query,
                         key,
                         value,
@@ -77,7 +82,7 @@ class Sdpa:
                     return out, None
                 refuse_unknown("sdpa", kwargs)
                 causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-                key, value = repeated(query, key, value)
+                key, value = repeated(query, *reachable(query, key, value, attention_mask, bool(causal)))
                 scale = scaling if scaling is not None else query.shape[-1] ** -0.5
                 out = sdpa_with_sinks(query, key, value, attention_mask, s_aux, scale, bool(causal), dropout)
                 return out.transpose(1, 2).contiguous(), None
@@ -103,6 +108,18 @@ def repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
     """Keys and values for every head of queries."""
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+def reachable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values without places of a cache that are still empty: where transformers gives a causal model no mask,
+    several queries are the first of their sequence, however many places there are.
+    """
+    length = query.shape[2]
+    if attention_mask is None and causal and 1 < length < key.shape[2]:
+        return key[:, :, :length], value[:, :, :length]
+    return key, value
 
 
 def refuse_unknown(backend: str, kwargs: dict[str, Any], known: Sequence[str] = ()) -> None:
@@ -132,7 +149,9 @@ def xformers_attention(
 
     refuse_unknown("xformers", kwargs)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    key, value = repeated(query, key, value)
+    if attention_mask is None and causal and position_bias is not None and query.shape[2] > 1:
+        position_bias = position_bias[..., : query.shape[2]]
+    key, value = repeated(query, *reachable(query, key, value, attention_mask, bool(causal)))
     bias: Any = None
     if attention_mask is not None or position_bias is not None:
         bias = additive(query, key, attention_mask, position_bias, bool(causal))
@@ -190,11 +209,18 @@ def varlen_attention(
     batch, heads, length, _ = query.shape
     if key.shape[2] != length:
         raise ValueError("attention_backend='varlen' attends to the tokens of this batch only; use 'sdpa' with a cache")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_backend='varlen' takes masks of tokens [batch, length], and this one has "
+            f"{attention_mask.ndim} dimensions; use 'sdpa', or 'eager'"
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     is_token = torch.ones(batch, length, dtype=torch.bool, device=query.device)
     if attention_mask is not None:
         is_token = attention_mask.bool()
     kept = is_token.flatten().nonzero().squeeze(1)
+    if not len(kept):
+        return query.transpose(1, 2)[..., : value.shape[-1]] * 0, None
     starts = _document_starts(is_token, position_ids if attention_mask is None else None).flatten()[kept]
     bounds = torch.cat([starts.nonzero().squeeze(1), starts.new_tensor([len(kept)], dtype=torch.long)]).int()
     longest = int(bounds.diff().max())

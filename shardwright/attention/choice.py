@@ -7,12 +7,14 @@ says why, and of those that come earlier in the order why not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..utils.errors import one_of
-from .installed import FLASH_2, FLASH_3, FLASH_4, TRITON, VARLEN, VARLEN_WINDOWS, XFORMERS, Installed
-from .needs import CAUSAL, CPU, CUDA, MASKS, PADDING, ROCM, WINDOW, Needs
+from .extra_terms import padded_width
+from .installed import FLASH_2, FLASH_3, FLASH_4, INSTALL, TRITON, VARLEN, VARLEN_WINDOWS, XFORMERS, Installed
+from .needs import BLOCK, CAUSAL, CPU, CUDA, MASKS, PADDING, ROCM, WINDOW, Needs
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _SINGLE = _HALF | {torch.float32}
@@ -21,6 +23,9 @@ _EVERY_MASK = frozenset(MASKS)
 _NAMED_MASKS = frozenset({CAUSAL, PADDING, WINDOW})  # those that need no tensor of [S, S]
 _ANYWHERE = (0, 0)
 _LAST = (99, 0)
+_OLDEST_FLASH_2 = (2, 3, 3)  # that transformers knows
+_SOFT_CAPS_OF_FLASH_2 = (2, 6, 0)
+_WIDE_HEADS_OF_FLASH_2 = (2, 5, 5)  # in training, on GPUs with little shared memory
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,11 @@ class Backend:
     devices     types of devices; empty for all
     least       capability that it begins with, on CUDA, and the first that it no longer knows
     head_dim    the largest; None for any
+    narrowest   the smallest
+    aligned     its kernels read heads in pieces of 16 bytes, and pad none
     equal_dims  values must have the head_dim of queries
+    crossed     padding of keys says nothing about queries
+    any_row     finds packed documents in every row of a batch
     package     what must be installed
     """
 
@@ -45,10 +54,15 @@ class Backend:
     below: tuple[int, int] = _LAST
     dtypes: frozenset[torch.dtype] = _ALL_DTYPES
     head_dim: int | None = None
+    narrowest: int = 1
+    aligned: bool = False
     equal_dims: bool = False
     masks: frozenset[str] = _EVERY_MASK
+    crossed: bool = True
+    any_row: bool = True
     soft_cap: bool = False
     sinks: bool = False
+    position_bias: bool = True
     dropout: bool = True
     package: str = ""
 
@@ -59,24 +73,23 @@ def _gpu(name: str, what: str, takes: str = "own", least: tuple[int, int] = (8, 
 
 def _flash(generation: int, package: str, least: tuple[int, int], below: tuple[int, int], **can: object) -> Backend:
     name = f"flash_attention_{generation}"
-    return _gpu(
-        name,
-        f"{package}, through transformers",
-        name,
-        least,
-        below=below,
-        dtypes=_HALF,
-        masks=_NAMED_MASKS,
-        package=package,
-        **can,
-    )
+    numbers = {"below": below, "dtypes": _HALF, "package": package}
+    return _gpu(name, f"{package}, through transformers", name, least, **numbers, **_THROUGH_TRANSFORMERS, **can)
 
 
+# transformers takes padding of keys for that of queries, looks for packed documents where a batch has one row, makes no
+# masks but the named ones, and drops a position bias.
+_THROUGH_TRANSFORMERS: dict[str, Any] = {
+    "masks": _NAMED_MASKS,
+    "crossed": False,
+    "any_row": False,
+    "position_bias": False,
+}
 # An implementation that differs by device has several rows, of which the first that knows the device counts.
 TABLE: tuple[Backend, ...] = (
     # No gradients of sinks and soft caps, no dropout; attention on SM100 with 192/128 features is left to others.
-    _flash(4, FLASH_4, (9, 0), (12, 0), head_dim=128, dropout=False),
-    _flash(3, FLASH_3, (9, 0), (10, 0), head_dim=256, soft_cap=True, dropout=False),
+    _flash(4, FLASH_4, (9, 0), (12, 0), head_dim=128, aligned=True, dropout=False),
+    _flash(3, FLASH_3, (9, 0), (10, 0), head_dim=256, aligned=True, soft_cap=True, dropout=False),
     _flash(2, FLASH_2, (8, 0), _LAST, head_dim=256, soft_cap=True),
     Backend(
         "flash_attention_2",
@@ -85,11 +98,27 @@ TABLE: tuple[Backend, ...] = (
         frozenset({ROCM}),
         dtypes=_HALF,
         head_dim=256,
-        masks=_NAMED_MASKS,
         package=FLASH_2,
+        **_THROUGH_TRANSFORMERS,
     ),
-    _gpu("xformers", "xformers' memory-efficient attention", least=(5, 0), dtypes=_SINGLE, package=XFORMERS),
-    _gpu("cudnn", "torch's SDPA with cuDNN's kernels", dtypes=_HALF, head_dim=128, sinks=True),
+    _gpu(
+        "xformers",
+        "xformers' memory-efficient attention",
+        least=(5, 0),
+        below=(10, 0),  # of its kernels that take masks
+        dtypes=_SINGLE,
+        aligned=True,
+        package=XFORMERS,
+    ),
+    _gpu(
+        "cudnn",
+        "torch's SDPA with cuDNN's kernels",
+        dtypes=_HALF,
+        head_dim=128,
+        aligned=True,
+        sinks=True,
+        position_bias=False,
+    ),
     _gpu(
         "flash",
         "torch's SDPA with its flash kernels",
@@ -97,6 +126,8 @@ TABLE: tuple[Backend, ...] = (
         head_dim=256,
         equal_dims=True,
         masks=frozenset({CAUSAL, PADDING}),  # a batch that is padded after all is refused when it comes
+        any_row=False,
+        position_bias=False,
     ),
     Backend(
         "flash",
@@ -105,9 +136,17 @@ TABLE: tuple[Backend, ...] = (
         frozenset({CPU}),
         equal_dims=True,
         sinks=True,
+        position_bias=False,
         dropout=False,
     ),
-    _gpu("efficient", "torch's SDPA with its memory-efficient kernels", least=(5, 0), dtypes=_SINGLE, sinks=True),
+    _gpu(
+        "efficient",
+        "torch's SDPA with its memory-efficient kernels",
+        least=(5, 0),
+        dtypes=_SINGLE,
+        aligned=True,
+        sinks=True,
+    ),
     Backend("math", "torch's SDPA without a fused kernel", "own", sinks=True),
     Backend("sdpa", "torch's SDPA, which picks one of its kernels for every call", "sdpa", sinks=True),
     _gpu(
@@ -116,8 +155,11 @@ TABLE: tuple[Backend, ...] = (
         "own unpadded",
         dtypes=_HALF,
         head_dim=256,
+        aligned=True,
         equal_dims=True,
         masks=_NAMED_MASKS,
+        crossed=False,
+        position_bias=False,
         dropout=False,
         package=VARLEN,
     ),
@@ -127,7 +169,8 @@ TABLE: tuple[Backend, ...] = (
         "flex_attention",
         dtypes=_SINGLE,
         head_dim=256,
-        masks=_NAMED_MASKS,
+        narrowest=16,
+        masks=_NAMED_MASKS | {BLOCK},
         soft_cap=True,
         sinks=True,
         dropout=False,
@@ -228,7 +271,7 @@ def _row(name: str, needs: Needs) -> Backend:
 def refusal(name: str, needs: Needs, installed: Installed) -> str | None:
     """Why an implementation cannot do what is needed; None where it can."""
     row = _row(name, needs)
-    for check in (_device, _model, _numbers, _features):
+    for check in (_device, _model, _numbers, _features, _documents):
         why_not = check(row, needs)
         if why_not is not None:
             return why_not
@@ -261,12 +304,34 @@ def _numbers(row: Backend, needs: Needs) -> str | None:
     old = needs.device == CUDA and needs.capability is not None and needs.capability < (8, 0)
     if needs.dtype == torch.bfloat16 and old and row.devices:
         return "it has bf16 from SM80 on"
-    largest = max(needs.head_dim, needs.value_dim or 0)
-    if row.head_dim is not None and largest > row.head_dim:
-        return f"its heads have at most {row.head_dim} features"
-    if row.equal_dims and needs.value_dim not in (None, needs.head_dim):
+    return _widths(row, needs)
+
+
+def _widths(row: Backend, needs: Needs) -> str | None:
+    widths = {needs.head_dim, needs.value_dim or needs.head_dim}
+    if needs.sinks and row.takes in ("own", "sdpa"):  # features more (see `extra_terms`)
+        widths = {padded_width(max(needs.head_dim + 2, needs.value_dim or 0))}
+    if row.head_dim is not None and max(widths) > row.head_dim:
+        more = ", and sinks take a few more" if needs.head_dim <= row.head_dim else ""
+        return f"its heads have at most {row.head_dim} features{more}"
+    if min(widths) < row.narrowest:
+        return f"its heads have at least {row.narrowest} features"
+    modern = needs.capability is None or needs.capability >= (8, 0)
+    step = 16 // needs.dtype.itemsize
+    if row.aligned and (modern or needs.dtype in _HALF) and any(width % step for width in widths):
+        return f"the features of its heads come in multiples of {step}"
+    if row.equal_dims and len(widths) > 1:
         return "its values have as many features as its queries"
+    if row.takes.startswith("flash_attention") and (needs.value_dim or 0) > needs.head_dim:
+        return "its values have at most as many features as its queries"
     return None
+
+
+def _has_little_shared_memory(needs: Needs) -> bool:
+    """GPUs on which flash kernels have no gradients of the widest heads."""
+    if needs.device != CUDA or needs.capability is None:
+        return False
+    return (8, 0) < needs.capability < (9, 0) or needs.capability >= (12, 0)
 
 
 def _features(row: Backend, needs: Needs) -> str | None:
@@ -274,15 +339,56 @@ def _features(row: Backend, needs: Needs) -> str | None:
         return "it has no soft caps"
     if needs.sinks and not row.sinks:
         return "it has no sinks" + (", or no gradients of them" if needs.training else "")
-    if needs.dropout > 0 and needs.training:
-        if not row.dropout:
-            return f"it has no dropout, and the model's is {needs.dropout:g}"
-        if needs.soft_cap and row.takes == _FLASH_2:
-            return "it has no dropout together with soft caps"
+    if needs.position_bias and not row.position_bias:
+        return "it has no position bias, or no gradients of it"
+    if needs.training and (why_not := _in_training(row, needs)) is not None:
+        return why_not
     missing = [kind for kind in MASKS if kind in needs.masks - row.masks]
     return f"it takes no {missing[0]} masks" if missing else None
 
 
+def _in_training(row: Backend, needs: Needs) -> str | None:
+    if needs.dropout > 0:
+        if not row.dropout:
+            return f"it has no dropout, and the model's is {needs.dropout:g}"
+        if needs.soft_cap and row.takes == _FLASH_2:
+            return "it has no dropout together with soft caps"
+        if row.name == "cudnn" and needs.dropout * 16 % 1:
+            return f"its dropout comes in multiples of 1/16, and the model's is {needs.dropout:g}"
+    is_flash = row.name in (_FLASH_2, "flash", "varlen")
+    if is_flash and _has_little_shared_memory(needs) and (192 < needs.head_dim <= 224 or _is_wide_with_dropout(needs)):
+        return f"it has no gradients of heads with {needs.head_dim} features on this GPU"
+    return None
+
+
+def _is_wide_with_dropout(needs: Needs) -> bool:
+    return needs.head_dim > 192 and needs.dropout > 0
+
+
+def _documents(row: Backend, needs: Needs) -> str | None:
+    if needs.crossed and not row.crossed:
+        return "with cross attention it takes the padding of keys for that of queries"
+    if not needs.packed or row.any_row:
+        return None
+    if row.name == "flash":
+        return "packed documents need a mask, and it takes none"
+    return None if needs.in_one_row else "it finds packed documents in batches of one row that begin alike only"
+
+
 def _of_package(row: Backend, needs: Needs, installed: Installed) -> str | None:
+    if row.package == FLASH_2:
+        return _of_flash_2(needs, installed)
     lacks_windows = row.package == VARLEN and VARLEN_WINDOWS not in installed.versions
     return "this torch's has no windows" if lacks_windows and WINDOW in needs.masks else None
+
+
+def _of_flash_2(needs: Needs, installed: Installed) -> str | None:
+    least = _OLDEST_FLASH_2
+    if needs.soft_cap:
+        least = max(least, _SOFT_CAPS_OF_FLASH_2)
+    if needs.training and needs.head_dim > 192 and _has_little_shared_memory(needs):
+        least = max(least, _WIDE_HEADS_OF_FLASH_2)
+    if installed.has(FLASH_2, least):
+        return None
+    needed = ".".join(map(str, least))
+    return f"{FLASH_2} is {installed.versions[FLASH_2]}, and {needed} is needed: {INSTALL[FLASH_2]}"

@@ -14,6 +14,11 @@ import torch.nn.functional as F
 _WIDTH = 8  # kernels take head_dims that are a multiple of it
 
 
+def padded_width(width: int) -> int:
+    """Of heads with features more."""
+    return -(-width // _WIDTH) * _WIDTH
+
+
 def in_two(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[...] -> [..., 2] of `dtype`, which sum to `x` with the digits of both; the gradient flows through the second."""
     first = x.detach().to(dtype)
@@ -26,7 +31,7 @@ def with_terms(
     """[B, H, S, D], [B, H, T, D], [B, H, T, Dv] with features [..., n] more, all padded with zeros to one width."""
     query = torch.cat([query, of_query.expand(*query.shape[:-1], -1)], dim=-1)
     key = torch.cat([key, of_key.expand(*key.shape[:-1], -1)], dim=-1)
-    width = -(-max(query.shape[-1], value.shape[-1]) // _WIDTH) * _WIDTH
+    width = padded_width(max(query.shape[-1], value.shape[-1]))
     return _padded(query, width), _padded(key, width), _padded(value, width)
 
 

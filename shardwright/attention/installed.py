@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,6 +41,11 @@ class Installed:
 
     versions: Mapping[str, str] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, package: str, least: tuple[int, ...]) -> bool:
+        """Whether a package that works here is at least of this version."""
+        numbers = tuple(int(number) for number in re.findall(r"\d+", self.versions[package])[:3])
+        return numbers >= least
 
     def missing(self, package: str) -> str | None:
         """Why a package cannot be used, with what would help; None where it can."""

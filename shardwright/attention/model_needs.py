@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.config import HIDDEN, QUERY_HEADS, first_int
-from .needs import ARBITRARY, CAUSAL, PADDING, WINDOW, Needs, needs_on
+from ..models.config import HIDDEN, QUERY_HEADS, first_int, text_config
+from .needs import ARBITRARY, BLOCK, CAUSAL, PADDING, WINDOW, Needs, needs_on
 
 # Families whose only reason to do without SDPA are sinks, which `attention.backends` computes with it.
 _SINKS_WITH_SDPA = ("gpt_oss",)
 _OWN_DROPOUT = re.compile(r"att|^dropout(_prob|_p|_rate)?$")  # other dropouts of an attention module follow its output
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _OTHER_DROPOUT = re.compile(r"resid|hidden|proj|output|path")
+_CROSS = re.compile(r"cross|encoder_?attn|encdec", re.IGNORECASE)
+_MASK_FUNCTIONS = re.compile(r"\b(block_sequence_ids|or_mask_function|and_mask_function)=(?!None)")
 
 
 @dataclass(frozen=True)
@@ -32,25 +34,42 @@ class Part:
     name        "" for the whole
     config      where its implementation is kept
     attention   its attention modules
+    crosses     some of them attend to another sequence
+    makes_masks masks that are made of functions of the model's own, such as blocks of images
     """
 
     name: str
     model: nn.Module
     config: Any
     attention: tuple[nn.Module, ...]
+    crosses: bool = False
+    makes_masks: bool = False
 
 
 def find_parts(model: nn.Module) -> list[Part]:
     """The parts that have attention, outer ones first."""
     owners: dict[int, tuple[str, nn.Module]] = {}
     attention: dict[int, list[nn.Module]] = {}
+    crossing: set[int] = set()
+    making: set[int] = set()
     for name, module, owner in _with_owners(model):
         if owner is module:
             owners.setdefault(id(module.config), (name, module))
-        if owner is not None and is_attention(module):
-            attention.setdefault(id(owner.config), []).append(module)
+            if _MASK_FUNCTIONS.search(_source(type_of(module))):
+                making.add(id(module.config))
+        if owner is None:
+            continue
+        of = id(owner.config)
+        if is_attention(module):
+            attention.setdefault(of, []).append(module)
+            if _CROSS.search(f"{name.rpartition('.')[2]} {type_of(module).__name__}"):
+                crossing.add(of)
+    if making - attention.keys():  # a model around the parts makes masks of the text's
+        making.add(id(text_config(model)))
     return [
-        Part(name, part, part.config, tuple(attention[key])) for key, (name, part) in owners.items() if key in attention
+        Part(name, part, part.config, tuple(attention[key]), key in crossing, key in making)
+        for key, (name, part) in owners.items()
+        if key in attention
     ]
 
 
@@ -79,18 +98,25 @@ def needs_of(part: Part, device: torch.device, dtype: torch.dtype, takes: frozen
     if _has_windows(part):
         masks.add(WINDOW)
     given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(given, torch.Tensor) and given.ndim > 2:
+    given = tuple(given.values()) if isinstance(given, Mapping) else (given,)  # one for each kind of layer
+    if any(isinstance(mask, torch.Tensor) and mask.ndim > 2 for mask in given):
         masks.add(ARBITRARY)
+    if part.makes_masks:
+        masks.add(BLOCK)
     head_dim, value_dim = _head_dims(part)
+    packed, in_one_row = _packing(batch)
     return replace(
         found,
         dtype=dtype,
         head_dim=head_dim,
         value_dim=value_dim,
         masks=frozenset(masks),
-        packed=_is_packed(batch),
+        packed=packed,
+        in_one_row=in_one_row,
+        crossed=part.crosses,
         soft_cap=_has_soft_cap(part),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in part.model.named_parameters()),
+        position_bias=any("position_bias=" in _source(type_of(module).forward) for module in part.attention),
         dropout=_dropout(part),
         takes=takes,
     )
@@ -124,13 +150,21 @@ def _compares_names(model: nn.Module) -> bool:
     """Whether the code of a model asks for an implementation by its name, so that it would take another way with one of
     ours; to ask for "eager", which ours are not, is no harm.
     """
-    source = inspect.getsource(sys.modules[_native(model).__module__])
+    source = inspect.getsource(sys.modules[type_of(model).__module__])
     asked = re.findall(r"_attn_implementation\s*(?:==|!=|in|not in)\s*(\([^)]*\)|\"[^\"]*\"|'[^']*')", source)
     return any(re.sub(r"[\"'\s]", "", each) != "eager" for each in asked)
 
 
-def _native(model: nn.Module) -> type:
+def type_of(model: nn.Module) -> Any:
+    """The class that a module was built with."""
     return getattr(type(model), "native_class", type(model))
+
+
+def _source(what: Any) -> str:
+    try:
+        return inspect.getsource(what)
+    except (OSError, TypeError):  # a class of an interactive session
+        return ""
 
 
 def _head_dims(part: Part) -> tuple[int, int | None]:
@@ -180,9 +214,14 @@ def _dropout(part: Part) -> float:
     return max(found)
 
 
-def _is_packed(batch: Any) -> bool:
-    """Whether positions begin again within a row."""
+def _packing(batch: Any) -> tuple[bool, bool]:
+    """Whether there are several documents in a row, and whether that is one row and all begin with one position.
+
+    transformers goes by positions where there is no mask.
+    """
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
-        return False
-    return bool((positions[:, 1:] <= positions[:, :-1]).any())
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or batch.get("attention_mask") is not None:
+        return False, True
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    first = torch.cat([positions[:, 0], positions[:, 1:][begins]])
+    return bool(begins.any()), len(positions) == 1 and bool((first == positions.min()).all())

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 CPU, CUDA, ROCM = "cpu", "cuda", "rocm"
-# What may hide keys from a query. An arbitrary mask is one that the batch brings, [B, heads or 1, S, S].
-CAUSAL, PADDING, WINDOW, ARBITRARY = "causal", "padding", "window", "arbitrary"
-MASKS = (CAUSAL, PADDING, WINDOW, ARBITRARY)
+# What may hide keys from a query. Of blocks are masks that a model's own functions make, such as images that see
+# themselves whole in a causal text; an arbitrary mask is one that the batch brings, [B, heads or 1, S, S].
+CAUSAL, PADDING, WINDOW, BLOCK, ARBITRARY = "causal", "padding", "window", "block", "arbitrary"
+MASKS = (CAUSAL, PADDING, WINDOW, BLOCK, ARBITRARY)
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -22,8 +23,11 @@ class Needs:
     head_dim        of queries and keys; `value_dim` of values, None for the same
     masks           which of MASKS batches may meet
     packed          several documents in a row, told apart by their positions
+    in_one_row      packed documents are those of one row, and all begin with the same position
+    crossed         keys are of another sequence than queries too, with padding of its own
     soft_cap        scores are squeezed by tanh before the softmax
     sinks           a learned score per head joins the softmax and has no value
+    position_bias   a trained term per query, key and head joins the scores
     dropout         probability, of the attention's own dropout
     training        gradients are computed, of sinks too
     takes           implementations that the model's class can be given (see `attention.model_needs`); None for all
@@ -36,8 +40,11 @@ class Needs:
     value_dim: int | None = None
     masks: frozenset[str] = field(default_factory=lambda: frozenset({CAUSAL, PADDING}))
     packed: bool = False
+    in_one_row: bool = True
+    crossed: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    position_bias: bool = False
     dropout: float = 0.0
     training: bool = True
     takes: frozenset[str] | None = None
@@ -60,8 +67,10 @@ class Needs:
         words = [self.dtype_name, f"head_dim {dims}", f"{masks} masks" if masks else "no masks"]
         named = {
             "packed documents": self.packed,
+            "cross attention": self.crossed,
             "soft caps": self.soft_cap,
             "sinks": self.sinks,
+            "position bias": self.position_bias,
             "dropout": self.dropout > 0 and self.training,
             "training": self.training,
         }

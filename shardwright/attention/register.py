@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
 from .backends import Sdpa, varlen_attention, xformers_attention
 from .choice import TABLE, Choice
 from .model_needs import Part
@@ -61,6 +63,29 @@ def set_implementation(part: Part, name: str) -> None:
         return
     model: Any = part.model
     part.config._attn_implementation_internal = model._check_and_adjust_attn_implementation(name)
+
+
+def guard(part: Part, name: str) -> None:
+    """Have packed documents refused that `name` would let see each other."""
+    if name.startswith("flash_attention"):
+        part.attention[0].register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
+
+
+def refuse_packed_rows(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """transformers looks for packed documents before flash-attn where a batch has one row, and else in its masks, of
+    which flash-attn has none.
+    """
+    positions = kwargs.get("position_ids")
+    if torch.compiler.is_compiling() or kwargs.get("attention_mask") is not None:
+        return
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or len(positions) == 1:
+        return
+    if bool((positions[:, 1:] != positions[:, :-1] + 1).any()):
+        raise ValueError(
+            "flash-attn, through transformers, finds packed documents in batches of one row only, and this one has "
+            f"{len(positions)} with positions that begin again; use one row, or attention_backend='varlen' or 'sdpa', "
+            "or give such a batch as example_inputs, so that enable_flash_attention=True knows"
+        )
 
 
 def is_foreign(name: str | None) -> bool:

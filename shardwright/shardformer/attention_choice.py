@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..attention.choice import Choice, choose
 from ..attention.installed import find_installed
 from ..attention.model_needs import Part, find_parts, needs_of, taken_by
 from ..attention.needs import Needs
-from ..attention.register import implementation_of, is_foreign, register_attention, set_implementation
+from ..attention.register import guard, implementation_of, is_foreign, register_attention, set_implementation
 from ..logging import get_dist_logger
 from ..models.config import text_config
 from ..utils.device import get_current_device
@@ -99,7 +100,9 @@ def use_attention(model: nn.Module, picks: Sequence[Pick]) -> None:
     if not picks:
         return
     register_attention()
+    picks = _with_own_configs(model, picks)
     for pick in picks:
+        guard(pick.part, pick.name)
         if not has_methods(pick.part.attention):
             set_implementation(pick.part, pick.name)
         elif reads_config(pick.part.attention):
@@ -108,6 +111,20 @@ def use_attention(model: nn.Module, picks: Sequence[Pick]) -> None:
             use_methods(pick.part.attention)
     _tell_those_without(model, picks)
     get_dist_logger().info(describe(picks), ranks=[0])
+
+
+def _with_own_configs(model: nn.Module, picks: Sequence[Pick]) -> list[Pick]:
+    """Give the model configs of its own where an implementation will change: other models may have been built of the
+    same, and would change with it.
+    """
+    if all(pick.name == pick.had for pick in picks):
+        return list(picks)
+    copies: dict[int, Any] = {}  # also of the configs within
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if hasattr(value, "_attn_implementation_internal"):
+                setattr(module, name, copy.deepcopy(value, copies))
+    return [replace(pick, part=replace(pick.part, config=pick.part.model.config)) for pick in picks]
 
 
 def _tell_those_without(model: nn.Module, picks: Sequence[Pick]) -> None:

@@ -17,10 +17,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import (
+    AttentionInterface,
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    StaticCache,
+)
 
 from shardwright.attention import backends
 from shardwright.attention.choice import BACKENDS
 from shardwright.attention.extra_terms import in_two, sdpa_with_alibi, sdpa_with_sinks
+from shardwright.attention.model_needs import find_parts
+from shardwright.attention.register import guard
 from shardwright.ops.shared_grads import sync_shared_gradients
 from shardwright.shardformer import ShardConfig, ShardFormer
 from shardwright.shardformer.attention_choice import pick_attention, use_attention
@@ -47,6 +59,7 @@ SDPA = {"sdpa": "sdpa", "flash": "shardwright_fa", "math": "shardwright_math", "
 HAD = {
     **dict.fromkeys(FAMILIES, SDPA),
     "gemma2": {"eager": "eager"},
+    "t5": {name: had for name, had in SDPA.items() if name != "flash"},  # its position bias is trained
     "gpt_oss": SDPA | {"sdpa": "shardwright_sinks"},
     **{name: {"sdpa": "sdpa", "eager": "eager"} for name in ("bloom", "falcon", "gpt_neo", "gptj")},
 }
@@ -104,10 +117,6 @@ def test_every_backend_computes_what_eager_does(name: str) -> None:
                 picks = pick_attention(model, options(backend))
                 use_attention(model, picks)
                 had[backend] = picks[0].name
-                if name == "t5" and backend == "flash":  # its position bias is trained
-                    with pytest.raises(ValueError, match="attention_backend='flash': torch has no such kernel"):
-                        model(**batch)
-                    continue
                 torch.testing.assert_close(gradients(model, batch), expected, atol=tolerance, rtol=tolerance)
     assert had == HAD[name]
 
@@ -257,6 +266,81 @@ def test_documents_of_varying_length(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
     assert [0, 16, 27, 41] in seen
     assert [0, 4, 11, 16] in seen
+
+
+def test_models_of_one_config_keep_their_attention() -> None:
+    """Also the text's config within that of a model of two."""
+    for name in ("llama", "t5"):
+        first = build(name)
+        other, third = type(first)(first.config), type(first)(first.config)
+        for model, backend in ((first, "math"), (third, "sdpa")):
+            use_attention(model, pick_attention(model, options(backend)))
+        had = [{part.config._attn_implementation for part in find_parts(model)} for model in (first, other, third)]
+        assert had == [{"shardwright_math"}, {"eager"}, {"sdpa"}]
+
+
+@torch.no_grad()
+def test_empty_places_of_a_cache_are_not_seen() -> None:
+    """With a static cache a causal model gives no mask to its first queries, and keys that are not there yet."""
+    for name, backend in (("gpt_oss", "sdpa"), ("llama", "math")):
+        reference = build(name, sliding_window=64).eval()
+        model = copy.deepcopy(reference)
+        use_attention(model, pick_attention(model, options(backend)))
+        ids = ragged(reference, left=False)["input_ids"]
+        caches = [StaticCache(config=each.config, max_cache_len=24) for each in (reference, model)]
+        with keep_float64():
+            for part in (ids[:, :9], ids[:, 9:10], ids[:, 10:13]):
+                expected, actual = (
+                    each(input_ids=part, past_key_values=cache).logits
+                    for each, cache in zip((reference, model), caches, strict=True)
+                )
+                torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_efficient_kernels_get_a_head_of_keys_for_each_query() -> None:
+    """They know no groups of heads: where transformers leaves these to the kernel, torch would take another."""
+    seen = []
+
+    def function(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+        assert getattr(module, "num_key_value_groups", 1) == 1
+        seen.append((key.shape[1], value.shape[1], module.is_causal))
+        return query, None
+
+    module = nn.Identity()
+    module.num_key_value_groups, module.is_causal = 2, True  # type: ignore[assignment]
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    backends.Sdpa(function, "efficient")(module, query, key, key, None)
+    assert seen == [(4, 4, True)]
+
+
+def test_attention_to_another_sequence_and_masks_of_functions_are_seen() -> None:
+    with torch.device("meta"):
+        config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=9)
+        (bart,) = find_parts(BartForConditionalGeneration(config))
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text = {**vision, "vocab_size": 99, "num_key_value_heads": 1, "head_dim": 8}
+        gemma = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+        parts = {part.config.model_type: part for part in find_parts(gemma)}
+        (alone,) = find_parts(Gemma3ForCausalLM(Gemma3TextConfig(**text)))
+    assert (bart.crosses, bart.makes_masks) == (True, False)
+    assert [parts[name].makes_masks for name in ("gemma3_text", "siglip_vision_model")] == [True, False]
+    assert not alone.makes_masks
+    assert not any(part.crosses for part in (alone, *parts.values()))
+
+
+def test_packed_rows_are_refused_before_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = AttentionInterface._global_mapping
+    monkeypatch.setitem(mapping, "flash_attention_2", mapping["sdpa"])
+    model = build("llama")
+    (part,) = find_parts(model)
+    part.config._attn_implementation_internal = "flash_attention_2"
+    guard(part, "flash_attention_2")
+    ids = torch.arange(12).view(2, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    for allowed in ({}, {"position_ids": positions[:1]}, {"position_ids": positions[1:].expand(2, -1)}):
+        model(input_ids=ids, use_cache=False, **allowed)
+    with pytest.raises(ValueError, match="in batches of one row only, and this one has 2"):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
 def test_what_a_function_does_not_know_is_refused() -> None:

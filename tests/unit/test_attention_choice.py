@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,15 +20,19 @@ from shardwright.attention.installed import (
     XFORMERS,
     Installed,
 )
-from shardwright.attention.needs import ARBITRARY, CAUSAL, PADDING, WINDOW, Needs
+from shardwright.attention.needs import ARBITRARY, BLOCK, CAUSAL, PADDING, WINDOW, Needs
 
 FLASH = (FLASH_2, FLASH_3, FLASH_4)
 TORCH = (TRITON, VARLEN, VARLEN_WINDOWS)
-SM75, SM80, SM89, SM90, SM100, SM120 = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+SM70, SM75, SM80, SM89, SM90, SM100, SM120 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 
 
 def have(*packages: str) -> Installed:
-    return Installed(dict.fromkeys(packages, "1.0"))
+    return Installed(dict.fromkeys(packages, "9.0"))
+
+
+def flash_2(version: str) -> Installed:
+    return Installed({FLASH_2: version})
 
 
 ALL = have(*FLASH, XFORMERS, *TORCH)
@@ -70,7 +75,21 @@ CHOSEN: list[tuple[str, Needs, Installed]] = [
     ("eager", gpu(SM75, soft_cap=True, dtype=torch.float16), ALL),
     ("eager", Needs("cpu", soft_cap=True, takes=frozenset({"eager", "flex_attention"})), ALL),
     ("sdpa", gpu(SM90, sinks=True), ALL),
-    ("cudnn", gpu(SM100, sinks=True), ALL),
+    ("sdpa", gpu(SM100, sinks=True), ALL),  # which takes heads of 136
+    ("cudnn", gpu(SM100, sinks=True, head_dim=64), ALL),
+    ("sdpa", gpu(SM100, position_bias=True), ALL),
+    ("sdpa", gpu(SM90, crossed=True), ALL),
+    ("cudnn", gpu(SM100, crossed=True), ALL),
+    ("sdpa", gpu(SM90, masks=CAUSAL_PADDED | {BLOCK}), ALL),
+    ("flex", gpu(SM90, masks=CAUSAL_PADDED | {BLOCK}, soft_cap=True), ALL),
+    ("flash_attention_2", gpu(SM90, head_dim=84), ALL),  # the only one that pads heads itself
+    ("cudnn", gpu(SM100, dropout=0.125), have(*TORCH)),
+    ("sdpa", gpu(SM100, dropout=0.1), have(*TORCH)),
+    ("sdpa", gpu(SM89, head_dim=256, dropout=0.1), ALL),
+    ("flash_attention_2", gpu(SM80, head_dim=256, dropout=0.1), ALL),
+    ("sdpa", gpu(SM80), flash_2("2.3.2")),
+    ("eager", gpu(SM80, soft_cap=True), flash_2("2.5.9.post1")),
+    ("flash_attention_2", gpu(SM80, soft_cap=True), flash_2("2.6.0+cu128")),
     ("sdpa", gpu(SM90, masks=CAUSAL_PADDED | {ARBITRARY}), ALL),
     ("flash_attention_3", gpu(SM90, masks=CAUSAL_PADDED | {WINDOW}), ALL),
     # packed documents
@@ -80,6 +99,8 @@ CHOSEN: list[tuple[str, Needs, Installed]] = [
     ("flex", gpu(SM90, packed=True, dtype=torch.float32), have(*TORCH)),
     ("sdpa", gpu(SM90, packed=True, dropout=0.1), have(*TORCH)),
     ("sdpa", Needs("cpu", packed=True), ALL),
+    ("varlen", gpu(SM90, packed=True, in_one_row=False), ALL),
+    ("sdpa", gpu(SM90, packed=True, in_one_row=False, crossed=True, dropout=0.1), ALL),
     # what a model's class takes
     ("eager", gpu(SM90, takes=frozenset({"eager"})), ALL),
     ("sdpa", gpu(SM90, takes=frozenset({"eager", "sdpa", "own"})), ALL),
@@ -112,6 +133,41 @@ def test_nothing_that_a_model_has_is_dropped() -> None:
                 assert not (dtype.itemsize > 2 and chosen.startswith("flash_attention"))
 
 
+def cannot(name: str, needs: Needs) -> bool:
+    """What the libraries' own checks refuse, in words of theirs."""
+    gpu_at = needs.capability if needs.device == "cuda" else None
+    half, dim, flash = needs.dtype.itemsize == 2, needs.head_dim, name.startswith("flash_attention")
+    if flash or name == "varlen":
+        limit = 128 if name == "flash_attention_4" else 256
+        too_old = gpu_at is not None and gpu_at < (8, 0)
+        odd = dim % 8 != 0 and name != "flash_attention_2"
+        apart = needs.crossed or (flash and needs.packed and not needs.in_one_row)
+        return too_old or not half or dim > limit or odd or apart or bool(needs.masks & {BLOCK, ARBITRARY})
+    if name == "cudnn":
+        return not half or dim > 128 or dim % 8 != 0 or needs.dropout * 16 % 1 != 0
+    if name in ("efficient", "xformers"):
+        before_ampere = gpu_at is not None and gpu_at < (8, 0)
+        step = 8 if half else 1 if before_ampere else 4
+        return needs.dtype == torch.float64 or dim % step != 0 or (before_ampere and needs.dtype == torch.bfloat16)
+    if name == "flex":
+        return dim < 16 or dim > 256 or needs.dtype == torch.float64 or needs.dropout > 0
+    return False
+
+
+def test_no_choice_is_one_that_its_library_refuses() -> None:
+    devices = [gpu(each) for each in (SM70, SM75, SM80, SM89, SM90, SM100, SM120)] + [Needs("cpu"), Needs("rocm")]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    features: list[dict[str, Any]] = [{}, {"packed": True}, {"packed": True, "in_one_row": False}, {"crossed": True}]
+    features += [{"masks": CAUSAL_PADDED | {mask}} for mask in (WINDOW, BLOCK, ARBITRARY)] + [{"dropout": 0.1}]
+    installed = (ALL, have(*TORCH), have(XFORMERS))
+    for device, dtype, dim, extra, there in product(
+        devices, dtypes, (8, 33, 64, 84, 128, 256, 512), features, installed
+    ):
+        needs = replace(device, dtype=dtype, head_dim=dim, **extra)
+        name = choose(needs, there).backend
+        assert not cannot(name, needs), (name, needs)
+
+
 REFUSED: list[tuple[str, Needs, Installed, str]] = [
     (
         "flash_attention_2",
@@ -134,6 +190,21 @@ REFUSED: list[tuple[str, Needs, Installed, str]] = [
     ("flash", Needs("cpu", dropout=0.1), ALL, "it has no dropout"),
     ("flash", Needs("cpu", head_dim=192, value_dim=128), ALL, "as many features as its queries"),
     ("sdpa", gpu(SM90, takes=frozenset({"eager"})), ALL, "the model's class does not take it"),
+    ("cudnn", gpu(SM90, head_dim=84), ALL, "the features of its heads come in multiples of 8"),
+    ("efficient", gpu(SM80, head_dim=42, dtype=torch.float32), ALL, "the features of its heads come in multiples of 4"),
+    ("cudnn", gpu(SM90, dropout=0.1), ALL, "its dropout comes in multiples of 1/16, and the model's is 0.1"),
+    ("cudnn", gpu(SM90, sinks=True), ALL, "its heads have at most 128 features, and sinks take a few more"),
+    ("flex", gpu(SM90, head_dim=8), ALL, "its heads have at least 16 features"),
+    ("flash", gpu(SM90, packed=True), ALL, "packed documents need a mask, and it takes none"),
+    ("flash", gpu(SM120, head_dim=208), ALL, "no gradients of heads with 208 features on this GPU"),
+    ("xformers", gpu(SM100), ALL, "it knows no GPU from SM100 on"),
+    ("flash_attention_2", gpu(SM90, crossed=True), ALL, "it takes the padding of keys for that of queries"),
+    ("varlen", gpu(SM90, crossed=True), ALL, "it takes the padding of keys for that of queries"),
+    ("flash_attention_2", gpu(SM90, packed=True, in_one_row=False), ALL, "in batches of one row that begin alike only"),
+    ("flash_attention_3", gpu(SM90, masks=CAUSAL_PADDED | {BLOCK}), ALL, "it takes no block masks"),
+    ("flash_attention_2", gpu(SM90, value_dim=192), ALL, "its values have at most as many features as its queries"),
+    ("flash_attention_2", gpu(SM80), flash_2("2.1"), "flash-attn is 2.1, and 2.3.3 is needed: pip install flash-attn"),
+    ("flash", Needs("cpu", position_bias=True), ALL, "it has no position bias, or no gradients of it"),
 ]
 
 
