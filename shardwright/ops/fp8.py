@@ -99,8 +99,7 @@ class Fp8Products:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        y = _Fp8Linear.apply(x, weight, (param,), transposed, self, torch.is_grad_enabled())
-        return cast(Tensor, y if bias is None else y + bias.to(y.dtype))
+        return cast(Tensor, _Fp8Linear.apply(x, weight, bias, (param, bias), transposed, self, torch.is_grad_enabled()))
 
     def forward(self, x: Tensor, weight: Tensor, noting: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [T, I], weight [O, I]; y [T, O], and the scales that the gradients need."""
@@ -226,14 +225,15 @@ def _emulated_product(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: t
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """The parameter travels in a tuple, past autograd, which would hand it back as an alias."""
+    """The parameters travel in a tuple, past autograd, which would hand them back as aliases."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        params: tuple[Tensor],
+        bias: Tensor | None,
+        params: tuple[Tensor, Tensor | None],
         transposed: bool,
         products: Fp8Products,
         noting: bool,
@@ -241,6 +241,8 @@ class _Fp8Linear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         w = weight.t() if transposed else weight
         y, kept = products.forward(x.reshape(-1, x.shape[-1]), w, noting)
+        if bias is not None:
+            y += bias
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, *kept)
         ctx.x_shape, ctx.params, ctx.transposed, ctx.products = x.shape, params, transposed, products
         return reshaped(y, (*x.shape[:-1], w.shape[0]))
@@ -253,11 +255,11 @@ class _Fp8Linear(torch.autograd.Function):
                 "gradient of its own, so that there are no gradients of gradients; use precision='bf16'"
             )
         x, weight, *kept = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        transposed, products, (param,) = ctx.transposed, ctx.products, ctx.params
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        transposed, products, (param, bias) = ctx.transposed, ctx.products, ctx.params
         flat_dy = dy.reshape(-1, dy.shape[-1])
         of_dy = products.grad_scale(flat_dy)
-        dx = dw = None
+        dx = dw = db = None
         if need_x:
             w = weight.t() if transposed else weight
             dx = products.input_grad(flat_dy, w, of_dy, kept).view(ctx.x_shape)
@@ -272,4 +274,9 @@ class _Fp8Linear(torch.autograd.Function):
                 store.put(param, weight_grad, (flat_x, flat_dy))
             else:
                 dw = weight_grad(None)
-        return dx, dw, None, None, None, None
+        if need_bias:
+            if (store := store_for(bias)) is not None:
+                store.put(bias, lambda _: flat_dy.sum(0), (flat_dy,))
+            else:
+                db = flat_dy.sum(0)
+        return dx, dw, db, None, None, None, None

@@ -113,6 +113,8 @@ def _why_not(name: str, module: nn.Module) -> str | None:
         return "LoRA's own"
     if _ROUTER.search(name.rpartition(".")[2]):
         return "routers"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "read by torch's MultiheadAttention, which does not call them"
     known = isinstance(module, ColumnParallel | RowParallel) or not isinstance(module, ParallelModule)
     if not known or not computes_plainly(module):
         return "with a forward of their own"
