@@ -61,8 +61,12 @@ class AmaxHistory:
                 noted[factor] = False
 
     def state_dict(self) -> dict[str, list[list[float]]]:
-        """By name: numbers as JSON keeps them, exactly."""
-        return dict(zip(self.names, self.history.tolist(), strict=True))
+        """By name: numbers as JSON keeps them, exactly. Without linears that nothing is known of, as are those of
+        other stages of a pipeline, whose ranks tell.
+        """
+        return {
+            name: saved for name, saved in zip(self.names, self.history.tolist(), strict=True) if any(map(any, saved))
+        }
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Linears that `state` does not know begin anew."""
