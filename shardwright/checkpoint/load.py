@@ -155,7 +155,7 @@ def load(
     shards, error = attempt(lambda: _read(opened, position, held, parts))
     agreement.check(error, f"loading {opened.directory}")  # before load_shards, which communicates
     if parts is not None:
-        _load_optimizer(opened.state, optimizer, parts, shards)
+        _load_optimizer(opened, optimizer, parts, shards)
     if lr_scheduler is not None:
         load_lr_scheduler(lr_scheduler, opened.state["lr_scheduler"], opened.directory)
     if dataloader is not None:
@@ -220,14 +220,18 @@ def _read(
     return shards
 
 
-def _load_optimizer(
-    state: Mapping[str, Any], optimizer: Any, parts: ShardedOptimizer, shards: dict[str, LoadedShard]
-) -> None:
+def _load_optimizer(opened: Opened, optimizer: Any, parts: ShardedOptimizer, shards: dict[str, LoadedShard]) -> None:
+    state = opened.state
     load_hyperparameters(optimizer.param_groups, decode(state["param_groups"]))
     parts.load_shards(shards)
     scaler = optimizer.scaler if isinstance(optimizer, OptimizerWrapper) else None
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(decode(state["scaler"]))
+    history = optimizer.amax_history if isinstance(optimizer, OptimizerWrapper) else None
+    if history is not None:
+        history.load_state_dict(
+            {name: each for table in opened.tables for name, each in table.get("amax_history", {}).items()}
+        )
 
 
 def _load_dataloader(dataloader: Any, opened: Opened, position: Position) -> None:

@@ -94,9 +94,16 @@ def collect(
         "coordinates": dict(position.coordinates),
         "sizes": dict(position.sizes),
         "groups": groups if position.coordinate("dp_sp") == position.coordinate("tp") == 0 else {},
+        "amax_history": _amax_history(optimizer),
         "dataloader": None if dataloader is None else encode(_dataloader_state(dataloader), "dataloader.state_dict()"),
     }
     return Contents(chunks, table, _shared_state(optimizer, lr_scheduler, step, extra))
+
+
+def _amax_history(optimizer: Any) -> dict[str, Any]:
+    """Of the linears that this rank has; those who share them know the same."""
+    history = optimizer.amax_history if isinstance(optimizer, OptimizerWrapper) else None
+    return {} if history is None else dict(history.state_dict())
 
 
 def _module_of(model: nn.Module | None, owner: nn.Module | None, optimizer: Any) -> nn.Module:

@@ -89,6 +89,7 @@ def _torch_checks() -> Iterator[Check]:
         yield Check("nccl", nccl, "available" if nccl else "missing", "install a torch that was built with NCCL")
         fix = 'train with precision="fp16" or "fp32"'
         yield Check("bf16 on the GPU", bf16, "supported" if bf16 else "not supported", fix, required=False)
+    yield _fp8()
 
 
 def _attention() -> Check:
@@ -99,6 +100,16 @@ def _attention() -> Check:
     from ..utils.device import get_current_device
 
     return Check("attention", True, str(choose(needs_on(get_current_device()), find_installed())), "")
+
+
+def _fp8() -> Check:
+    """Whether precision="fp8" works here."""
+    from ..precision.fp8 import why_not
+    from ..utils.device import get_current_device
+
+    missing = why_not(get_current_device())
+    fix = 'train with precision="bf16"; Fp8Options(emulate=True) is for trying the numbers'
+    return Check("fp8", missing is None, f"not here: {missing}" if missing else "supported", fix, required=False)
 
 
 def _collective() -> bool:

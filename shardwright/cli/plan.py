@@ -46,6 +46,7 @@ _FLAGS = (
     "enable_jit_fused",
     "enable_sequence_parallelism",
     "enable_sequence_overlap",
+    "use_fp8",
 )
 _OTHER = (
     "sequence_parallelism_mode",

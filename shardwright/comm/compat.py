@@ -153,6 +153,20 @@ def default_store() -> dist.Store:
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 
 
+def reshaped(fresh: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor that nobody else holds in another shape, and by autograd's account no view, so that what comes behind
+    may write to it. Checked on torch 2.13: `torch.ops.aten._unsafe_view`.
+    """
+    return torch.ops.aten._unsafe_view(fresh, list(shape))  # type: ignore[no-any-return]
+
+
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor, **how: Any) -> torch.Tensor:
+    """A product of 8-bit factors. Checked on torch 2.13: `torch._scaled_mm`, whose public name
+    (`torch.nn.functional.scaled_mm`) is newer than 2.11's.
+    """
+    return torch._scaled_mm(a, b, of_a, of_b, **how)
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, `__torch_function__` of tensor subclasses is not asked. Checked on torch 2.13:
     `torch._C.DisableTorchFunctionSubclass`.

@@ -63,7 +63,7 @@ def quantise(x: Tensor) -> Tensor:
     mantissas, exponents = torch.frexp(largest)
     # the largest comes to (128, 256], which rounding does not leave upwards: see "rounding twice" above
     exponents = (exponents - 8 - (mantissas == 0.5).int()).clamp_(_LOWEST, _HIGHEST)
-    codes = (values * _power_of_two(-exponents)).clamp_(-_INFINITE, _INFINITE).to(_CODES).view(torch.uint8)
+    codes = (values * power_of_two(-exponents)).clamp_(-_INFINITE, _INFINITE).to(_CODES).view(torch.uint8)
     parts = [codes.view(lines, blocks * BLOCK)[:, :numel], (exponents + _BIAS).to(torch.uint8).view(lines, blocks)]
     return torch.cat(parts, 1).view(*x.shape[:-1], wire_bytes(numel))
 
@@ -77,13 +77,13 @@ def dequantise(payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) 
     if blocks * BLOCK != numel:
         codes = torch.nn.functional.pad(codes, (0, blocks * BLOCK - numel))
     values = codes.contiguous().view(_CODES).float().view(lines, blocks, BLOCK)
-    scales = _power_of_two(rows[:, numel:].int() - _BIAS).unsqueeze(-1)
+    scales = power_of_two(rows[:, numel:].int() - _BIAS).unsqueeze(-1)
     most = torch.finfo(dtype).max
     infinite = values.abs() == _INFINITE
     found = torch.where(infinite, values * torch.inf, (values * scales).clamp_(-most, most))
     return found.view(lines, blocks * BLOCK)[:, :numel].to(dtype).contiguous().view(*payload.shape[:-1], numel)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """2^exponents in fp32, by their bits; integers in [-126, 127]."""
     return ((exponents.int() + _BIAS) << 23).view(torch.float32)

@@ -38,6 +38,14 @@ class LossScaler(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+class AmaxHistory(Protocol):
+    """What checkpoints keep of delayed scales: by the name of a linear that this rank has."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 class OptimizerWrapper(Optimizer):
     """One face for every plugin's optimizer:
     `backward, step, zero_grad, clip_grad_by_norm, clip_grad_by_value, get_grad_norm`.
@@ -53,6 +61,7 @@ class OptimizerWrapper(Optimizer):
 
     measures_before_step  whether `get_grad_norm` can tell the norm of a step that has not been taken
     scaler        its loss scale, if the number format needs one
+    amax_history  what linears in 8 bits saw in the last steps, if they go by it
     sharded       who answers for masters and states that are not the model's own parameters
     require_sync, no_sync()  whether backward reduces gradients
     require_cleared()        refuses backwards onto gradients that were stepped on
@@ -61,6 +70,7 @@ class OptimizerWrapper(Optimizer):
 
     measures_before_step = True
     scaler: LossScaler | None = None
+    amax_history: AmaxHistory | None = None
     require_sync = True
 
     def __init__(self, optim: Optimizer, max_norm: float = 0.0) -> None:
@@ -70,6 +80,8 @@ class OptimizerWrapper(Optimizer):
         self._inner = optim if isinstance(optim, OptimizerWrapper) else None  # which then answers what is asked
         if self._inner is not None and self._inner.scaler is not None:
             self.scaler = self._inner.scaler
+        if self._inner is not None:
+            self.amax_history = self._inner.amax_history
         # what to do about losses that are nan, set by the booster on the optimizer it returns
         self.loss_guard: LossGuard | None = None
         self._grad_norm: torch.Tensor | None = None

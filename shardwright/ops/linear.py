@@ -49,6 +49,7 @@ from ..comm import turns
 from ..comm.collectives import all_reduce_in_place
 from ..comm.compat import outputs_are_recorded
 from .collective import Sizes, copy_to_group, reduce_from_group, reduce_scatter_to_group
+from .fp8 import Fp8Products
 from .keeping import keep_result, num_active
 from .sequence_ring import Parts, product_of_parts
 from .weight_grad import active_store, add_product, deferral_possible, may_be_left_out, store_for
@@ -64,6 +65,7 @@ def column_linear(
     *,
     transposed: bool = False,
     siblings: Sequence[Tensor] = (),
+    fp8: Fp8Products | None = None,
 ) -> Tensor:
     """Column-parallel linear on a replicated x; the output is this rank's columns.
 
@@ -73,11 +75,12 @@ def column_linear(
               collective
 
     siblings  weights of linears that may come with the same x
+    fp8       computes the products, if they are in 8 bits; dW is then not left for the collective to hide behind
 
     See [Note: one all-reduce for linears that share an input].
     """
     if group.size() == 1 or not (x.requires_grad and torch.is_grad_enabled()):
-        return linear(x, weight, bias, transposed=transposed)
+        return linear(x, weight, bias, transposed=transposed, fp8=fp8)
     shared = _shared_input(x, group)
     if shared is None:
         link = Link(group)
@@ -89,7 +92,10 @@ def column_linear(
     place, alias = shared.take(weight)
     if shared.link.parts is not None and (place is None or torch.is_autocast_enabled(x.device.type)):
         shared.link.parts.fill()
-    y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place, shared.local)
+    if fp8 is not None:
+        y = fp8.linear(shared.opened, alias, bias, weight, transposed)
+    else:
+        y = _linear(shared.opened, alias, bias, weight, transposed, shared.link, place, shared.local)
     cast(Any, y.grad_fn).opened = shared  # kept for as long as the graph
     return y
 
@@ -103,6 +109,7 @@ def row_linear(
     transposed: bool = False,
     scatter_dim: int | None = None,
     scatter_sizes: Sizes | None = None,
+    fp8: Fp8Products | None = None,
 ) -> Tensor:
     """Row-parallel linear on this rank's slice of the features; the output is replicated.
 
@@ -115,8 +122,8 @@ def row_linear(
     the group.
     """
     if group.size() == 1:
-        return linear(x, weight, bias, transposed=transposed)
-    partial = linear(x, weight, None, transposed=transposed)
+        return linear(x, weight, bias, transposed=transposed, fp8=fp8)
+    partial = linear(x, weight, None, transposed=transposed, fp8=fp8)
     if scatter_dim is not None:
         y = reduce_scatter_to_group(partial, group, scatter_dim, scatter_sizes)
     elif outputs_are_recorded(besides=num_active()):
@@ -126,13 +133,22 @@ def row_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    fp8: Fp8Products | None = None,
+) -> Tensor:
     """Linear without communication whose weight gradient a `WeightGradStore` can postpone.
 
     forward   y = x W^T + b
     dgrad     dx = dy W
     wgrad     dW = dy^T x, db = sum over tokens of dy
     """
+    if fp8 is not None:
+        return fp8.linear(x, weight, bias, weight, transposed)
     if deferral_possible():
         return _linear(x, weight, bias, weight, transposed)
     return F.linear(x, weight.t() if transposed else weight, bias)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .._moved import missing_name
 
 if TYPE_CHECKING:
+    from ..precision.fp8 import Fp8Options
     from .base import Boosted, Plugin
     from .deepspeed import DeepSpeedPlugin
     from .hybrid.plugin import HybridParallelPlugin
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Boosted": "base",
     "DeepSpeedPlugin": "deepspeed",
+    "Fp8Options": ".precision.fp8",
     "HybridParallelPlugin": "hybrid.plugin",
     "LowLevelZeroPlugin": "low_level_zero",
     "Plugin": "base",
@@ -31,6 +33,7 @@ _HOMES = {
 __all__ = [
     "Boosted",
     "DeepSpeedPlugin",
+    "Fp8Options",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "Plugin",

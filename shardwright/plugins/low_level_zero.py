@@ -15,7 +15,8 @@ from ..cluster import job
 from ..cluster.mesh import ParallelMesh, validate_sizes
 from ..comm.quantised_wire import check_quantisable
 from ..interface import ModelWrapper, OptimizerWrapper
-from ..precision.policy import PRECISIONS, PrecisionPolicy
+from ..precision.fp8 import Fp8Options
+from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
@@ -24,6 +25,8 @@ from ..zero.layout import BUCKET_SIZE_IN_M
 from ..zero.settings import ZeroSettings
 from .agreement import agree_on_arguments
 from .base import mesh_position, require_precision, require_process_group
+from .fp8 import check_fp8_model, convert_where_wanted, follow_history
+from .settings import PRECISION_NAMES, PrecisionSettings
 from .shared_buffers import share_all
 from .without_effect import LOW_LEVEL_ZERO, Facts, find_without_effect, tell
 from .zero_plugin import ZeroPlugin
@@ -58,7 +61,8 @@ class LowLevelZeroPlugin(ZeroPlugin):
     """Every rank sees different samples; optimizer states, gradients or parameters are sharded over the ranks.
 
     stage                    1 shards optimizer states, 2 also gradients, 3 also parameters
-    precision                "fp32", "bf16" or "fp16": the dtype that parameters work in; masters stay in fp32
+    precision                "fp32", "bf16" or "fp16": the dtype that parameters work in; masters stay in fp32. "fp8" is
+                             "bf16" with use_fp8=True
     initial_scale ... max_scale  the fp16 loss scale, see `precision.scaler.ScalerConfig`
     max_norm                 clip the global gradient norm at every step, 0 for no clipping
     norm_type                2.0, the only norm that steps clip by (`optimizer.clip_grad_by_norm` knows others)
@@ -74,6 +78,7 @@ class LowLevelZeroPlugin(ZeroPlugin):
                              memory of the largest part of the model
     cast_inputs              cast floating-point inputs of the model to the working dtype
     fp8_communication        gradients and updated weights travel in 8 bits (docs/fp8_communication.md)
+    use_fp8, fp8_options     linears of the layers multiply in 8 bits, and how (docs/fp8.md)
     verbose                  print the layout of the buckets on rank 0
 
     Options that a combination has no use for are named in `without_effect` and once in the log.
@@ -112,18 +117,14 @@ class LowLevelZeroPlugin(ZeroPlugin):
         *,
         zero_group_size: int | None = None,
         gather_ahead: int | None = None,
+        fp8_options: Fp8Options | Mapping[str, Any] | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(LowLevelZeroPlugin.__init__, arguments)
         require_process_group("LowLevelZeroPlugin")
-        require_precision(precision, list(PRECISIONS))
+        require_precision(precision, list(PRECISION_NAMES))
         if stage not in (1, 2, 3):
             raise ValueError(f"stage={stage} must be 1 (optimizer states), 2 (and gradients) or 3 (and parameters)")
-        if use_fp8:
-            raise ValueError(
-                "use_fp8=True is not supported by LowLevelZeroPlugin; leave it False: precision='bf16' is the smallest "
-                "dtype that it computes in (fp8_communication=True sends in fp8)"
-            )
         if norm_type != 2.0:
             raise ValueError(
                 f"norm_type={norm_type} must be 2.0: steps clip by the 2-norm; use "
@@ -131,7 +132,10 @@ class LowLevelZeroPlugin(ZeroPlugin):
             )
         self.stage = stage
         self.precision = precision
-        self.policy = PrecisionPolicy(precision)
+        self.formats = PrecisionSettings(
+            precision=precision, use_fp8=use_fp8, fp8_communication=fp8_communication, fp8_options=fp8_options
+        )
+        self.policy = PrecisionPolicy(self.formats.working)
         self.scaler = ScalerConfig(
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
@@ -169,13 +173,16 @@ class LowLevelZeroPlugin(ZeroPlugin):
         super().check(model, optimizer)
         if self.settings.quantises and not self.policy.is_half:
             check_quantisable(model)
+        check_fp8_model(self.formats, model)
 
     def lay_out(
         self, model: nn.Module, optimizer: Optimizer | None, checked: Any
     ) -> tuple[nn.Module, OptimizerWrapper | None]:
+        convert_where_wanted(model, self.formats)
         if self.stage < 3:
             model = model.to(get_current_device())
         wrapped, _ = lay_out(model, optimizer, self.mesh, self.settings, self.policy, self.scaler)
+        follow_history(model, self.formats, wrapped, self.mesh, "dp")
         if wrapped is not None and self.verbose and dist.get_rank() == 0:
             for bucket in wrapped.buckets:
                 plan = bucket.plan

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..pipeline.settings import PipelineSettings
+from ..precision.fp8 import Fp8Options
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.config import ShardingOptions
@@ -21,6 +22,7 @@ from ..zero.settings import ZeroSettings, check_bucket_size
 
 T = TypeVar("T")
 _ZERO_NAMES = {"stage": "zero_stage", "bucket_size_in_m": "zero_bucket_size_in_m"}
+PRECISION_NAMES = (*PRECISIONS, "fp8")
 SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 
 
@@ -66,26 +68,47 @@ class LayoutSettings:
 class PrecisionSettings:
     """Number formats.
 
-    precision           the dtype parameters work in
+    precision           the dtype parameters work in; "fp8" is "bf16" with use_fp8=True
+    use_fp8             linears of the layers multiply in 8 bits (see `ops.fp8`)
+    fp8_options         how they do
     fp8_communication   activations, gradients and weights travel in 8 bits (see `comm.quantised_wire`)
+
+    fp8, fp8_words      what was asked of products in 8 bits, as options and in words; None: nothing
+    working             the dtype of parameters, by the name of a precision
     """
 
     precision: str
     use_fp8: bool
     fp8_communication: bool
+    fp8_options: Any = None
 
     def __post_init__(self) -> None:
-        if self.use_fp8:
+        if self.precision not in PRECISION_NAMES:
+            raise one_of("precision", self.precision, PRECISION_NAMES)
+        options = Fp8Options.of(self.fp8_options)
+        if self.fp8 is None:
+            if self.fp8_options is not None:
+                raise ValueError(
+                    f"fp8_options={self.fp8_options!r} with precision={self.precision!r} and use_fp8=False: nothing is "
+                    "computed in fp8; use precision='fp8', or leave fp8_options out"
+                )
+        elif options.granularity == "rowwise" and self.working != "bf16" and not options.emulate:
             raise ValueError(
-                "use_fp8=True: this version does not compute in fp8; leave it False and use precision='bf16' "
-                "(fp8_communication=True sends in fp8)"
+                f"fp8_options.granularity='rowwise' with precision={self.precision!r}: GPUs write rowwise products in "
+                "bf16 alone; use precision='fp8', or granularity='tensorwise'"
             )
-        if self.precision == "fp8":
-            raise ValueError(
-                "precision='fp8': this version does not compute in fp8; 'bf16' is the smallest format that it trains in"
-            )
-        if self.precision not in PRECISIONS:
-            raise one_of("precision", self.precision, list(PRECISIONS))
+
+    @property
+    def fp8(self) -> Fp8Options | None:
+        return Fp8Options.of(self.fp8_options) if self.use_fp8 or self.precision == "fp8" else None
+
+    @property
+    def fp8_words(self) -> str:
+        return "precision='fp8'" if self.precision == "fp8" else "use_fp8=True"
+
+    @property
+    def working(self) -> str:
+        return "bf16" if self.precision == "fp8" else self.precision
 
 
 @dataclass(kw_only=True)

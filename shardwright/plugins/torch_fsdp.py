@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..cluster import ParallelMesh, job
+from ..comm.quantised_wire import check_quantisable
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..models.blocks import separable_blocks
 from ..optim.kind import begin_state, has_stepped
@@ -28,6 +29,7 @@ from .base import (
     require_precision,
     require_process_group,
 )
+from .fsdp_wire import require_custom_communication, send_in_8_bits
 from .without_effect import warn_once
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,6 +91,7 @@ class TorchFSDPPlugin(Plugin):
     activation_checkpointing  recompute each block in backward instead of keeping its activations
     auto_wrap_policy    the modules to gather one at a time: a function of the model returning modules, or a list of
                         class names; None finds the model's repeated blocks
+    fp8_communication   gathered parameters and reduced gradients travel in 8 bits (docs/fp8_communication.md)
     param_init_fn       called with each module that has meta-device parameters after their storage was allocated
     """
 
@@ -115,10 +118,7 @@ class TorchFSDPPlugin(Plugin):
         check_arguments(TorchFSDPPlugin.__init__, locals())
         require_process_group("TorchFSDPPlugin")
         if fp8_communication:
-            raise ValueError(
-                "TorchFSDPPlugin(fp8_communication=True): torch's FSDP2 sends parameters in mixed_precision's dtype; "
-                "leave it False, or use LowLevelZeroPlugin(stage=3, fp8_communication=True)"
-            )
+            require_custom_communication()
         world = dist.get_world_size()
         if shard_size is not None and (shard_size < 1 or world % shard_size):
             raise ValueError(
@@ -132,6 +132,7 @@ class TorchFSDPPlugin(Plugin):
         self.activation_checkpointing = activation_checkpointing
         self.auto_wrap_policy = auto_wrap_policy
         self.param_init_fn = param_init_fn
+        self.fp8_communication = fp8_communication
 
     moves_parameters = True
 
@@ -149,6 +150,8 @@ class TorchFSDPPlugin(Plugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> list[nn.Module]:
         """The blocks to gather one at a time."""
         super().check(model, optimizer)
+        if self.fp8_communication:
+            check_quantisable(model)
         blocks = self._blocks(model)
         if any(param.is_meta for param in model.parameters()) and self.param_init_fn is None:
             raise ValueError(
@@ -213,6 +216,8 @@ class TorchFSDPPlugin(Plugin):
         for block in blocks:
             fully_shard(block, **settings)
         fully_shard(model, **settings)
+        if self.fp8_communication and mesh.size(-1) > 1:
+            send_in_8_bits(model)
         job.note_lasting("TorchFSDPPlugin, which is torch's FSDP2")
         device = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else get_current_device()
         if on_meta:

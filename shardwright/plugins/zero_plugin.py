@@ -10,10 +10,10 @@ from torch import nn
 
 from ..cluster.mesh import ParallelMesh
 from ..interface import OptimizerWrapper
-from ..precision.policy import PRECISIONS
 from ..zero.optimizer import ZeroOptimizer
 from .base import Plugin
 from .lora import add_lora
+from .settings import PRECISION_NAMES
 
 
 class ZeroPlugin(Plugin):
@@ -25,7 +25,7 @@ class ZeroPlugin(Plugin):
         return True
 
     def supported_precisions(self) -> list[str]:
-        return list(PRECISIONS)
+        return list(PRECISION_NAMES)
 
     def control_precision(self) -> bool:
         return True

@@ -207,6 +207,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             "shards": shards,
             "param_groups": groups,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "amax_history": self.amax_history.state_dict() if self.amax_history is not None else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -218,6 +219,8 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             group.update(saved)
         if self.scaler is not None and state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
+        if self.amax_history is not None and state_dict.get("amax_history") is not None:
+            self.amax_history.load_state_dict(state_dict["amax_history"])
         self.load_shards({name: LoadedShard(**parts) for name, parts in state_dict["shards"].items()})
 
     @property

@@ -22,8 +22,8 @@ from .table import mistake, refused
 SCALE = {"initial_scale": 2.0**10, "growth_interval": 100}
 
 
-def tiny() -> nn.Module:
-    return zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=2)
+def tiny(**config: int) -> nn.Module:
+    return zoo.build("llama-causal-lm", dtype=torch.float32, num_hidden_layers=2, **config)
 
 
 def idle(plugin: Any) -> set[str]:
@@ -43,14 +43,35 @@ def unknown_precision(rank: int, world: int) -> None:
 
 @mistake(
     symptom="`precision='fp8'` or `use_fp8=True`",
-    gets="refused: this version computes in no format smaller than bf16",
-    fix="`precision='bf16'`",
+    gets="refused at boost on CPUs and GPUs older than Ada and Hopper: they have no products in 8 bits",
+    fix="`precision='bf16'`, or `fp8_options=Fp8Options(emulate=True)` to try the numbers",
 )
 def fp8(rank: int, world: int) -> None:
-    with refused("precision='fp8'", "'bf16'"):
-        HybridParallelPlugin(precision="fp8")
-    with refused("use_fp8=True", "precision='bf16'", "fp8_communication=True"):
-        HybridParallelPlugin(use_fp8=True)
+    for settings, words in (({"precision": "fp8"}, "precision='fp8'"), ({"use_fp8": True}, "use_fp8=True")):
+        with refused(words, "the device is cpu", "8.9 or higher", "precision='bf16'", "emulate=True"):
+            Booster(plugin=HybridParallelPlugin(**settings)).boost(tiny())
+    Booster(plugin=HybridParallelPlugin(precision="fp8", fp8_options={"emulate": True})).boost(tiny())
+
+
+@mistake(
+    symptom="`precision='fp8'` with layers whose sizes are no multiples of 16, or only some of them on this layout",
+    gets="the others compute in bf16, named in the log; refused where no linear is left",
+    fix="sizes that are multiples of 16 times `tp_size`",
+)
+def fp8_without_sizes(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin(precision="fp8", fp8_options={"emulate": True})
+    with refused("precision='fp8'", "multiples of 16", "precision='bf16'"):
+        Booster(plugin=plugin).boost(tiny(hidden_size=24, intermediate_size=40))
+
+
+@mistake(
+    symptom="`fp8_options` without `precision='fp8'` or `use_fp8=True`",
+    gets="refused: nothing would be computed in fp8",
+    fix="`precision='fp8'`",
+)
+def fp8_options_alone(rank: int, world: int) -> None:
+    with refused("fp8_options=", "use_fp8=False", "precision='fp8'"):
+        HybridParallelPlugin(fp8_options={"emulate": True})
 
 
 @mistake(

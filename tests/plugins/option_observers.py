@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwright import Booster
 from shardwright.kernels import linear_cross_entropy
 from shardwright.testing import zoo
+from tests.ranks.counting import CountBytes
 
 MODEL = "llama-causal-lm"
 OPS = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "isend", "irecv", "recv")
@@ -262,6 +263,39 @@ def ddp_settings(plugin: type, settings: dict[str, Any]) -> dict[str, Any]:
     found = {key: data[key] for key in wanted if key in data}
     param = next(param for param in model.parameters() if param.grad is not None)
     return {**found, "view": param.grad._is_view(), "static": model.module.static_graph}
+
+
+def bytes_sent(plugin: type, settings: dict[str, Any]) -> dict[torch.dtype, float]:
+    """In one step, by dtype, whoever sends."""
+    booster, model, optimizer = boosted(plugin(**settings))
+    with CountBytes() as sent:
+        booster.backward(model(**batch()).loss, optimizer)
+    return dict(sent.by_dtype)
+
+
+def fp8_is_refused(plugin: type, settings: dict[str, Any]) -> bool:
+    """Whether boosting says that this device has no products in 8 bits."""
+    try:
+        boosted(plugin(**settings))
+    except ValueError as error:
+        return "products in 8 bits need" in str(error)
+    return False
+
+
+def products(plugin: type, settings: dict[str, Any]) -> list[float]:
+    """Losses of steps between which all weights grow and shrink."""
+    booster, model, optimizer = boosted(plugin(**settings), build(hidden_size=64, intermediate_size=128))
+    found = []
+    for scale in (1.0, 2.0**-6, 2.0**6):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(scale)
+        loss = model(**batch()).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
 
 def fsdp_state(plugin: type, settings: dict[str, Any]) -> list[Any]:

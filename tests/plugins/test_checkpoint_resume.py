@@ -37,6 +37,18 @@ PLUGINS: dict[str, tuple[int, Any, dict[str, Any], str | None]] = {
     "zero 2, bf16": (2, LowLevelZeroPlugin, {"stage": 2, "precision": "bf16", "overlap_allgather": True}, None),
     "zero 3, bf16": (2, LowLevelZeroPlugin, {"stage": 3, "precision": "bf16"}, None),
     "tp, bf16": (2, HybridParallelPlugin, {"tp_size": 2, "precision": "bf16"}, None),
+    "tp, pp, fp8 by delayed scales": (
+        4,
+        HybridParallelPlugin,
+        {
+            "tp_size": 2,
+            "pp_size": 2,
+            "num_microbatches": 2,
+            "precision": "fp8",
+            "fp8_options": {"scaling": "delayed", "amax_history": 2, "emulate": True},
+        },
+        None,
+    ),
     "pp, zero 1, fp16": (4, HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 2, "zero_stage": 1, **FP16}, None),
 }
 

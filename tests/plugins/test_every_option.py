@@ -77,6 +77,9 @@ class Marking(Policy):
 
 F32: Settings = {"precision": "fp32"}
 FP16: Settings = {"precision": "fp16"}
+DELAYED: Settings = {"scaling": "delayed"}
+EMULATED: Settings = {"fp8_options": {"emulate": True}}
+EMULATED_DELAYED: Settings = {"emulate": True, **DELAYED}
 SCALER: Settings = {
     **FP16,
     "initial_scale": 1024.0,
@@ -98,6 +101,27 @@ ULYSSES: Settings = {
     "sp_size": 2,
     "precision": "fp32",
 }
+
+
+def fp8_options() -> dict[str, list[Any]]:
+    """Products in 8 bits, which no CPU has; `use_fp8` needs options that say so to be tried here."""
+    base = {**F32, "use_fp8": True}
+    return {
+        "use_fp8": [Changes(see.fp8_is_refused, True)],
+        "fp8_options": [
+            *(
+                Changes(see.products, {"emulate": True, **value}, {**base, **EMULATED})
+                for value in ({"granularity": "rowwise"}, DELAYED)
+            ),
+            Changes(
+                see.products, {"emulate": True, **DELAYED, "amax_history": 1}, {**base, "fp8_options": EMULATED_DELAYED}
+            ),
+            Changes(see.fp8_is_refused, {"emulate": True}, base),
+            Refused({"granularity": "rowwise"}, "write rowwise products in bf16 alone", base),
+            Refused({"emulate": True}, "nothing is computed in fp8"),
+            Refused({"emulated": True}, "did you mean 'emulate'", base),
+        ],
+    }
 
 
 def scaler_options() -> dict[str, list[Any]]:
@@ -129,7 +153,11 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Changes(see.experts, 2, F32),
         Refused(2, "ep_size=2 does not divide dp_size=1", {"tp_size": 2}),
     ],
-    "precision": [Changes(see.modules, "fp16")],
+    "precision": [
+        Changes(see.modules, "fp16"),
+        Changes(see.products, "fp8", {**EMULATED, "use_fp8": True, "precision": "fp32"}),
+        Refused("fp17", "did you mean 'fp16'"),
+    ],
     "zero_stage": [Changes(see.traffic, stage, F32) for stage in (1, 2, 3)],
     "enable_all_optimization": [Changes(see.modules, True)],
     "enable_fused_normalization": [Changes(see.modules, True)],
@@ -273,7 +301,7 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused(True, "both say in which format", {"communication_dtype": torch.bfloat16}),
         Idle(True, world=1),
     ],
-    "use_fp8": [Refused(True, "use_fp8=True")],
+    **fp8_options(),
     "example_inputs": [
         Changes(see.cuts_a_tower, _batch(), {**PIPE, "custom_policy": TowerPolicy()}),
         Refused("a batch", "next(iter(dataloader))", PIPE),
@@ -294,7 +322,10 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
         Refused(0, "stage=0 must be 1"),
         Refused("2", "use 2"),
     ],
-    "precision": [Changes(see.modules, "fp16")],
+    "precision": [
+        Changes(see.modules, "fp16"),
+        Changes(see.products, "fp8", {**EMULATED, "use_fp8": True, "precision": "fp32"}),
+    ],
     "max_norm": [Changes(see.step_size, 0.5, F32)],
     "norm_type": [Refused(1.0, "norm_type=1.0 must be 2.0")],
     "reduce_bucket_size_in_m": [Changes(see.traffic, 0.002, F32), Idle(1.0, {"stage": 3})],
@@ -323,7 +354,7 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
         Refused(True, "both say in which format", {"communication_dtype": torch.bfloat16}),
         Idle(True, world=1),
     ],
-    "use_fp8": [Refused(True, "use_fp8=True")],
+    **fp8_options(),
     "extra_dp_size": [
         Changes(see.traffic, 2, F32, world=4),
         Refused(3, "extra_dp_size=3 does not divide"),
@@ -355,7 +386,7 @@ FSDP_OPTIONS: dict[str, list[Any]] = {
     "activation_checkpointing": [Changes(see.layer_calls, True)],
     "auto_wrap_policy": [Changes(see.fsdp_state, ["LlamaMLP"])],
     "param_init_fn": [],  # see test_param_init_fn
-    "fp8_communication": [Refused(True, "fp8_communication=True")],
+    "fp8_communication": [Changes(see.bytes_sent, True)],
 }
 
 OPTIONS: dict[type, dict[str, list[Any]]] = {

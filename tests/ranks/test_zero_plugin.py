@@ -180,7 +180,7 @@ def test_some_modules_stay_in_fp32() -> None:
 
 
 def bad_input(rank: int, world_size: int) -> None:
-    def boost(model: nn.Module, optim: torch.optim.Optimizer, **options: object) -> None:
+    def boost(model: nn.Module, optim: torch.optim.Optimizer | None, **options: object) -> None:
         Booster(plugin=LowLevelZeroPlugin(**{"precision": "fp32", **options})).boost(model, optim)
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -198,7 +198,7 @@ def bad_input(rank: int, world_size: int) -> None:
     integers = nn.Linear(2, 2)
     integers.bias = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     table = [
-        (lambda: LowLevelZeroPlugin(precision="fp8"), "precision='fp8' is not one of"),
+        (lambda: boost(nn.Linear(2, 2), None, precision="fp8"), "precision=.fp8.: the device is cpu"),
         (lambda: LowLevelZeroPlugin(stage=4), "stage=4"),
         (lambda: LowLevelZeroPlugin(zero_group_size=3), "zero_group_size=3 does not divide dp_size=2.*1, 2"),
         (lambda: LowLevelZeroPlugin(extra_dp_size=3), "extra_dp_size=3"),
@@ -207,7 +207,7 @@ def bad_input(rank: int, world_size: int) -> None:
         (lambda: LowLevelZeroPlugin(reduce_bucket_size_in_m=0), "reduce_bucket_size_in_m=0"),
         (lambda: LowLevelZeroPlugin(max_norm=-1), "max_norm=-1"),
         (lambda: LowLevelZeroPlugin(norm_type=1.0), "norm_type=1.0"),
-        (lambda: LowLevelZeroPlugin(use_fp8=True), "use_fp8=True"),
+        (lambda: boost(nn.Linear(2, 2), None, use_fp8=True), "use_fp8=True: the device is cpu"),
         (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale=0.5"),
         (lambda: boost(frozen, sgd(frozen)), "no trainable parameters"),
         (lambda: boost(nn.Linear(2, 2), sgd(whole)), "not in"),

@@ -25,6 +25,7 @@ from ...pipeline.cut.plan import CutModel, CutPlan
 from ...pipeline.cut.tied import create_tied_process_groups
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.schedules import get_placement, splits_backward
+from ...precision.fp8 import Fp8Options
 from ...precision.policy import PrecisionPolicy
 from ...shardformer.attention_choice import names_of
 from ...shardformer.config import ShardConfig
@@ -44,6 +45,7 @@ from ...zero.optimizer import ZeroOptimizer
 from ...zero.unit_gatherer import UnitGatherer
 from ..agreement import agree_on_arguments
 from ..base import mesh_position, require_process_group
+from ..fp8 import check_fp8, check_fp8_model, convert_where_wanted, follow_history, fp8_said
 from ..settings import HybridSettings
 from ..shared_buffers import SharedBuffers, share_all
 from ..without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
@@ -142,12 +144,14 @@ class HybridParallelPlugin(ZeroPlugin):
         ulysses_size: int | None = None,
         enable_fused_activation: bool = False,
         enable_fused_rotary: bool = False,
+        fp8_options: Fp8Options | Mapping[str, Any] | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
         check_sequence(self.settings)
         check_compiled(self.settings, pp_size)
+        check_fp8(self.settings)
         require_process_group("HybridParallelPlugin")
         sizes: dict[str, Any] = {"pp": pp_size, "tp": tp_size, "sp": sp_size or 1, "ep": ep_size}
         validate_sizes(dist.get_world_size(), **sizes, dp=None, zero_group_size=zero_group_size)
@@ -161,7 +165,7 @@ class HybridParallelPlugin(ZeroPlugin):
         # beside the exact ones, which everything else goes through
         quantised = quantised_group if fp8_communication else _as_it_is
         self._layer_group, self._message_group = quantised(self.tp_group), quantised(self.pp_group)
-        self.policy = PrecisionPolicy(precision)
+        self.policy = PrecisionPolicy(self.settings.precision.working)
         self.attention = ""
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
         self._sequences: SequenceFacts | None = None  # likewise
@@ -319,7 +323,8 @@ class HybridParallelPlugin(ZeroPlugin):
         compiled = compiled_words(model, self.settings)
         found = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, batch)
         loss = fused_loss_words(model, self.settings, self.mesh, batch, found.layout.num_microbatches)
-        kernels = ", ".join(words for words in (found.layout.kernels, loss, compiled) if words)
+        words = (found.layout.kernels, loss, compiled, fp8_said(self.settings.precision))
+        kernels = ", ".join(filter(None, words))
         unused = tuple(map(str, self.without_effect))
         return found._replace(layout=replace(found.layout, kernels=kernels, without_effect=unused))
 
@@ -328,6 +333,7 @@ class HybridParallelPlugin(ZeroPlugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelSharder | None, Preflight]:
         self._sequences = probe_sequences(self.settings, model)
         require_compiler_where_wanted(self.settings)
+        check_fp8_model(self.settings.precision, model)
         if self.settings.precision.fp8_communication and not self.policy.is_half:
             check_quantisable(model)
         sharder = self._sharder(model)
@@ -361,6 +367,7 @@ class HybridParallelPlugin(ZeroPlugin):
         keep_own_experts(model, self.mesh)
         if self._postpones_weights and splits_backward(plan.pp_style):
             let_weight_grads_wait(model)
+        convert_where_wanted(model, self.settings.precision)
         clock = Clock()
         if self.settings.sharding.enable_fused_cross_entropy:
             let_losses_do_without_logits(model, clock)
@@ -399,6 +406,7 @@ class HybridParallelPlugin(ZeroPlugin):
             making.finish()
         if wrapped is not None:
             wrapped.optim.register_step_post_hook(clock.tick)
+        follow_history(model, self.settings.precision, wrapped, self.mesh, "dp", "sp", "tp")
         share_all(model, self.mixed_dp_group)
         split = None if sharder is None else sharder.split
         refuse_hidden_states(model, split)

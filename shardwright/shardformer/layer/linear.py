@@ -22,6 +22,7 @@ from torch import Tensor
 from ...comm.quantised_wire import exact_group
 from ...ops import compiled
 from ...ops.collective import copy_to_group, gather_from_group, reduce_from_group, split_to_group
+from ...ops.fp8 import Fp8Products
 from ...ops.linear import column_linear, linear, row_linear
 from ...spec import ParamSpec
 from ...utils.argument_types import is_whole
@@ -77,8 +78,13 @@ def row_specs(name: str, module: nn.Module, pieces: Pieces) -> dict[str, ParamSp
 
 
 class _ParallelLinear(ParallelModule):
+    """
+    fp8     computes the products, where they are in 8 bits (see `shardformer.fp8`)
+    """
+
     weight: Tensor
     bias: Any
+    fp8: Fp8Products | None = None
     _plain: bool
 
     def _native_forward(self, x: Tensor) -> Tensor:
@@ -89,7 +95,7 @@ class _ParallelLinear(ParallelModule):
         if self._plain and torch.compiler.is_compiling():
             return F.linear(x, self.weight.t() if is_conv1d(self) else self.weight, bias)
         if self._plain:
-            return linear(x, self.weight, bias, transposed=is_conv1d(self))
+            return linear(x, self.weight, bias, transposed=is_conv1d(self), fp8=self.fp8)
         held, self._parameters["bias"] = self._parameters.get("bias"), bias  # type: ignore[assignment]
         try:
             return self._native_forward(x)
@@ -138,7 +144,9 @@ class ColumnParallel(_ParallelLinear):
             y = compiled.column_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         elif self._plain:
             named = [weight for sibling in self.siblings if (weight := _own_weight(sibling)) is not None]
-            y = column_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self), siblings=named)
+            y = column_linear(
+                x, self.weight, self.bias, group, transposed=is_conv1d(self), siblings=named, fp8=self.fp8
+            )
         else:
             y = self._native_forward(copy_to_group(x, group))
         return gather_features(y, self._gathered_pieces, group) if self.gather_output else y
@@ -250,7 +258,7 @@ class RowParallel(_ParallelLinear):
         if self._plain and torch.compiler.is_compiling():
             return compiled.row_linear(x, self.weight, self.bias, self._group_name, is_conv1d(self))
         if self._plain:
-            return row_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self))
+            return row_linear(x, self.weight, self.bias, group, transposed=is_conv1d(self), fp8=self.fp8)
         y = reduce_from_group(self._computed_alone(x, None), group)
         return y if self.bias is None else y + self.bias
 

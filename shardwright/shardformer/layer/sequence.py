@@ -257,7 +257,14 @@ class ScatteringRow(_InStack):
             y = scattered_linear(x, weight, group, dim, sizes)
             return y if row.bias is None else y + row.bias.to(y.dtype)
         return row_linear(
-            x, row.weight, row.bias, group, transposed=is_conv1d(row), scatter_dim=dim, scatter_sizes=sizes
+            x,
+            row.weight,
+            row.bias,
+            group,
+            transposed=is_conv1d(row),
+            scatter_dim=dim,
+            scatter_sizes=sizes,
+            fp8=row.fp8,
         )
 
 

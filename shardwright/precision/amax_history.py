@@ -1,0 +1,81 @@
+"""The largest magnitudes that the factors of linears in 8 bits had in the last steps: what delayed scaling goes by.
+
+    seen      [linears, 3]             of the running step: the largest so far, over all microbatches
+    history   [linears, 3, steps]      of steps before, the newest first; 0 where there was none
+
+The three are activations, weights and gradients of outputs. `seen` moves to `history` when the optimizer has stepped,
+as the largest over all ranks that compute with these linears. Within a step scales do not change, and a tensor that is
+computed a second time (activation checkpointing) adds nothing to a maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FACTORS = 3
+
+
+class AmaxHistory:
+    """
+    names   of the linears, each with a number by its place
+    group   of the ranks that compute with them
+    """
+
+    def __init__(
+        self, names: Sequence[str], steps: int, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.names, self.group = list(names), group
+        self.seen = torch.zeros(len(self.names), _FACTORS, device=device)
+        self.history = torch.zeros(len(self.names), _FACTORS, steps, device=device)
+        self._largest = torch.zeros_like(self.seen)
+        # known to the host, which decides whether ranks must agree: since the last step, and ever
+        self._noted = [[False] * _FACTORS for _ in self.names]
+        self._known = [[False] * _FACTORS for _ in self.names]
+
+    def note(self, linear: int, factor: int, amax: Tensor) -> None:
+        """Of one tensor of this step. What is not finite is left out: such a step is not taken, or nothing helps."""
+        place = self.seen[linear, factor]
+        torch.maximum(place, torch.where(amax < torch.inf, amax, 0), out=place)
+        self._noted[linear][factor] = True
+
+    def amax(self, linear: int, factor: int) -> Tensor | None:
+        return self._largest[linear, factor] if self._known[linear][factor] else None
+
+    @torch.no_grad()
+    def roll(self, *_: Any) -> None:
+        """The step has been taken."""
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(self.seen, dist.ReduceOp.MAX, group=self.group)
+        moved = torch.cat([self.seen.unsqueeze(-1), self.history[..., :-1]], -1)
+        self.history = torch.where(self.seen.unsqueeze(-1) > 0, moved, self.history)
+        self._largest = self.history.amax(-1)
+        self.seen = torch.zeros_like(self.seen)
+        for known, noted in zip(self._known, self._noted, strict=True):
+            for factor in range(_FACTORS):
+                known[factor] |= noted[factor]
+                noted[factor] = False
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """By name: numbers as JSON keeps them, exactly. Without linears that nothing is known of, as are those of
+        other stages of a pipeline, whose ranks tell.
+        """
+        return {
+            name: saved for name, saved in zip(self.names, self.history.tolist(), strict=True) if any(map(any, saved))
+        }
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Linears that `state` does not know begin anew."""
+        history = torch.zeros_like(self.history, device="cpu")
+        steps = history.shape[-1]
+        for number, name in enumerate(self.names):
+            saved = torch.tensor(state.get(name, [[]] * _FACTORS))[..., :steps]
+            history[number, :, : saved.shape[-1]] = saved
+            self._known[number] = [bool(factor.any()) for factor in history[number]]
+        self.history = history.to(self.history.device)
+        self._largest = self.history.amax(-1)
+        self.seen.zero_()
