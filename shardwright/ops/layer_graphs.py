@@ -42,6 +42,7 @@ from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..utils.device import get_current_device
 from .compiled import keep_order, share_copies
+from .compiled_sequence import read_by_shards, share_gathers, traced
 from .hooks_inside import hooks_inside
 
 _LOGGER = logging.getLogger(__name__)
@@ -91,10 +92,12 @@ def _inductor_options() -> dict[str, Any]:
         """`compiled.keep_order` where inductor asks for edits, of forward and backward graphs alike."""
 
         def __call__(self, graph: fx.Graph) -> None:
+            share_gathers(graph)
             keep_order(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__, keep_order.__code__.co_filename))
+            files = (keep_order.__code__.co_filename, share_gathers.__code__.co_filename)
+            return get_hash_for_files((__file__, *files))
 
     # The numbers that dropout draws are those that it draws without compiling.
     return {"post_grad_custom_pre_pass": KeepOrder(), "fallback_random": True}
@@ -105,6 +108,7 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
     from torch._functorch import config
 
     share_copies(graph.graph)
+    read_by_shards(graph.graph)
     graph.recompile()
     compiled: Any
     # A backward that cannot be compiled is found out here, where there is another way.
@@ -130,7 +134,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 class LayerGraph:
     """The forward of layers of one kind.
 
-    native        the forward that their class had
+    native        the forward that their class had, or the method that it names `compiled_method`: what is compiled
     layer_class   the class that they get
 
     Inputs that dynamo cannot take are known by their form (`_form`) afterwards. A kind has MOST_GRAPHS graphs at most:
@@ -138,17 +142,22 @@ class LayerGraph:
     """
 
     def __init__(self, cls: type[nn.Module]) -> None:
-        self.native: Callable[..., Any] = cls.forward
+        method = getattr(cls, "compiled_method", "forward")
+        self.native: Callable[..., Any] = getattr(cls, method)
         self._refused: set[Any] = set()
         self._num_graphs = 0
         self._is_full = False
         self._said: set[str] = set()
         self._name = cls.__name__
-        self.layer_class = _class_with(cls, self)
+        self.layer_class = _class_with(cls, self, method)
         native = self.native
 
-        def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return native(layer, *args, **kwargs)
+        def run(layer: nn.Module, length: int | None, *args: Any, **kwargs: Any) -> Any:
+            traced.length = length
+            try:
+                return native(layer, *args, **kwargs)
+            finally:
+                traced.length = None
 
         # Dynamo keeps what it has compiled, and which sizes have changed, by code object and name.
         code = run.__code__.replace(co_name=f"{cls.__name__}_forward_{next(_numbers)}")
@@ -185,7 +194,7 @@ class LayerGraph:
         if not self._num_graphs:
             return self.native(layer, *given, **named)
         with torch.compiler.set_stance("eager_on_recompile"):  # see [Note: the same way twice]
-            return self._compiled(self._twin(layer), *given, **named)
+            return self._compiled(self._twin(layer), _split_length(layer), *given, **named)
 
     def _run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo import config
@@ -193,7 +202,7 @@ class LayerGraph:
         may_be_last = self._num_graphs + 1 >= min(config.recompile_limit, MOST_GRAPHS)
         with config.patch(recompile_limit=MOST_GRAPHS) if may_be_last else nullcontext():
             try:
-                return self._compiled(self._twin(layer), *args, **kwargs)
+                return self._compiled(self._twin(layer), _split_length(layer), *args, **kwargs)
             except _refusals():
                 others = _with_gradients_of_other_dtypes(layer)
                 if not others:
@@ -203,7 +212,7 @@ class LayerGraph:
             for param in others:
                 param.grad = None
             try:
-                return self._compiled(self._twin(layer), *args, **kwargs)
+                return self._compiled(self._twin(layer), _split_length(layer), *args, **kwargs)
             finally:
                 for param, gradient in zip(others, gradients, strict=True):
                     param.grad = gradient
@@ -249,11 +258,17 @@ def compile_layers(model: nn.Module) -> dict[str, LayerGraph]:
     return found
 
 
-def _class_with(base: type[nn.Module], graph: LayerGraph) -> type[nn.Module]:
+def _split_length(layer: nn.Module) -> int | None:
+    """How long the sequences are of which the layer is given parts."""
+    asked = getattr(layer, "split_length", None)
+    return None if asked is None else asked()
+
+
+def _class_with(base: type[nn.Module], graph: LayerGraph, method: str) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return graph(self, args, kwargs)
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    return type(base.__name__, (base,), {method: forward, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _kind(layer: nn.Module) -> Any:

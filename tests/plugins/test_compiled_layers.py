@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 import shardwright
 from shardwright import Booster
-from shardwright.ops import compiled, layer_graphs
+from shardwright.ops import compiled, compiled_sequence, layer_graphs
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import adamw, run_ranks, zoo
@@ -28,12 +28,14 @@ ON = {"enable_jit_fused": True}
 PIPE = {**ON, "pp_size": 2, "num_microbatches": 2}
 FOUR = {"num_hidden_layers": 4}
 CKPT = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)}
+SPLIT = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 # With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
 # input without a gradient are of another kind.
 LAYOUTS = [
     (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR), 2),
     (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True)), 4),
     (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=2), 2),
+    (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR), 2),
     # gradients of another dtype than their parameters, and hooks that wait for these
     (
         Layout(
@@ -54,6 +56,9 @@ SWEPT = [
     (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 2}, habits=Habits(half="bf16"), dtype="fp32"), 2),
     (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 3}, checkpointing=True), 2),
     (Layout("qwen3-moe-causal-lm", 2, {**ON, "tp_size": 2}), 0),
+    (Layout("gpt2-causal-lm", 2, {**ON, **SPLIT}), 2),
+    (Layout("bert-masked-lm", 2, {**ON, **SPLIT}), 2),
+    (Layout("mixtral-causal-lm", 2, {**ON, **SPLIT}), 0),
 ]
 
 
@@ -229,6 +234,28 @@ def test_what_cannot_be_compiled_is_refused(alone: Callable[[str], None], monkey
         monkeypatch.setenv("CXX", "no-such-compiler")
         with pytest.raises(ValueError, match="there is no no-such-compiler; install one"):
             _boost(zoo.build("llama-causal-lm", dtype=torch.float32))
+
+
+def test_what_was_gathered_is_read_twice_and_sent_once() -> None:
+    """By column linears, whose gradients are summed as they are dealt out, and by somebody else."""
+    graph = fx.Graph()
+    operators = torch.ops.shardwright
+    x = graph.placeholder("x")
+    gathered = graph.call_function(operators.gather_sequence.default, (x, "tp", 1, 8, False))
+    copied = graph.call_function(operators.copy_to_group.default, (gathered, "tp"))
+    graph.output((gathered, graph.call_function(operators.deal_sequence.default, (copied, "tp", 1, True))))
+    compiled_sequence.read_by_shards(graph)
+    graph.lint()
+    assert [node.args for node in graph.nodes if compiled.calls(node, "gather_sequence")] == [
+        (x, "tp", 1, 8, False),
+        (x, "tp", 1, 8, True),
+    ]
+    compiled_sequence.share_gathers(graph)
+    compiled.keep_order(graph)
+    graph.lint()
+    [one] = [node for node in graph.nodes if compiled.calls(node, "gather_sequence")]
+    [dealt] = [node for node in graph.nodes if compiled.calls(node, "deal_sequence")]
+    assert dealt.args == (one, "tp", 1, True, one)
 
 
 def test_sums_over_ranks_keep_their_order() -> None:
