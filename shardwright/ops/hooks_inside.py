@@ -1,13 +1,12 @@
 """Hooks on the modules inside of a layer that runs as one graph.
 
 Dynamo writes what hooks do into a graph when it is traced, and looks no more whether there are others later. So a layer
-whose modules have hooks runs as it is, but for three kinds:
+whose modules have hooks runs as it is, but for two kinds:
 
-    quiet       do nothing while a graph is traced or runs, and nothing is lost (`quiet`)
     ahead       may be called before the layer in place of before the module (`ahead`): they see no values
     recorders   transformers' own, which stay where they were installed once and do nothing until outputs are asked for
 
-Which are which is an attribute of the hook. What has no public name (hooks of all modules) was checked on torch 2.13.
+What has no public name (hooks of all modules) was checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -35,15 +34,9 @@ class Inside(NamedTuple):
     ahead: tuple[tuple[nn.Module, Callable[..., Any]], ...]
 
 
-def quiet(hook: _Hook) -> _Hook:
-    """Say of a hook that it does what it does to graphs by itself."""
-    setattr(hook, _KIND, "quiet")
-    return hook
-
-
 def ahead(hook: _Hook) -> _Hook:
     """Say of a pre-hook hook(module, args) that it may be called with no arguments before the layer that the module is
-    in, and must not be called within a graph.
+    in. Within a graph it does nothing.
     """
     setattr(hook, _KIND, "ahead")
     return hook

@@ -140,6 +140,8 @@ class ParamGatherer:
 
 
 def _before_module(gatherer: weakref.ref[ParamGatherer], buckets: list[int], *_: Any) -> None:
+    if torch.compiler.is_compiling():  # called before the graph
+        return
     here = gatherer()
     if here is not None:
         here.wait(buckets)
