@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from ..comm import turns
 from ..comm.collectives import all_reduce_in_place
 
+_COLLECTIVES = {"sum_over_group": 2, "gather_sequence": 5, "deal_sequence": 4}  # with the place of `after`
 _groups: dict[str, dist.ProcessGroup] = {}  # an operator takes no process group, so it finds it by its name
 
 
@@ -33,6 +34,10 @@ def name_of(group: dist.ProcessGroup) -> str:
     name = str(group.group_name)
     _groups[name] = group
     return name
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    return _groups[name]
 
 
 @torch.library.custom_op("shardwright::sum_over_group", mutates_args=())
@@ -81,7 +86,7 @@ def share_copies(graph: fx.Graph) -> None:
     """Let all that copy the same tensor in, for the same ranks, read one copy. For graphs of forwards."""
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if _calls(node, "copy_to_group"):
+        if calls(node, "copy_to_group"):
             kept = first.setdefault(node.args, node)
             if kept is not node:
                 node.replace_all_uses_with(kept)
@@ -89,23 +94,23 @@ def share_copies(graph: fx.Graph) -> None:
 
 
 def keep_order(graph: fx.Graph) -> None:
-    """Let every sum over ranks wait for the one that stands before it, and take out copies that nothing needs any
-    more. For graphs that autograd has been through.
+    """Let every collective wait for the one that stands before it, and take out copies that nothing needs any more.
+    For graphs that autograd has been through.
     """
     last = None
     returned = {node for end in graph.nodes if end.op == "output" for node in end.all_input_nodes}
     for node in list(graph.nodes):
-        if _calls(node, "copy_to_group") and node not in returned:
+        if calls(node, "copy_to_group") and node not in returned:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif _calls(node, "sum_over_group"):
+        elif (place := next((place for name, place in _COLLECTIVES.items() if calls(node, name)), None)) is not None:
             # What inductor goes by to lay arguments out as they were traced, which are others now; any layout will do.
             node.meta.pop("eager_input_vals", None)
             if last is not None:
-                node.args = (*node.args[:2], last)
+                node.args = (*node.args[:place], last)
             last = node
 
 
-def _calls(node: fx.Node, name: str) -> bool:
+def calls(node: fx.Node, name: str) -> bool:
     operator = getattr(torch.ops.shardwright, name)
     return node.op == "call_function" and node.target in (operator, operator.default)

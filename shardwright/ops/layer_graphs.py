@@ -9,7 +9,13 @@ A graph is traced for the first inputs. What another call does otherwise (anothe
 on for any length, so that lengths that change cost two compilations and not one each.
 
 Layers run as they are where a graph has no place: in eval mode, with a cache of keys and values, under a mode that
-looks at every operator. And layers that cannot be one graph always do, with a warning that names them and the reason.
+looks at every operator, with hooks inside of them (`hooks_inside`). And layers that cannot be one graph always do, with
+a warning that names them and the reason.
+
+[Note: the same way twice]
+A checkpoint runs a layer once more in the backward, and what it saves must be what it saved before. So what has been
+compiled stays in use when a later call cannot be: dynamo is told to look for graphs that are there and to make no more
+(`eager_on_recompile`).
 
 What has no public name (dynamo's errors, backends, modes in effect) was checked on torch 2.11 and 2.13. Dynamo and
 inductor take seconds to import, which who compiles nothing does not wait for.
@@ -24,6 +30,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -35,9 +42,12 @@ from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..utils.device import get_current_device
 from .compiled import keep_order, share_copies
+from .compiled_sequence import read_by_shards, share_gathers, traced
+from .hooks_inside import hooks_inside
 
 _LOGGER = logging.getLogger(__name__)
 backend = "inductor"  # what tests that need no fast code replace
+MOST_GRAPHS = 32  # of one kind of layers
 _numbers = itertools.count()
 
 
@@ -82,28 +92,35 @@ def _inductor_options() -> dict[str, Any]:
         """`compiled.keep_order` where inductor asks for edits, of forward and backward graphs alike."""
 
         def __call__(self, graph: fx.Graph) -> None:
+            share_gathers(graph)
             keep_order(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__, keep_order.__code__.co_filename))
+            files = (keep_order.__code__.co_filename, share_gathers.__code__.co_filename)
+            return get_hash_for_files((__file__, *files))
 
     # The numbers that dropout draws are those that it draws without compiling.
     return {"post_grad_custom_pre_pass": KeepOrder(), "fallback_random": True}
 
 
-def _compile(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What `torch.compile` makes of a graph, with collectives in it."""
+    from torch._functorch import config
+
     share_copies(graph.graph)
+    read_by_shards(graph.graph)
     graph.recompile()
     compiled: Any
-    if backend == "inductor":
-        from torch._inductor import compile as compile_by_inductor
+    # A backward that cannot be compiled is found out here, where there is another way.
+    with config.patch(force_non_lazy_backward_lowering=True):
+        if backend == "inductor":
+            from torch._inductor import compile as compile_by_inductor
 
-        compiled = compile_by_inductor(graph, inputs, options=_inductor_options())
-    else:
-        from torch._dynamo import lookup_backend
+            compiled = compile_by_inductor(graph, inputs, options=_inductor_options())
+        else:
+            from torch._dynamo import lookup_backend
 
-        compiled = lookup_backend(backend)(graph, inputs)
+            compiled = lookup_backend(backend)(graph, inputs)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -117,46 +134,103 @@ def _refusals() -> tuple[type[Exception], ...]:
 class LayerGraph:
     """The forward of layers of one kind.
 
-    native    the forward that their class had
-    reason    why they run it as it is from now on; None: they do not
-    layer_class
-              the class that they get
+    native        the forward that their class had, or the method that it names `compiled_method`: what is compiled
+    layer_class   the class that they get
+
+    Inputs that dynamo cannot take are known by their form (`_form`) afterwards. A kind has MOST_GRAPHS graphs at most:
+    layers that each compute with a number of their own would be compiled one by one.
     """
 
     def __init__(self, cls: type[nn.Module]) -> None:
-        self.native: Callable[..., Any] = cls.forward
-        self.reason: str | None = None
+        method = getattr(cls, "compiled_method", "forward")
+        self.native: Callable[..., Any] = getattr(cls, method)
+        self._refused: set[Any] = set()
+        self._num_graphs = 0
+        self._is_full = False
+        self._said: set[str] = set()
         self._name = cls.__name__
-        self.layer_class = _class_with(cls, self)
+        self.layer_class = _class_with(cls, self, method)
         native = self.native
 
-        def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return native(layer, *args, **kwargs)
+        def run(layer: nn.Module, length: int | None, *args: Any, **kwargs: Any) -> Any:
+            traced.length = length
+            try:
+                return native(layer, *args, **kwargs)
+            finally:
+                traced.length = None
 
         # Dynamo keeps what it has compiled, and which sizes have changed, by code object and name.
         code = run.__code__.replace(co_name=f"{cls.__name__}_forward_{next(_numbers)}")
         function = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-        self._compiled = torch.compile(function, backend=_compile, fullgraph=True)
+        self._compiled = torch.compile(function, backend=self._compile, fullgraph=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGraph:
         return self
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.reason is not None or not layer.training or torch.compiler.is_compiling():
+        if not layer.training or torch.compiler.is_compiling():
             return self.native(layer, *args, **kwargs)
         given, named, has_cache = without_cache(args, kwargs, layer.training)
         values = (*given, *named.values())
         if has_cache or any(map(is_past, values)) or _get_current_dispatch_mode() is not None or _on_meta(values):
             return self.native(layer, *args, **kwargs)
-        try:
-            return self._compiled(self._twin(layer), *given, **named)
-        except _refusals() as error:
-            self.reason = _first_words(error)
+        inside = hooks_inside(layer)
+        if inside.watched:
+            self._say("hooks on modules inside of them see what no graph shows")
+            return self.native(layer, *given, **named)
+        for module, hook in inside.ahead:
+            hook(module, ())
+        form = _form(given, named)
+        if not (self._is_full or form in self._refused):
+            try:
+                return self._run(layer, given, named)
+            except _refusals() as error:
+                if _is_limit(error):
+                    self._is_full = True
+                    self._say(f"they have {self._num_graphs} graphs already, for different inputs or numbers of theirs")
+                else:
+                    self._refused.add(form)
+                    self._say(_first_words(error))
+        if not self._num_graphs:
+            return self.native(layer, *given, **named)
+        with torch.compiler.set_stance("eager_on_recompile"):  # see [Note: the same way twice]
+            return self._compiled(self._twin(layer), _split_length(layer), *given, **named)
+
+    def _run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo import config
+
+        may_be_last = self._num_graphs + 1 >= min(config.recompile_limit, MOST_GRAPHS)
+        with config.patch(recompile_limit=MOST_GRAPHS) if may_be_last else nullcontext():
+            try:
+                return self._compiled(self._twin(layer), _split_length(layer), *args, **kwargs)
+            except _refusals():
+                others = _with_gradients_of_other_dtypes(layer)
+                if not others:
+                    raise
+            # Dynamo refuses parameters whose gradients have another dtype, of which a forward reads nothing.
+            gradients = [param.grad for param in others]
+            for param in others:
+                param.grad = None
+            try:
+                return self._compiled(self._twin(layer), _split_length(layer), *args, **kwargs)
+            finally:
+                for param, gradient in zip(others, gradients, strict=True):
+                    param.grad = gradient
+
+    def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        _LOGGER.info(f"enable_jit_fused=True: compiling layers of class {self._name}, graph {self._num_graphs + 1}")
+        compiled = compile_graph(graph, inputs)
+        self._num_graphs += 1
+        return compiled
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            some = " where graphs do not fit" if self._num_graphs else ""
             _LOGGER.warning(
-                f"enable_jit_fused=True: layers of class {self._name} are not compiled and run as they are: "
-                f"{self.reason}"
+                f"enable_jit_fused=True: layers of class {self._name} are not compiled{some} and run as they are: "
+                f"{reason}"
             )
-        return self.native(layer, *given, **named)
 
     def _twin(self, layer: nn.Module) -> nn.Module:
         """The layer, all that it has included, as an object of the class that all layers of its kind share: a gate of
@@ -184,11 +258,17 @@ def compile_layers(model: nn.Module) -> dict[str, LayerGraph]:
     return found
 
 
-def _class_with(base: type[nn.Module], graph: LayerGraph) -> type[nn.Module]:
+def _split_length(layer: nn.Module) -> int | None:
+    """How long the sequences are of which the layer is given parts."""
+    asked = getattr(layer, "split_length", None)
+    return None if asked is None else asked()
+
+
+def _class_with(base: type[nn.Module], graph: LayerGraph, method: str) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return graph(self, args, kwargs)
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    return type(base.__name__, (base,), {method: forward, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -197,6 +277,25 @@ def _kind(layer: nn.Module) -> Any:
         (path, type(module), *((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(module)))
         for path, module in layer.named_modules()
     )
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What dynamo can take or not, whatever the sizes and the values are."""
+
+    def of(value: Any) -> Any:
+        return (value.dtype, value.dim(), value.requires_grad) if isinstance(value, torch.Tensor) else type(value)
+
+    return torch.is_grad_enabled(), *map(of, args), *((name, of(value)) for name, value in kwargs.items())
+
+
+def _with_gradients_of_other_dtypes(layer: nn.Module) -> list[nn.Parameter]:
+    return [param for param in layer.parameters() if param.grad is not None and param.grad.dtype != param.dtype]
+
+
+def _is_limit(error: Exception) -> bool:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..comm.handle import Handle
 from ..comm.quantised_wire import is_quantised
+from ..ops.hooks_inside import ahead
 from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .groups import Groups
@@ -61,7 +62,7 @@ class ParamGatherer:
         for module in model.modules():
             buckets = sorted({self._homes[param] for param in module.parameters(recurse=False) if param in self._homes})
             if buckets:
-                hooks.append(module.register_forward_pre_hook(partial(_before_module, me, buckets)))
+                hooks.append(module.register_forward_pre_hook(ahead(partial(_before_module, me, buckets))))
         return hooks
 
     @torch.no_grad()
@@ -139,6 +140,8 @@ class ParamGatherer:
 
 
 def _before_module(gatherer: weakref.ref[ParamGatherer], buckets: list[int], *_: Any) -> None:
+    if torch.compiler.is_compiling():  # called before the graph
+        return
     here = gatherer()
     if here is not None:
         here.wait(buckets)

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 import shardwright
 from shardwright import Booster
-from shardwright.ops import compiled, layer_graphs
+from shardwright.ops import compiled, compiled_sequence, layer_graphs
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import adamw, run_ranks, zoo
@@ -28,12 +28,25 @@ ON = {"enable_jit_fused": True}
 PIPE = {**ON, "pp_size": 2, "num_microbatches": 2}
 FOUR = {"num_hidden_layers": 4}
 CKPT = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)}
+SPLIT = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 # With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
 # input without a gradient are of another kind.
 LAYOUTS = [
     (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR), 2),
     (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True)), 4),
     (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=2), 2),
+    (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR), 2),
+    # gradients of another dtype than their parameters, and hooks that wait for these
+    (
+        Layout(
+            "llama-causal-lm",
+            2,
+            {**ON, "zero_stage": 1, "overlap_allgather": True},
+            habits=Habits(half="bf16"),
+            dtype="fp32",
+        ),
+        2,
+    ),
 ]
 SWEPT = [
     (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, dtype="fp32"), 2),
@@ -43,6 +56,9 @@ SWEPT = [
     (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 2}, habits=Habits(half="bf16"), dtype="fp32"), 2),
     (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 3}, checkpointing=True), 2),
     (Layout("qwen3-moe-causal-lm", 2, {**ON, "tp_size": 2}), 0),
+    (Layout("gpt2-causal-lm", 2, {**ON, **SPLIT}), 2),
+    (Layout("bert-masked-lm", 2, {**ON, **SPLIT}), 2),
+    (Layout("mixtral-causal-lm", 2, {**ON, **SPLIT}), 0),
 ]
 
 
@@ -130,7 +146,7 @@ def test_inductor_compiles_collectives(alone: Callable[[str], None]) -> None:
     sums = partial(_sums, group=compiled.name_of(dist.group.WORLD))
     inputs = [torch.rand(size, 8, dtype=torch.float64, requires_grad=True) for size in (5, 3, 16, 16, 16)]
     seen = []
-    for function in (sums, torch.compile(sums, backend=layer_graphs._compile, fullgraph=True)):
+    for function in (sums, torch.compile(sums, backend=layer_graphs.compile_graph, fullgraph=True)):
         with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             outputs = function(*inputs)
             found = torch.autograd.grad(sum((each**2).sum() for each in outputs), inputs)
@@ -138,6 +154,55 @@ def test_inductor_compiles_collectives(alone: Callable[[str], None]) -> None:
     torch.testing.assert_close(seen[1][:2], seen[0][:2], rtol=1e-10, atol=1e-10)
     assert seen[1][2] == [5, 3, 3, 5]  # the two linears share one, as in eager layers
     assert counters["inductor"], "nothing was compiled"
+
+
+def _steps_are_equal(plain: nn.Module, boosted: tuple[Booster, Any, Any], batch: dict[str, Any], **asked: Any) -> Any:
+    """Loss and gradients of one more batch; both models' outputs."""
+    booster, model, optimizer = boosted
+    outputs, expected = model(**batch, **asked), plain(**batch, **asked)
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    booster.backward(outputs.loss, optimizer)
+    expected.loss.backward()
+    for (name, param), (_, other) in zip(model.unwrap().named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-5, atol=1e-5, msg=name)
+    optimizer.zero_grad()
+    plain.zero_grad()
+    return outputs, expected
+
+
+def test_hooks_inside_of_layers_are_called(alone: Callable[[str], None]) -> None:
+    """Those that come when graphs are there already, and transformers' own, which stay when they are asked nothing."""
+    alone("aot_eager")
+    plain: Any = zoo.build("llama-causal-lm", dtype=torch.float32, attn_implementation="eager")
+    boosted = _boost(copy.deepcopy(plain))
+    _steps_are_equal(plain, boosted, _batch("llama-causal-lm", 11))
+    outputs, expected = _steps_are_equal(plain, boosted, _batch("llama-causal-lm", 11), output_attentions=True)
+    torch.testing.assert_close(outputs.attentions, expected.attentions)
+    assert counters["stats"]["unique_graphs"] == 1
+    _steps_are_equal(plain, boosted, _batch("llama-causal-lm", 13))
+    assert counters["stats"]["unique_graphs"] == 2
+    for model in (plain, boosted[1].unwrap()):
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 3 * output)
+        model.model.layers[2].mlp.register_full_backward_hook(lambda module, dx, dy: (2 * dx[0],))
+    _steps_are_equal(plain, boosted, _batch("llama-causal-lm", 11))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_what_is_compiled_stays_so_when_others_cannot_be(
+    alone: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpointed layer that ran compiled is recomputed as it ran, though later layers have no graphs."""
+    alone("aot_eager")
+    monkeypatch.setattr(layer_graphs, "MOST_GRAPHS", 2)
+    plain = zoo.build("gpt2-causal-lm", dtype=torch.float32, n_layer=4, scale_attn_by_inverse_layer_idx=True)
+    whole = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    with caplog.at_level(logging.WARNING):
+        boosted = _boost(copy.deepcopy(plain), gradient_checkpoint_config=whole)
+        for length in (11, 9):
+            _steps_are_equal(plain, boosted, _batch("gpt2-causal-lm", length))
+    assert counters["stats"]["unique_graphs"] == 2
+    [said] = [record.getMessage() for record in caplog.records if "enable_jit_fused" in record.getMessage()]
+    assert "layers of class GPT2Block are not compiled where graphs do not fit" in said
 
 
 class _Printing(nn.Module):
@@ -169,6 +234,28 @@ def test_what_cannot_be_compiled_is_refused(alone: Callable[[str], None], monkey
         monkeypatch.setenv("CXX", "no-such-compiler")
         with pytest.raises(ValueError, match="there is no no-such-compiler; install one"):
             _boost(zoo.build("llama-causal-lm", dtype=torch.float32))
+
+
+def test_what_was_gathered_is_read_twice_and_sent_once() -> None:
+    """By column linears, whose gradients are summed as they are dealt out, and by somebody else."""
+    graph = fx.Graph()
+    operators = torch.ops.shardwright
+    x = graph.placeholder("x")
+    gathered = graph.call_function(operators.gather_sequence.default, (x, "tp", 1, 8, False))
+    copied = graph.call_function(operators.copy_to_group.default, (gathered, "tp"))
+    graph.output((gathered, graph.call_function(operators.deal_sequence.default, (copied, "tp", 1, True))))
+    compiled_sequence.read_by_shards(graph)
+    graph.lint()
+    assert [node.args for node in graph.nodes if compiled.calls(node, "gather_sequence")] == [
+        (x, "tp", 1, 8, False),
+        (x, "tp", 1, 8, True),
+    ]
+    compiled_sequence.share_gathers(graph)
+    compiled.keep_order(graph)
+    graph.lint()
+    [one] = [node for node in graph.nodes if compiled.calls(node, "gather_sequence")]
+    [dealt] = [node for node in graph.nodes if compiled.calls(node, "deal_sequence")]
+    assert dealt.args == (one, "tp", 1, True, one)
 
 
 def test_sums_over_ranks_keep_their_order() -> None:

@@ -21,14 +21,16 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from ...comm.collectives import even_sizes
+from ...ops import compiled, compiled_sequence
 from ...ops.collective import gather_from_group, reduce_scatter_to_group, split_to_group
+from ...ops.compiled_sequence import no_graph, traced
 from ...ops.linear import row_linear
 from ...ops.sequence import gather_sequence
 from ...ops.sequence_ring import finish, scattered_linear
@@ -103,6 +105,8 @@ class Stack:
 
     def sizes(self, ranks: int) -> list[int] | None:
         """Positions of every rank; None while nothing is split."""
+        if torch.compiler.is_compiling():
+            no_graph("a module that gathers sequences for itself, or sums at its exit, is in the layer")
         length = facts().get(self._key)
         return None if length is None else even_sizes(length, ranks)
 
@@ -117,6 +121,13 @@ class Stack:
 
 class _InStack(ParallelModule):
     stack: Stack
+    _group_name: str
+
+    @classmethod
+    def adopt(cls, module: nn.Module, parallel: ParallelGroup) -> Self:
+        adopted = super().adopt(module, parallel)
+        adopted._group_name = compiled.name_of(parallel.group)
+        return adopted
 
     @property
     def _sizes(self) -> list[int] | None:
@@ -129,6 +140,7 @@ class SplitLayer(_InStack):
     is_first = False
     is_last = False
     draws = False
+    compiled_method = "run_layer"  # see `ops.layer_graphs`: what is split and gathered around it is not compiled
 
     @classmethod
     def of(cls, layer: nn.Module, parallel: ParallelGroup, stack: Stack, is_first: bool, is_last: bool) -> None:
@@ -143,14 +155,22 @@ class SplitLayer(_InStack):
         sizes = self._sizes
         if self.draws and self.training and sizes is not None:
             with sharded_rng(group).fork():
-                output = super().forward(*args, **kwargs)
+                output = self.run_layer(*args, **kwargs)
         else:
-            output = super().forward(*args, **kwargs)
+            output = self.run_layer(*args, **kwargs)
         if not self.is_last or sizes is None:
             return output
         output = of_first(lambda y: gather_from_group(y, group, 1, sizes), output)
         self.stack.forget()
         return output
+
+    def run_layer(self, *args: Any, **kwargs: Any) -> Any:
+        """On this rank's part of the sequence."""
+        return super().forward(*args, **kwargs)
+
+    def split_length(self) -> int | None:
+        sizes = self._sizes
+        return None if sizes is None else sum(sizes)
 
 
 class GatheringModule(_InStack):
@@ -172,6 +192,10 @@ class GatheringModule(_InStack):
                 reader.register_forward_hook(partial(_open_numbers, parallel, stack))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if traced.length is not None:
+                args, kwargs = with_first(self._gather_in_graph, args, kwargs)
+            return super().forward(*args, **kwargs)
         sizes = self._sizes
         if sizes is None:
             return super().forward(*args, **kwargs)
@@ -199,6 +223,10 @@ class GatheringModule(_InStack):
                     rng.close()
         finally:
             finish(first_tensor(args, kwargs))
+
+    def _gather_in_graph(self, x: Tensor) -> Tensor:
+        assert traced.length is not None
+        return compiled_sequence.gather_sequence(x, self._group_name, 1, traced.length)
 
 
 class GatheringColumn(_InStack):
@@ -234,8 +262,10 @@ class ScatteringRow(_InStack):
     by_rank = False
 
     def forward(self, x: Tensor) -> Tensor:
-        sizes = self._sizes
         row = cast(RowParallel, self)
+        if torch.compiler.is_compiling():
+            return self._in_graph(x, row)
+        sizes = self._sizes
         if sizes is None or row.in_sum:
             return super().forward(x)  # type: ignore[misc,no-any-return]
         group = self.parallel.group
@@ -266,6 +296,20 @@ class ScatteringRow(_InStack):
             scatter_sizes=sizes,
             fp8=row.fp8,
         )
+
+    def _in_graph(self, x: Tensor, row: RowParallel) -> Tensor:
+        length = traced.length
+        if length is None or row.in_sum:
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        if row.split_input or (x.dim() == 2 and self.by_rank):
+            no_graph("a row linear of sequences that are split takes whole features, or tokens in one dim")
+        summand = row._computed_alone(x, None)
+        if x.dim() == 2:
+            y = compiled_sequence.scatter_sequence(summand.unflatten(0, (-1, length)), self._group_name, 1)
+            y = y.flatten(0, 1)
+        else:
+            y = compiled_sequence.scatter_sequence(summand, self._group_name, 1)
+        return y if row.bias is None else y + row.bias.to(y.dtype)
 
 
 class WholeModule(_InStack):
