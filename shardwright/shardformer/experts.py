@@ -9,13 +9,15 @@ What counts as experts is a module that transformers' experts interface computes
 
     y_t = sum over k of weights[t, k] * expert_{index[t, k]}(x_t)
 
-The module's own forward computes the rows that arrive, each with its one expert and a weight of one; what comes back is
-weighted and summed where the token is. So the kernel is the one that the model was given (eager, batched, grouped), the
-gradient of the router arises on the rank whose router it is, and biases, gates and norms of experts need no word here.
+A token travels once to each rank that holds any of its experts, with their numbers and weights. There the module's own
+forward computes one row for each choice, with a weight of one; what it makes is weighted, summed and sent back, and the
+token's own rank adds up what comes from several. So the kernel is the one that the model was given (eager, batched,
+grouped), and biases, gates and norms of experts need no word here. Gradients of weights travel back with those of
+tokens, to the rank whose router chose.
 
 [Note: ranks without tokens] All ranks must launch the same collectives in forward and backward. A rank that receives no
-row computes one of zeros for its first expert, whose output is thrown away: so its backward runs and the gradients of
-its experts are there, and zero.
+token computes a row of zeros for its first expert, whose output is thrown away: so its backward runs and the gradients
+of its experts are there, and zero.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.expert_exchange import find_routes, return_rows, send_rows
+from ..ops.expert_exchange import add_rows, find_routes, return_sums, send_tokens
 from ..spec import ParamSpec, Piece, even_pieces, get_spec, set_spec
 from ..utils.errors import divisors
 from .layer.parallel_module import ParallelGroup, combined_class, native_class
@@ -51,11 +53,12 @@ class _Travelling(nn.Module):
         if hidden.is_meta:  # asked for its shape
             return hidden.clone()
         assert weights.shape == index.shape, (weights.shape, index.shape)
-        routes = find_routes(index.reshape(-1, index.shape[-1]), self.all_experts, self.spread_over.group)
-        rows = send_rows(hidden.reshape(-1, hidden.shape[-1]), routes)
-        made = return_rows(self._compute(rows, routes.experts), routes)
-        summed = (made * weights.reshape(-1, index.shape[-1], 1)).sum(1)
-        return summed.to(hidden.dtype).view(hidden.shape)
+        index, weights = (choice.reshape(-1, index.shape[-1]) for choice in (index, weights))
+        routes = find_routes(index, self.all_experts, self.spread_over.group)
+        came = send_tokens(hidden.reshape(-1, hidden.shape[-1]), index, weights, routes)
+        made = self._compute(came.x[came.rows], came.experts) * came.weights[:, None]
+        sums = add_rows(made, came.rows, len(came.x)).to(hidden.dtype)
+        return return_sums(sums, routes, len(index)).to(hidden.dtype).view(hidden.shape)
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """What the experts [R] make of the rows [R, H]; see [Note: ranks without tokens]."""

@@ -120,7 +120,7 @@ def refuse_split(name: str, spec: ParamSpec, optim: Optimizer) -> None:
         raise ValueError(
             f"optimizer={type(optim).__name__} works on whole matrices, but {name} is split over {spec.axis!r}; "
             f"use {' and '.join(f'{axis}_size=1' for axis in spec.axis.split('_'))}, or an element-wise optimizer "
-            "such as AdamW"
+            f"such as AdamW; if it does step element by element, say so with {type(optim).__name__}.elementwise = True"
         )
 
 

@@ -78,7 +78,7 @@ class ScriptReads:
         """Whether this rank has the whole gradient, and needs nobody to complete it."""
         optimizer, mesh = self._optimizer, self._optimizer.mesh
         name = f"{slot.entry.name}.grad"
-        sizes = {axis: mesh.size(axis) for axis in ("dp", "tp", "pp", "sp") if mesh.size(axis) > 1}
+        sizes = {axis: mesh.size(axis) for axis in ("dp", "tp", "pp", "sp", "ep") if mesh.size(axis) > 1}
         if optimizer.settings.cpu_offload:
             raise ValueError(f"{name}: with cpu_offload=True gradients are stepped in host memory; {INSTEAD}")
         if sizes and (optimizer.stage > 0 or sizes.keys() != {"dp"}):

@@ -76,6 +76,22 @@ def deepseek(layers: int, dense: bool) -> Any:
     )
 
 
+def cohere(layers: int, v2: bool = False) -> Any:
+    sizes = {**SMALL, "num_key_value_heads": 2, "num_hidden_layers": layers}
+    return tf.Cohere2ForCausalLM(tf.Cohere2Config(**sizes)) if v2 else tf.CohereForCausalLM(tf.CohereConfig(**sizes))
+
+
+def glm4_moe(layers: int) -> Any:
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    return tf.Glm4MoeForCausalLM(tf.Glm4MoeConfig(**EXPERTS, **sizes, num_hidden_layers=layers, head_dim=8))
+
+
+def qwen3_next(layers: int) -> Any:
+    sizes = {"num_experts": 4, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    types = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "head_dim": 8}
+    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**EXPERTS, **sizes, **types))
+
+
 CASES: dict[str, tuple[Any, tuple[int, int]]] = {
     "dense": (llama, (2, 2)),
     "side by side": (gptj, (1, 1)),
@@ -90,6 +106,11 @@ CASES: dict[str, tuple[Any, tuple[int, int]]] = {
     "shared expert": (qwen2_moe, (2, 2)),
     "latent attention": (lambda layers: deepseek(layers, True), (2, 4)),
     "latent attention, shared expert": (lambda layers: deepseek(layers, False), (2, 4)),
+    # families without policies of their own
+    "side by side, cohere": (cohere, (1, 1)),
+    "side by side, cohere2": (lambda layers: cohere(layers, True), (1, 1)),
+    "shared expert, glm4": (glm4_moe, (2, 2)),
+    "shared expert, norms of heads, qwen3-next": (qwen3_next, (2, 4)),
 }
 
 

@@ -53,6 +53,10 @@ MODELS: dict[str, Any] = {
     "falcon, grouped": lambda: tf.FalconForCausalLM(
         tf.FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2)
     ),
+    # without a policy of its own
+    "cohere2": lambda: tf.Cohere2ForCausalLM(
+        tf.Cohere2Config(**SMALL, intermediate_size=44, num_key_value_heads=2, sliding_window=4)
+    ),
 }
 
 

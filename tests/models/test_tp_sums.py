@@ -56,6 +56,9 @@ def build(name: str, **settings: Any) -> nn.Module:
     if name == "qwen2_moe":
         own = {"num_experts": 4, "shared_expert_intermediate_size": 18, "decoder_sparse_step": 1, "mlp_only_layers": []}
         model = tf.Qwen2MoeForCausalLM(tf.Qwen2MoeConfig(**{**SMALL, **own, **settings}))
+    elif name == "glm4_moe":  # which has no policy of its own
+        grouped = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "head_dim": 8}
+        model = tf.Glm4MoeForCausalLM(tf.Glm4MoeConfig(**{**SMALL, **grouped, "first_k_dense_replace": 1, **settings}))
     elif name == "deepseek_v3":
         model = tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**{**LATENT, **settings}))
     else:
@@ -157,6 +160,7 @@ def test_plugins_train_like_one_process() -> None:
         ("qwen2_moe", {"tp_size": 2}, AUXILIARY),
         ("qwen2_moe", {"tp_size": 2, "zero_stage": 0}, {"recompute": True}),
         ("deepseek_v3", {"tp_size": 2, "zero_stage": 0}, {"recompute": True}),
+        ("glm4_moe", {"tp_size": 2, "zero_stage": 0}, {"recompute": True}),
         ("qwen2_moe", {"tp_size": 2}, {"lora": True}),
         ("deepseek_v3", {"tp_size": 2}, {"frozen": ("gate.weight", "shared_experts.down_proj.weight", "gate_up_proj")}),
     ]

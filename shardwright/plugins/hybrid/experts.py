@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from fractions import Fraction
+from math import comb
+from typing import Any, cast
 
 from torch import nn
 
 from ...cluster.mesh import ParallelMesh
 from ...models.config import EXPERTS_PER_TOKEN, first_int, text_config
+from ...ops.expert_exchange import NUMBER, packed_size
 from ...shardformer.experts import cut_experts, expert_specs, find_experts, let_tokens_travel
 from ...shardformer.layer.parallel_module import ParallelGroup
 from ...shardformer.same_weights import require_same_weights
@@ -53,14 +56,27 @@ def expert_traffic(
     if not spread:
         return []
     owners = [{name.rpartition(".")[0] for name in names} for names in positions]
-    features = max(([features_of(spread[name]) for name in spread.keys() & held] for held in owners), key=sum)
-    rounds = None if tokens.microbatches is None else 5 * len(features) * tokens.microbatches * tokens.slices
     chosen = first_int(text_config(model), EXPERTS_PER_TOKEN)
-    size = None if chosen is None else tokens.bytes(chosen * sum(features))
+    sizes = max(
+        ([_sent_by_token(spread[n], chosen, ranks, tokens) for n in spread.keys() & held] for held in owners), key=sum
+    )
+    rounds = None if tokens.microbatches is None else 5 * len(sizes) * tokens.microbatches * tokens.slices
+    known = chosen is not None and tokens.tokens is not None
     what = "tokens to experts and back, all-to-all, if all experts are chosen alike" + (
         " (without those that are recomputed)" if recomputes else ""
     )
-    return [Traffic("ep", what, rounds, None if size is None else 4 * (ranks - 1) * size // ranks)]
+    return [Traffic("ep", what, rounds, int(cast(int, tokens.tokens) * sum(sizes)) if known else None)]
+
+
+def _sent_by_token(experts: Any, chosen: int | None, ranks: int, tokens: Tokens) -> Fraction:
+    """Bytes that leave a rank for a token of its own and, going back, for as many of other ranks, in a layer's forward
+    and backward: times the other ranks that hold an expert which it chose, when every choice is as likely as any other.
+    """
+    width, size, choices = features_of(experts), tokens.itemsize, chosen or 1
+    there, back = packed_size(width * size, choices * size), width * size
+    row = there + packed_size(choices * NUMBER) + back + back + there
+    experts, here = experts.num_experts, experts.num_experts // ranks
+    return (ranks - 1) * row * (1 - Fraction(comb(experts - here, choices), comb(experts, choices)))
 
 
 def expert_notes(model: nn.Module, mesh: ParallelMesh) -> list[str]:

@@ -14,6 +14,7 @@ import torch.nn as nn
 from ..apply import apply_plan
 from ..attention import LocalHeads
 from ..conventions import conventional_regions
+from ..fewer_sums import summed_together
 from ..hf_plan import Proposal, plan_regions, shape_of_name
 from ..layer.linear import is_linear
 from ..plan import Plan
@@ -66,11 +67,11 @@ class GenericPolicy(Policy):
         for region in regions:
             region.alternatives = [rules for rules in region.alternatives if self._is_possible(rules)]
         best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
-        if parallel.is_played:
-            return Findings(best)
         example = self.shard_config.example_inputs
         copies = small_copies(self.model, parallel.size, keep_inputs=example is not None)
         smallest = next(copies, None)
+        if parallel.is_played:
+            return Findings(best if smallest is None else self._with_fewer_sums(smallest, best))
         if smallest is None:
             _LOGGER.warning(
                 f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan "
@@ -82,7 +83,8 @@ class GenericPolicy(Policy):
         if unseen:
             best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
         if (rules := self._passing(check, best)) is not None:
-            return Findings(rules, [region.name for region in regions if not region.alternatives], checked=True)
+            dropped = [region.name for region in regions if not region.alternatives]
+            return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
         kept: list[Rules] = []
         dropped = []
         for region in regions:
@@ -104,7 +106,19 @@ class GenericPolicy(Policy):
             f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed "
             "the check"
         )
-        return Findings(rules, dropped, checked=True)
+        return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
+
+    def _with_fewer_sums(self, small: nn.Module, rules: Rules, check: SelfCheck | None = None) -> Rules:
+        """The rules that passed, with those for what is reduced together where they pass too."""
+
+        def added(model: nn.Module) -> Rules:
+            return {**rules, **summed_together(model, rules, self.shard_config.parallel)}
+
+        if len(added(small)) == len(rules):
+            return rules
+        if check is not None and check.failures(lambda copied: self._apply(copied, added(copied))) != []:
+            return rules
+        return added(self.model)
 
     def _leave_out_unseen(self, check: SelfCheck, regions: list[Proposal]) -> list[str]:
         """Keep regions whole that the batch of the check does not reach, as their rules would go untested; returns
