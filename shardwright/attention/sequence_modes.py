@@ -52,9 +52,14 @@ def native_function(name: str) -> Callable[[nn.Module], AttentionFunction]:
     return find
 
 
-def use_attention(model: Any, function: AttentionFunction, purpose: str, copies: Sequence[Any] = ()) -> None:
-    """Let all attention of `model` go through `function`, and that of its `copies` without data."""
-    from transformers import AttentionInterface
+def use_attention(
+    model: Any, function: AttentionFunction, purpose: str, copies: Sequence[Any] = (), masks_of: str | None = None
+) -> None:
+    """Let all attention of `model` go through `function`, and that of its `copies` without data.
+
+    masks_of    the function whose masks the model makes; None: it makes none
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{purpose}_{next(_numbers)}"
     own = WeakSet(model.modules())
@@ -69,6 +74,8 @@ def use_attention(model: Any, function: AttentionFunction, purpose: str, copies:
         return function(module, query, *args, **options)
 
     AttentionInterface.register(name, of_model)
+    if masks_of is not None:
+        AttentionMaskInterface.register(name, AttentionMaskInterface()[masks_of])
     for module in itertools.chain(*(each.modules() for each in (model, *copies))):
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):

@@ -52,6 +52,7 @@ from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .compiled import check_compiled, compile_where_wanted, compiled_words, require_compiler_where_wanted
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
+from .layer_axis import LayerFacts
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
@@ -158,7 +159,7 @@ class HybridParallelPlugin(ZeroPlugin):
         self.policy = PrecisionPolicy(precision)
         self.attention = ""
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
-        self._sequences: SequenceFacts | None = None  # likewise
+        self._sequences: SequenceFacts | LayerFacts | None = None  # likewise
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))

@@ -15,14 +15,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ...attention.exchange import Exchange
 from ...attention.ring import RingAttention
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import AttentionFunction, Trade, Ulysses
+from ...attention.whole_masks import RingWithMasks, TradedHeads
 from ...attention.zigzag import Share
 from ...comm.ring import rings_of
 from ...shardformer.adapters import native_model
 from ...utils.errors import divisors
 from ..settings import HybridSettings
+from .layer_axis import LayerAxis, LayerFacts, check_layers
+from .layer_check import probe_layers, split_layers
+from .layer_probe import CannotSplit
 from .sequence_axis import SequenceAxis, SequenceFacts
 from .sequence_probe import probe_ring, probe_ulysses
 from .sequence_tensor import TENSOR_MODES, check_along_tensor
@@ -84,19 +89,33 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
         )
 
 
-def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | None:
+def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | LayerFacts | None:
     """Whether the whole model can have its sequences cut: ValueError if not. None: nobody wants to."""
     mode = settings.sequence_mode
     if mode not in AXIS_MODES:
         return None
-    return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
+    facts = probe_mode(mode, model)
+    if isinstance(facts, LayerFacts):
+        check_layers(settings, facts, type(native_model(model)).__name__)
+    return facts
+
+
+def probe_mode(mode: str, model: nn.Module) -> SequenceFacts | LayerFacts:
+    """How a model can be given parts of sequences: as a whole, or within its layers alone. ValueError: not at all."""
+    try:
+        return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
+    except ValueError as error:
+        try:
+            return probe_layers(mode, model)
+        except CannotSplit as why:
+            raise ValueError(f"{error}. Nor can its layers alone have parts: {why}") from why
 
 
 def split_sequences(
     settings: HybridSettings,
     group: dist.ProcessGroup,
     model: nn.Module,
-    facts: SequenceFacts | None,
+    facts: SequenceFacts | LayerFacts | None,
     copies: Sequence[nn.Module] = (),
 ) -> SequenceAxis | None:
     """Let attention work on split sequences, also that of `copies` without data; returns who splits them."""
@@ -106,6 +125,9 @@ def split_sequences(
     assert mode is not None
     native = native_model(model)
     name = attention_of(native)
+    if isinstance(facts, LayerFacts):
+        native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
+        return _split_layers(settings, mode, group, native, facts, copies)
     function: AttentionFunction
     if mode == "all_to_all":
         trade, form = Trade(group), form_of(name)
@@ -122,6 +144,26 @@ def split_sequences(
     native.register_forward_pre_hook(_require_parts, with_kwargs=True)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     return SequenceAxis(mode, share, group, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
+
+
+def _split_layers(
+    settings: HybridSettings,
+    mode: str,
+    group: dist.ProcessGroup,
+    native: nn.Module,
+    facts: LayerFacts,
+    copies: Sequence[nn.Module],
+) -> LayerAxis:
+    name = attention_of(native)
+    share = Share(group.rank(), group.size(), zigzag=mode == "ring_attn" and facts.causal)
+    function: AttentionFunction
+    if mode == "all_to_all":
+        function = TradedHeads(Trade(group), native_function(name))
+    else:
+        function = RingWithMasks(share, rings_of(group, settings.layout.inner_ring_size))
+    exchange = Exchange(share, group)
+    split_layers(mode, native, exchange, function, copies, facts)
+    return LayerAxis(mode, exchange, group, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
