@@ -167,6 +167,10 @@ def mistakes(rank: int, world: int) -> None:
     refused("give what its decoder reads", lambda: model(input_ids=batch["input_ids"]))
     refused(r"attention_mask of shape \(3, 5\)", lambda: model(**{**batch, "attention_mask": torch.ones(3, 5)}))
     refused("generate with sequence_parallelism_mode", lambda: model.generate(batch["input_ids"]))
+    plugin = HybridParallelPlugin(precision="fp32", **ULYSSES)
+    assert "2 BloomAttention of BloomForCausalLM look along" in str(
+        plugin.preflight(zoo.build("bloom-causal-lm", num_hidden_layers=2)).notes
+    )
 
 
 def test_mistakes() -> None:

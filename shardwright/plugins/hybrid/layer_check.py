@@ -10,6 +10,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from ...shardformer.small_copy import build_small
 from .layer_axis import LayerAxis, LayerFacts
 from .layer_plan import LayerPlan, Stack
 from .layer_probe import CannotSplit, Probe
+from .resolved import ResolvedLayout
 from .sequence_axis import IGNORED
 
 Said = TypeVar("Said")
@@ -277,14 +279,26 @@ def _kind(layer: nn.Module) -> tuple[tuple[str, str], ...]:
 
 def warn_of_whole(model: nn.Module, plan: LayerPlan, mode: str) -> None:
     """Name what every rank computes for whole sequences."""
-    if not plan.whole:
-        return
+    words = _whole_words(model, plan)
+    if words:
+        _LOGGER.warning(f"sequence_parallelism_mode={mode!r}: {words}, and what they keep for backward is not shared")
+
+
+def with_layers(layout: ResolvedLayout, model: nn.Module, facts: object) -> ResolvedLayout:
+    """`layout` with a word on modules that are given whole sequences."""
+    words = _whole_words(native_model(model), facts.plan) if isinstance(facts, LayerFacts) else ""
+    if not words:
+        return layout
+    note = f"{words}: an all-gather and a reduce-scatter of hidden states each, which what is sent along sp leaves out"
+    return replace(layout, notes=(*layout.notes, note))
+
+
+def _whole_words(model: nn.Module, plan: LayerPlan) -> str:
     classes = Counter(native_class(model.get_submodule(name)).__name__ for name in plan.whole)
     named = ", ".join(f"{number} {name}" for name, number in classes.items())
-    _LOGGER.warning(
-        f"sequence_parallelism_mode={mode!r}: {named} of {type(model).__name__} look along the sequence by themselves; "
-        "every rank gathers whole sequences for them and computes them whole, and what they keep for backward is not "
-        "shared"
+    return named and (
+        f"{named} of {type(model).__name__} look along the sequence by themselves; every rank gathers whole sequences "
+        "for them and computes them whole"
     )
 
 

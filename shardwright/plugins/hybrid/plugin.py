@@ -53,6 +53,7 @@ from .compiled import check_compiled, compile_where_wanted, compiled_words, requ
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
 from .layer_axis import LayerFacts
+from .layer_check import with_layers
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
@@ -304,7 +305,7 @@ class HybridParallelPlugin(ZeroPlugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
-        probe_sequences(self.settings, model)
+        self._sequences = probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
     def _preflight(
@@ -314,7 +315,8 @@ class HybridParallelPlugin(ZeroPlugin):
         found = preflight(model, optimizer, self.settings, self.mesh, self.policy, sharder, batch)
         kernels = ", ".join(words for words in (found.layout.kernels, compiled) if words)
         unused = tuple(map(str, self.without_effect))
-        return found._replace(layout=replace(found.layout, kernels=kernels, without_effect=unused))
+        layout = with_layers(found.layout, model, self._sequences)
+        return found._replace(layout=replace(layout, kernels=kernels, without_effect=unused))
 
     # Boosting: the order in which things are applied.
 
