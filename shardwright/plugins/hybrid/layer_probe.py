@@ -186,6 +186,9 @@ class Probe:
     def name_of(self, module: nn.Module) -> str:
         return self._names[module]
 
+    def has_attended(self, module: nn.Module) -> bool:
+        return module in self._attended
+
     def once(self, module: nn.Module) -> bool:
         return self._times.get(self._names[module], 0) == 1
 
@@ -310,7 +313,7 @@ class _Walk:
         if not self._meets(module, call, parts):
             return []
         meeting = [child for child in _called_below(module, probe) if self._meets(child, *self._parts(child))]
-        if module in probe.callers - probe.untraded:
+        if module in probe.callers - probe.untraded and probe.has_attended(module):
             inner = any(not probe.is_by_token(child, *self._parts(child)) for child in meeting)
             with probe.fixed([], module):
                 alone = not inner and probe.is_by_token(module, call, parts)
