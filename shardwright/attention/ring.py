@@ -168,10 +168,15 @@ class RingAttention:
         if options.get("s_aux") is not None or isinstance(getattr(module, "sinks", None), Tensor):
             raise ValueError("attention sinks are not computed in a ring; use sequence_parallelism_mode='all_to_all'")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        setting = Setting(require_view(module, options), scale, softcap)
-        turn = Turn(self._share, self._rings, setting, attention_mask)
+        turn = self._turn(module, query, key, attention_mask, Setting(self._view(module, options), scale, softcap))
         out: Tensor = _RingFunction.apply(query, key, value, turn)
         return out.transpose(1, SEQUENCE).contiguous(), None
+
+    def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
+        return require_view(module, options)
+
+    def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
+        return Turn(self._share, self._rings, setting, mask)
 
 
 class _RingFunction(torch.autograd.Function):

@@ -52,8 +52,13 @@ def native_function(name: str) -> Callable[[nn.Module], AttentionFunction]:
     return find
 
 
-def use_attention(model: Any, function: AttentionFunction, purpose: str, copies: Sequence[Any] = ()) -> None:
-    """Let all attention of `model` go through `function`; its `copies` without data are asked for shapes alone."""
+def use_attention(
+    model: Any, function: AttentionFunction, purpose: str, copies: Sequence[Any] = (), masks_of: str | None = None
+) -> None:
+    """Let all attention of `model` go through `function`; its `copies` without data are asked for shapes alone.
+
+    masks_of    the function whose masks the model makes; None: it makes none
+    """
     own = WeakSet(model.modules())
 
     def of_model(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
@@ -68,15 +73,19 @@ def use_attention(model: Any, function: AttentionFunction, purpose: str, copies:
             )
         return function(module, query, key, value, *args, **options)
 
-    name_attention(of_model, purpose, (model, *copies))
+    name_attention(of_model, purpose, (model, *copies), masks_of)
 
 
-def name_attention(function: AttentionFunction, purpose: str, models: Sequence[Any]) -> None:
-    """Let all attention of `models` go through `function`, whoever calls them."""
-    from transformers import AttentionInterface
+def name_attention(
+    function: AttentionFunction, purpose: str, models: Sequence[Any], masks_of: str | None = None
+) -> None:
+    """Let all attention of `models` go through `function`, whoever calls them; `masks_of` as above."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{purpose}_{next(_numbers)}"
     AttentionInterface.register(name, function)
+    if masks_of is not None:
+        AttentionMaskInterface.register(name, AttentionMaskInterface()[masks_of])
     for module in itertools.chain(*(each.modules() for each in models)):
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):

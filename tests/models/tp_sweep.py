@@ -166,6 +166,9 @@ def table(results: list[dict[str, Any]], known: dict[str, str]) -> str:
         "parts that stay whole on every rank because no way to shard them passed the check; they cost memory and time, "
         "not correctness.",
         "",
+        "Which models can have their sequences split, and the verified shares, is in "
+        "[sequence_parallel.md](sequence_parallel.md).",
+        "",
         "| model type | class | rules from | result | sharded | whole, or why |",
         "|---|---|---|---|---|---|",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,12 +66,14 @@ class HybridModel(ModelWrapper):
         if self.share_buffers is not None and self.training and torch.is_grad_enabled():
             self.share_buffers()
         whole: dict[str, Any] = {}
+        entered: AbstractContextManager[None] = nullcontext()
         if self.sequence is not None:
+            entered = self.sequence.axis.entered()
             whole = self.sequence.axis.named(args, kwargs)
             args, kwargs = (), self.sequence.axis.divide(whole)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         wanted = loss_wanted(kwargs.get("labels") is not None)
-        with self._running(), self.executor.numbers(), job.forward(self._waits), wanted:
+        with self._running(), self.executor.numbers(), job.forward(self._waits), wanted, entered:
             outputs = self.module(*args, **kwargs)
             if self.sequence is not None:
                 outputs = self.sequence.of_whole(outputs, whole, kwargs)

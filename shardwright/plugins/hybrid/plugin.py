@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -56,6 +56,8 @@ from .compiled import check_compiled, compile_where_wanted, compiled_words, requ
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
 from .fused_loss import fused_loss_words
+from .layer_axis import LayerFacts
+from .layer_check import with_layers
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
@@ -168,7 +170,7 @@ class HybridParallelPlugin(ZeroPlugin):
         self.policy = PrecisionPolicy(self.settings.precision.working)
         self.attention = ""
         self.layout: ResolvedLayout | None = None  # of the model boosted last; print it
-        self._sequences: SequenceFacts | None = None  # likewise
+        self._sequences: SequenceFacts | LayerFacts | None = None  # likewise
         known = pp_size > 1 and pp_style != "auto"  # boosting tells what the search chose
         placement = get_placement(pp_style if known else "1f1b", pp_size, num_model_chunks if known else 1)
         self.stage_manager = StageManager(placement, self.mesh.coordinate("pp"))
@@ -314,7 +316,7 @@ class HybridParallelPlugin(ZeroPlugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
-        probe_sequences(self.settings, model)
+        self._sequences = probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
     def _preflight(
@@ -326,7 +328,8 @@ class HybridParallelPlugin(ZeroPlugin):
         words = (found.layout.kernels, loss, compiled, fp8_said(self.settings.precision))
         kernels = ", ".join(filter(None, words))
         unused = tuple(map(str, self.without_effect))
-        return found._replace(layout=replace(found.layout, kernels=kernels, without_effect=unused))
+        layout = with_layers(found.layout, model, self._sequences)
+        return found._replace(layout=replace(layout, kernels=kernels, without_effect=unused))
 
     # Boosting: the order in which things are applied.
 
@@ -520,15 +523,17 @@ class HybridParallelPlugin(ZeroPlugin):
             raise ValueError(f"execute_pipeline needs the model that boost returned, not a bare {type(model).__name__}")
         if optimizer is not None:
             optimizer.require_cleared()
+        entered: AbstractContextManager[None] = nullcontext()
         if model.sequence is not None:
             model.sequence.require_own(criterion)
+            entered = model.sequence.axis.entered()
         if model.share_buffers is not None and optimizer is not None:
             model.share_buffers()
         owner = optimizer.sharded if optimizer is not None and self.pp_size > 1 and torch.is_grad_enabled() else None
         trained = owner if isinstance(owner, ZeroOptimizer) else None
         if trained is not None:
             trained.reopen()
-        with optimizer.plain_parameters() if optimizer is not None else nullcontext():
+        with optimizer.plain_parameters() if optimizer is not None else nullcontext(), entered:
             result = model.executor.execute(data_iter, criterion, optimizer, return_loss, return_outputs)
         if trained is not None:
             trained.note_step()

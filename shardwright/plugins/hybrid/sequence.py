@@ -14,10 +14,13 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from ...attention.exchange import Exchange
 from ...attention.ring import RingAttention
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import AttentionFunction, Trade, Ulysses
+from ...attention.whole_masks import RingWithMasks, TradedHeads
 from ...attention.zigzag import Share
 from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
@@ -25,6 +28,9 @@ from ...shardformer.adapters import native_model
 from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
 from ..settings import HybridSettings
+from .layer_axis import LayerAxis, LayerFacts, check_layers
+from .layer_check import probe_layers, split_layers
+from .layer_probe import CannotSplit
 from .sequence_axis import SequenceAxis, SequenceFacts
 from .sequence_loss import SequenceLoss
 from .sequence_probe import probe_ring, probe_ulysses
@@ -95,20 +101,34 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
         )
 
 
-def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | None:
+def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | LayerFacts | None:
     """Whether the whole model can have its sequences cut: ValueError if not. None: nobody wants to."""
     mode = settings.sequence_mode
     if mode not in AXIS_MODES:
         return None
     refuse_branches(model, f"sequence_parallelism_mode={mode!r}")
-    return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
+    facts = probe_mode(mode, model)
+    if isinstance(facts, LayerFacts):
+        check_layers(settings, facts, type(native_model(model)).__name__)
+    return facts
+
+
+def probe_mode(mode: str, model: nn.Module) -> SequenceFacts | LayerFacts:
+    """How a model can be given parts of sequences: as a whole, or within its layers alone. ValueError: not at all."""
+    try:
+        return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
+    except ValueError as error:
+        try:
+            return probe_layers(mode, model)
+        except CannotSplit as why:
+            raise ValueError(f"{error}. Nor can its layers alone have parts: {why}") from why
 
 
 def split_sequences(
     settings: HybridSettings,
     mesh: ParallelMesh,
     model: nn.Module,
-    facts: SequenceFacts | None,
+    facts: SequenceFacts | LayerFacts | None,
     copies: Sequence[nn.Module] = (),
 ) -> SequenceLoss | None:
     """Let attention work on split sequences, also that of `copies` without data; returns who splits them and
@@ -119,6 +139,9 @@ def split_sequences(
     assert mode is not None
     native, group = native_model(model), mesh.group("sp")
     name = attention_of(native)
+    if isinstance(facts, LayerFacts):
+        native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
+        return SequenceLoss(_split_layers(settings, mode, group, native, facts, copies), group)
     function: AttentionFunction
     if mode == "all_to_all":
         trade, form = Trade(group), form_of(name)
@@ -146,6 +169,26 @@ def ring_attention(settings: HybridSettings, mesh: ParallelMesh, causal: bool) -
         return share, ring
     trade = Trade(mesh.neighbours("sp", ulysses))
     return share.shared_by(ulysses, trade.rank), Ulysses(trade, lambda module: ring, "documents")
+
+
+def _split_layers(
+    settings: HybridSettings,
+    mode: str,
+    group: ProcessGroup,
+    native: nn.Module,
+    facts: LayerFacts,
+    copies: Sequence[nn.Module],
+) -> LayerAxis:
+    name = attention_of(native)
+    share = Share(group.rank(), group.size(), zigzag=mode == "ring_attn" and facts.causal)
+    function: AttentionFunction
+    if mode == "all_to_all":
+        function = TradedHeads(Trade(group), native_function(name))
+    else:
+        function = RingWithMasks(share, rings_of(group, settings.layout.inner_ring_size))
+    exchange = Exchange(share, group)
+    split_layers(mode, native, exchange, function, copies, facts)
+    return LayerAxis(mode, exchange, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,6 @@ from ...models.dry_run import forward_defaults
 IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds")
 _ALONG = (*_TOKENS, "token_type_ids", "labels", "shift_labels")
-# What a call may ask for beside the loss, or what no part of a sequence can give.
-_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _LATTER = ("logits_to_keep", "num_logits_to_keep")
 
 
@@ -73,6 +72,9 @@ class SequenceAxis:
     pads_in_front  whether tokens that see nothing but padding come out as in the model itself
     """
 
+    # What a call may ask for beside the loss, and no part of a sequence can give.
+    _flags: tuple[str, ...] = ("output_attentions", "output_hidden_states", "output_router_logits")
+
     def __init__(
         self,
         mode: str,
@@ -112,12 +114,8 @@ class SequenceAxis:
         if tokens is None or tokens.dim() < 2:
             raise ValueError(f"a batch without {' or '.join(_TOKENS)} [batch, length] has no sequences to cut")
         samples, length = tokens.shape[:2]
+        self._refuse_unshared(batch)
         self._refuse_foreign(batch, length)
-        if vars(self._model).get("_loss_function") is not self._own_loss:
-            raise ValueError(
-                f"loss_function={self._model.loss_function!r} was set after booster.boost, which tried the one before "
-                f"on split sequences (sequence_parallelism_mode={self.mode!r}); set it before"
-            )
         missing = -length % self.shares.multiple
         divided: dict[str, Any] = {}
         for name, value in batch.items():
@@ -140,8 +138,9 @@ class SequenceAxis:
             value = pad(value, (*(0, 0) * (value.dim() - 2), 0, missing), value=filler)
         return self.shares.part(value, 1).contiguous()
 
-    def _refuse_foreign(self, batch: Mapping[str, Any], length: int) -> None:
-        for name in _FLAGS:
+    def _refuse_unshared(self, batch: Mapping[str, Any]) -> None:
+        """ValueError for what no rank has for whole sequences."""
+        for name in self._flags:
             value = batch.get(name)
             if value if value is not None else getattr(text_config(self._model), name, False):
                 raise ValueError(
@@ -165,6 +164,14 @@ class SequenceAxis:
                     f"sequences divisible has labels of {IGNORED}; leave it out, and give labels that do not count as "
                     f"{IGNORED}"
                 )
+        if vars(self._model).get("_loss_function") is not self._own_loss:
+            raise ValueError(
+                f"loss_function={self._model.loss_function!r} was set after booster.boost, which tried the one before "
+                f"on split sequences (sequence_parallelism_mode={self.mode!r}); set it before"
+            )
+
+    def _refuse_foreign(self, batch: Mapping[str, Any], length: int) -> None:
+        for name, value in batch.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             known = name in (*_ALONG, "attention_mask", "position_ids")
@@ -226,3 +233,30 @@ class SequenceAxis:
         if begins.device.type == "cpu" and not bool(begins.any()):
             return None
         return pad(begins.long().cumsum(1), (1, 0)) + 1
+
+    # What `sequence_loss` asks.
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Around what runs the model on what `divide` returned."""
+        return nullcontext()
+
+    def count(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """(labels of this rank, labels of all); None where the loss is divided by a number that was given."""
+        if self.facts.divides and batch.get("num_items_in_batch") is not None:
+            return None
+        return (self._targets(part) != IGNORED).sum(), (self._whole_targets(batch) != IGNORED).sum()
+
+    def _targets(self, part: Mapping[str, Any]) -> Tensor:
+        targets: Tensor = part["shift_labels"] if self.facts.shifts else part["labels"]
+        return targets
+
+    def _whole_targets(self, batch: Mapping[str, Any]) -> Tensor:
+        targets: Tensor = batch["labels"][:, 1:] if self.facts.shifts else batch["labels"]
+        return batch["shift_labels"] if self.facts.shifts and batch.get("shift_labels") is not None else targets
+
+    def with_own_loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        """`outputs` with the loss of this part."""
+        return outputs
+
+    def require_model_loss(self) -> None:
+        """ValueError where the model computes no loss of parts by itself."""

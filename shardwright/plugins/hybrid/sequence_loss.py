@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...ops.vocab_mode import view_of
 from ...utils.tensors import map_tensors
-from .sequence_axis import IGNORED, SequenceAxis
+from .sequence_axis import SequenceAxis
 
 
 class SequenceLoss:
@@ -27,17 +27,6 @@ class SequenceLoss:
 
     def __init__(self, axis: SequenceAxis, group: dist.ProcessGroup) -> None:
         self.axis, self._group = axis, group
-
-    def _count(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """(labels of this rank, labels of all); None where the loss is divided by a number that was given."""
-        facts = self.axis.facts
-        if facts.divides and batch.get("num_items_in_batch") is not None:
-            return None
-        whole = batch["labels"][:, 1:] if facts.shifts else batch["labels"]
-        if batch.get("shift_labels") is not None:
-            whole = batch["shift_labels"]
-        mine = part["shift_labels"] if facts.shifts else part["labels"]
-        return (mine != IGNORED).sum(), (whole != IGNORED).sum()
 
     def of_whole(self, outputs: Any, batch: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
         """`outputs` of a part, with the loss of the whole sequences."""
@@ -50,8 +39,9 @@ class SequenceLoss:
                     "torch.no_grad()"
                 )
             return outputs
+        outputs = self.axis.with_own_loss(outputs, batch)
         loss = outputs[0] if isinstance(outputs, tuple) else outputs.loss
-        counts = self._count(batch, part)
+        counts = self.axis.count(batch, part)
         if counts is not None:
             mine, whole = (number.to(loss.device) for number in counts)
             share = (mine.double() / whole.double()).to(loss.dtype)
@@ -75,6 +65,7 @@ class SequenceLoss:
         """ValueError for a criterion that looks at anything but the model's loss: labels and logits of a part are not
         those that it expects.
         """
+        self.axis.require_model_loss()
         if criterion is None or hasattr(criterion, "weight"):
             own = criterion is None
         else:

@@ -40,7 +40,11 @@ def sequence_traffic(settings: HybridSettings, model: nn.Module, tokens: Tokens,
     if ranks == 1 or heads is None or layers is None:
         return []
     keys = first_int(config, KEY_VALUE_HEADS) or heads
-    size = first_int(config, ("head_dim",)) or (first_int(config, HIDDEN) or 0) // heads
+    try:
+        size = first_int(config, ("head_dim",))
+    except Exception:  # of a config whose layers differ, which refuses to be asked
+        return []
+    size = size or (first_int(config, HIDDEN) or 0) // heads
     heads, keys = (max(1, -(-number // settings.layout.tp_size)) for number in (heads, keys))
     layers = -(-layers // settings.layout.pp_size)
     among = traded_by(settings)

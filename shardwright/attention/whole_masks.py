@@ -1,0 +1,201 @@
+"""Attention on parts of sequences for models that make masks, positions and biases of whole ones.
+
+A model whose layers alone are given parts (`plugins.hybrid.layer_plan`) hands masks to its attention as it always
+does: [B, 1 or H, S, T], or none. They are honoured as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..comm.ring import Ring
+from .exchange import Exchange
+from .heads import share_heads
+from .masks import View
+from .ring import Block, RingAttention, Setting, Turn
+from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade
+from .zigzag import Share
+
+_BIAS = "a bias by relative position is not computed in a ring"
+_HIDDEN = 0.5  # of the least number: a term that hides a key
+
+
+class OfParts:
+    """An attention function that works on parts where `split` says that its module has parts, and is the model's own
+    elsewhere.
+    """
+
+    def __init__(self, native: Callable[[nn.Module], AttentionFunction], parts: AttentionFunction) -> None:
+        self.split: WeakSet[nn.Module] = WeakSet()
+        self._native, self._parts = native, parts
+
+    def __call__(self, module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
+        if module not in self.split:
+            return self._native(module)(module, query, *args, **options)
+        return self._parts(module, query, *args, **options)
+
+
+class TrialTrade(Trade):
+    """Stands for the ranks, see `exchange.Trial`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.rank, self.ranks, self._exchange = 0, 1, exchange
+
+    def to_heads(self, x: Tensor, sizes: list[int]) -> Tensor:
+        return self._exchange.gather(x, SEQUENCE)
+
+    def to_sequence(self, out: Tensor, sizes: list[int]) -> Tensor:
+        return self._exchange.part(out, 1)
+
+
+class TradedHeads:
+    """Ulysses with the masks of whole sequences: [B, H, S/n, D] -> [B, S/n, H, D]."""
+
+    def __init__(self, trade: Trade, native: Callable[[nn.Module], AttentionFunction]) -> None:
+        self._trade, self._native = trade, native
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        heads = query.shape[HEADS]
+        shares = share_heads(heads, key.shape[HEADS], self._trade.ranks)
+        sizes, order = list(shares.queries), shares.key_order
+        if order is not None:
+            index = torch.tensor(order, device=key.device)
+            key, value = key.index_select(HEADS, index), value.index_select(HEADS, index)
+        query = self._trade.to_heads(query, sizes)
+        key = self._trade.to_heads(key, shares.key_sizes)
+        value = self._trade.to_heads(value, shares.key_sizes)
+        first, number = sum(sizes[: self._trade.rank]), sizes[self._trade.rank]
+
+        def mine(of_heads: Any, dim: int) -> Any:
+            if not isinstance(of_heads, Tensor) or of_heads.shape[dim] != heads or heads == 1:
+                return of_heads
+            return of_heads.narrow(dim, first, number)
+
+        if not number:  # still part of the graph, whose backward has all-to-alls
+            out = torch.cat([query, key, value], -1)[..., : value.shape[-1]].transpose(HEADS, SEQUENCE)
+            return self._trade.to_sequence(out, sizes), None
+        attention_mask = None if attention_mask is None else mine(attention_mask, HEADS)
+        if options.get("position_bias") is not None:
+            options["position_bias"] = mine(
+                whole_bias(module, options["position_bias"], query.shape[SEQUENCE], key.shape[SEQUENCE]), HEADS
+            )
+        if options.get("s_aux") is not None:
+            options["s_aux"] = mine(options["s_aux"], 0)
+        local: dict[str, Any] = {"num_key_value_groups": shares.groups[self._trade.rank]}
+        if isinstance(getattr(module, "sinks", None), Tensor):
+            local["sinks"] = mine(module.sinks, 0)
+        seen: Any = HeadsOf(module, local)
+        out, _ = self._native(module)(seen, query, key, value, attention_mask, **options)
+        return self._trade.to_sequence(out, sizes), None
+
+
+def whole_bias(module: nn.Module, bias: Tensor, queries: int, keys: int) -> Tensor | None:
+    """A bias by relative position of whole sequences of these lengths. T5 makes one of zeros, as long as what it sees,
+    where a module has none.
+    """
+    if bias.shape[-2:] == (queries, keys):
+        return bias
+    assert not getattr(module, "has_relative_attention_bias", True), f"a bias of shape {tuple(bias.shape)}"
+    return None
+
+
+class MaskedTurn(Turn):
+    """With the mask of whole sequences.
+
+    mask            [B or 1, 1 or H, S or 1, T], True where a query may see a key
+    length, keys    S and T
+    """
+
+    def __init__(
+        self, share: Share, rings: Sequence[Ring], setting: Setting, mask: Tensor | None, length: int, keys: int
+    ) -> None:
+        super().__init__(share, rings, setting, None)
+        self._mask, self._length, self._keys = mask, length, keys
+
+    def blocks(self, source: int, length: int, device: torch.device) -> Iterator[Block]:
+        if self._mask is None and self.setting.view.causal:
+            yield from super().blocks(source, length, device)
+            return
+        mask = self._mask
+        if mask is not None:
+            if mask.shape[-2] > 1:
+                mask = mask.index_select(-2, self.share.positions(self._length, device))
+            mask = mask.index_select(-1, self.share.of_rank(source).positions(self._keys, device))
+        yield Block(slice(0, length), slice(None), self._rule(False, mask))
+
+
+class RingWithMasks(RingAttention):
+    """Ring attention with the masks of whole sequences, which say all there is to say of windows and documents."""
+
+    def __init__(self, share: Share, rings: Sequence[Ring]) -> None:
+        super().__init__(share, rings)
+        self._bools: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+        bias = options.pop("position_bias", None)
+        if bias is not None and not query.is_meta:
+            self._refuse_bias(module, bias, query, key)
+        return super().__call__(module, query, key, *args, **options)
+
+    def require(self, module: nn.Module, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+        """ValueError for what a module hands to its attention and a ring does not compute."""
+        if options.get("position_bias") is not None and bool(options["position_bias"].any()):
+            raise ValueError(_BIAS)
+        if options.get("s_aux") is not None or isinstance(getattr(module, "sinks", None), Tensor):
+            raise ValueError("attention sinks are not computed in a ring")
+        self._as_bool(mask)
+
+    def _refuse_bias(self, module: nn.Module, bias: Tensor, query: Tensor, key: Tensor) -> None:
+        ranks = self._share.ranks
+        if ranks == 1:
+            refused = bool(bias.any())
+        else:
+            refused = whole_bias(module, bias, query.shape[SEQUENCE] * ranks, key.shape[SEQUENCE] * ranks) is not None
+        if refused:
+            raise ValueError(_BIAS)
+
+    def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
+        given = options.get("is_causal")
+        return View(bool(getattr(module, "is_causal", True) if given is None else given), None)
+
+    def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
+        length, keys = (x.shape[SEQUENCE] * self._share.ranks for x in (query, key))
+        return MaskedTurn(self._share, self._rings, setting, self._as_bool(mask), length, keys)
+
+    def _as_bool(self, mask: Tensor | None) -> Tensor | None:
+        if mask is None or mask.dtype == torch.bool:
+            return mask
+        if mask not in self._bools:
+            hidden = mask <= torch.finfo(mask.dtype).min * _HIDDEN
+            if not bool((hidden | (mask == 0)).all()):
+                raise ValueError("a mask with terms that are added to scores is not computed in a ring")
+            self._bools[mask] = ~hidden
+        known: Tensor = self._bools[mask]
+        return known
+
+
+def around_trial(exchange: Exchange, ring: RingAttention) -> AttentionFunction:
+    """`ring` of one rank, for a sequence in another order."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+    ) -> Any:
+        query, key, value = (exchange.gather(x, SEQUENCE) for x in (query, key, value))
+        out, _ = ring(module, query, key, value, attention_mask, **options)
+        return exchange.part(out, 1), None
+
+    return attention

@@ -1,0 +1,329 @@
+"""Whether the layers of a model may be given parts of sequences: planned and tried on a small copy of it.
+
+A copy is run by the plan in one process, with its tokens in another order within the layers (`attention.exchange`) and
+with padding. Its logits and losses must be those of the plain call.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...attention.exchange import Exchange, Trial
+from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
+from ...attention.ulysses import AttentionFunction
+from ...attention.whole_masks import OfParts, RingWithMasks, TradedHeads, TrialTrade, around_trial
+from ...attention.zigzag import Share
+from ...comm.ring import Ring
+from ...models.config import is_encoder_decoder, parts
+from ...models.layer_chain import layer_lists
+from ...shardformer.adapters import has_adapters, native_model
+from ...shardformer.layer.parallel_module import native_class
+from ...shardformer.small_copy import build_small
+from .layer_axis import LayerAxis, LayerFacts
+from .layer_plan import LayerPlan, Stack
+from .layer_probe import CannotSplit, Probe
+from .resolved import ResolvedLayout
+from .sequence_axis import IGNORED
+
+Said = TypeVar("Said")
+_LOGGER = logging.getLogger(__name__)
+_WINDOW, _MULTIPLE, _WORDS = 5, 4, 60
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
+_LOSSES = ("own", "shifted", "computed")
+
+
+def probe_layers(mode: str, model: nn.Module) -> LayerFacts:
+    """Raises `CannotSplit` for a model whose layers cannot have parts of sequences."""
+    native = native_model(model)
+    if "_loss_function" in vars(native):
+        raise CannotSplit("it was given a loss_function, which its small copies do not have")
+    name = attention_of(native)
+    form = form_of(name)
+    if form is None:
+        raise CannotSplit(f"its attention is {name!r}, and 'sdpa' or 'eager' would do")
+    name = "sdpa" if form == "flash" else name
+    why = ""
+    for trades in (True, False):
+        for joined in (False, True):
+            copies = _Copies(mode, native, name, trades)
+            try:
+                facts = copies.facts(joined)
+            except CannotDrop:
+                raise
+            except CannotShorten as error:
+                why = why or str(error)
+                continue
+            except CannotSplit as error:
+                why = why or str(error)
+                break
+            return facts._replace(plan=_of_all_layers(facts.plan, copies.plain, native))
+    raise CannotSplit(why)
+
+
+class CannotDrop(CannotSplit):
+    """Dropout of attention, which is to be set to 0 and not gone around."""
+
+
+class CannotShorten(CannotSplit):
+    """What follows the layers wants to be as long as what comes before them."""
+
+
+class _Copies:
+    """
+    plain, other    equal small copies
+    """
+
+    def __init__(self, mode: str, native: nn.Module, name: str, trades: bool) -> None:
+        self._mode, self._name = mode, name
+        config = copy.deepcopy(getattr(native, "config", None))
+        if config is None or not hasattr(config, "get_text_config"):
+            raise CannotSplit("it is none of transformers")
+        for part in parts(config):
+            for window in _WINDOWS:
+                if isinstance(getattr(part, window, None), int) and getattr(part, window) > _WINDOW:
+                    setattr(part, window, _WINDOW)
+            part._attn_implementation = name
+        size = sum(param.numel() for param in native.parameters())
+        made = [build_small(native_class(native), copy.deepcopy(config), size, ranks=1) for _ in range(3)]
+        if any(each is None for each in made):
+            raise CannotSplit("no small copy of it could be built to try it")
+        self.plain: nn.Module = made[0]  # type: ignore[assignment]
+        self._other: nn.Module = made[1]  # type: ignore[assignment]
+        words = min(getattr(self.plain.config.get_text_config(), "vocab_size", None) or _WORDS, _WORDS)  # type: ignore
+        try:
+            require = _one_ring().require if mode == "ring_attn" else None
+            self._probe = Probe(made[2], name, words, trades, require)  # type: ignore[arg-type]
+        except Exception as error:
+            raise CannotSplit(f"no small copy of it could be tried ({_line(error)})") from error
+
+    def facts(self, joined: bool) -> LayerFacts:
+        with torch.no_grad():
+            try:
+                self._probe.run()
+                plan = self._probe.plan()
+                dropout = self._probe.dropout_in_training() if self._mode == "ring_attn" and plan.traded else 0.0
+                plan.joined = joined
+            except CannotSplit:
+                raise
+            except Exception as error:  # of the model's own code
+                raise CannotSplit(f"a call with input_ids and labels fails ({_line(error)})") from error
+            if dropout:
+                raise CannotDrop(
+                    f"its attention has dropout={dropout}, and blocks of a ring, which are computed once more in the "
+                    "backward, would need the same numbers; use 0, or sequence_parallelism_mode='all_to_all'"
+                )
+            exchange = Trial(_MULTIPLE)
+            self._apply(plan, exchange)
+            causal, failures = self._is_causal(), []
+            for loss in _LOSSES:
+                facts = LayerFacts(plan, causal, loss, False, is_encoder_decoder(self.plain))
+                try:
+                    self._try(facts, exchange)
+                except CannotShorten:
+                    raise
+                except CannotSplit as error:
+                    failures.append(str(error))
+                    continue
+                return facts._replace(divides=self._divides(loss != "own"))
+        raise CannotSplit(failures[0])
+
+    def _divides(self, shifts: bool) -> bool | None:
+        """Whether the loss is divided by `num_items_in_batch`; None: it is neither that nor the same without."""
+        batch = {"input_ids": self._probe.ids, "labels": self._probe.labels, "use_cache": False}
+        counted = self._probe.labels[:, 1:] if shifts else self._probe.labels
+        count = int((counted != IGNORED).sum())
+        expected = self.plain(**batch).loss
+        try:
+            loss = self.plain(**batch, num_items_in_batch=torch.tensor(count + 2)).loss
+        except Exception:  # nor will it take it in a batch
+            return False
+        if _close(loss, expected * count / (count + 2)):
+            return True
+        return False if _close(loss, expected) else None
+
+    def _apply(self, plan: LayerPlan, exchange: Trial) -> None:
+        native = native_function(self._name)
+        parts: AttentionFunction = TradedHeads(TrialTrade(exchange), native)
+        if self._mode == "ring_attn":
+            parts = around_trial(exchange, _one_ring())
+        if plan.traded:
+            function = OfParts(native, parts)
+            use_attention(self._other, function, "trial", masks_of=self._name)
+            function.split.update(map(self._other.get_submodule, plan.traded))
+        if plan.joined and getattr(self._other, "base_model", self._other) is self._other:
+            raise CannotSplit("what follows its layers wants whole sequences")
+        plan.apply(self._other, exchange)
+
+    def _is_causal(self) -> bool:
+        """Of the last stack: whether the first token's logits do not see the last token."""
+        changed = self._probe.labels if is_encoder_decoder(self.plain) else self._probe.ids
+        if is_encoder_decoder(self.plain):
+            return True
+        other = changed.clone()
+        other[:, -1] = (other[:, -1] - 4) % (_WORDS - 5) + 5
+        first, second = (self.plain(input_ids=ids, use_cache=False).logits[:, 0] for ids in (changed, other))
+        return torch.allclose(first, second)
+
+    def _try(self, facts: LayerFacts, exchange: Trial) -> None:
+        axis = LayerAxis(self._mode, exchange, self._other, facts)
+        probe = self._probe
+        plain = {"input_ids": probe.ids, "labels": probe.labels, "use_cache": False}
+        try:
+            with axis.entered():
+                self._compare(axis, facts, exchange, plain, None)
+                loss = self._compare(axis, facts, exchange, {**plain, "attention_mask": probe.mask}, probe.mask)
+                self._require_parts(axis, exchange, plain)
+            self._require_mean(facts, {**plain, "attention_mask": probe.mask}, loss)
+        finally:
+            axis.close()
+
+    def _compare(
+        self, axis: LayerAxis, facts: LayerFacts, exchange: Exchange, batch: Mapping[str, Any], mask: Tensor | None
+    ) -> Tensor:
+        expected = self.plain(**batch)
+        if not isinstance(getattr(expected, "logits", None), Tensor) or expected.logits.dim() != 3:
+            raise CannotSplit("its head gives no logits for every token")
+        if not isinstance(expected.loss, Tensor) or expected.loss.dim():
+            raise CannotSplit("its loss is no number")
+        try:
+            got = axis.with_own_loss(self._other(**axis.divide(batch)), batch)
+        except ValueError as error:
+            raise CannotSplit(_line(error)) from error
+        except Exception as error:  # of the model's own code
+            raise CannotSplit(f"with parts of sequences in its layers it fails ({_line(error)})") from error
+        logits = exchange.gather(got.logits)[:, : expected.logits.shape[1]]
+        kept = slice(None) if mask is None or facts.decodes else mask.bool()
+        if logits.shape != expected.logits.shape or not _close(logits[kept], expected.logits[kept]):
+            raise CannotSplit("with parts of sequences in its layers its logits are others")
+        if not _close(got.loss, expected.loss):
+            raise CannotSplit("its loss is no mean over the labels of tokens")
+        loss: Tensor = expected.loss
+        return loss
+
+    def _require_parts(self, axis: LayerAxis, exchange: Trial, batch: Mapping[str, Any]) -> None:
+        """What follows the layers takes parts as they are."""
+        exchange.halves = True
+        try:
+            got = axis.with_own_loss(self._other(**axis.divide(batch)), batch)
+        except Exception as error:  # of the model's own code
+            raise CannotShorten(f"what follows its layers wants whole sequences ({_line(error)})") from error
+        finally:
+            exchange.halves = False
+        if got.logits.shape[1] >= batch["labels"].shape[1]:
+            raise CannotSplit("its logits are those of whole sequences")
+
+    def _require_mean(self, facts: LayerFacts, batch: Mapping[str, Any], expected: Tensor) -> None:
+        total, labels = torch.zeros_like(expected), batch["labels"]
+        skipped = 1 if facts.loss != "own" else 0
+        if facts.decodes:  # else the decoder would read other labels
+            batch = {**batch, "decoder_input_ids": self.plain.prepare_decoder_input_ids_from_labels(labels)}  # type: ignore
+        for half in range(2):
+            chosen = labels.clone()
+            chosen[:, half::2] = IGNORED
+            share = (chosen[:, skipped:] != IGNORED).sum() / (labels[:, skipped:] != IGNORED).sum()
+            total += self.plain(**{**batch, "labels": chosen}).loss * share
+        if not _close(expected, total):
+            raise CannotSplit("its loss is no mean over the labels of tokens")
+
+
+def _one_ring() -> RingWithMasks:
+    return RingWithMasks(Share(0, 1), [Ring(dist.GroupMember.WORLD, 0, 0, 1)])  # type: ignore[arg-type]
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first.double(), second.double(), rtol=1e-6, atol=1e-6)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+# From the small copy to the model.
+
+
+def _of_all_layers(plan: LayerPlan, small: nn.Module, model: nn.Module) -> LayerPlan:
+    """The plan for a model that may have more layers, each as the one of its kind in the small copy."""
+    made, lists = LayerPlan(joined=plan.joined), {name: len(each) for name, each in layer_lists(model)}
+    for stack in plan.stacks:
+        prefix = stack.layers[0].rpartition(".")[0]
+        kinds = {_kind(small.get_submodule(layer)): layer for layer in reversed(stack.layers)}
+        layers = [f"{prefix}.{index}" for index in range(lists[prefix])]
+        made.stacks.append(Stack(layers, stack.gathers))
+        for layer in layers:
+            like = kinds.get(_kind(model.get_submodule(layer)))
+            if like is None:
+                raise CannotSplit(f"layer {layer} is of another kind than those of a small copy")
+            _copy_below(plan.extras, made.extras, like, layer)
+            _copy_below(plan.traded, made.traded, like, layer)
+            _copy_below(plan.whole, made.whole, like, layer)
+    return made
+
+
+def _copy_below(old: Mapping[str, Said], new: dict[str, Said], like: str, layer: str) -> None:
+    """What is said of the layer `like` and modules in it, said of `layer`."""
+    for name, value in old.items():
+        if name == like or name.startswith(f"{like}."):
+            new[f"{layer}{name[len(like) :]}"] = value
+
+
+def _kind(layer: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The modules of a layer, those that carry adapters as they were before."""
+    found: list[tuple[str, str]] = []
+
+    def walk(name: str, module: nn.Module) -> None:
+        if has_adapters(module):
+            module = module.base_layer  # type: ignore[assignment]
+        found.append((name, native_class(module).__name__))
+        for local, child in module.named_children():
+            walk(f"{name}.{local}", child)
+
+    walk("", layer)
+    return tuple(found)
+
+
+def warn_of_whole(model: nn.Module, plan: LayerPlan, mode: str) -> None:
+    """Name what every rank computes for whole sequences."""
+    words = _whole_words(model, plan)
+    if words:
+        _LOGGER.warning(f"sequence_parallelism_mode={mode!r}: {words}, and what they keep for backward is not shared")
+
+
+def with_layers(layout: ResolvedLayout, model: nn.Module, facts: object) -> ResolvedLayout:
+    """`layout` with a word on modules that are given whole sequences."""
+    words = _whole_words(native_model(model), facts.plan) if isinstance(facts, LayerFacts) else ""
+    if not words:
+        return layout
+    note = f"{words}: an all-gather and a reduce-scatter of hidden states each, which what is sent along sp leaves out"
+    return replace(layout, notes=(*layout.notes, note))
+
+
+def _whole_words(model: nn.Module, plan: LayerPlan) -> str:
+    classes = Counter(native_class(model.get_submodule(name)).__name__ for name in plan.whole)
+    named = ", ".join(f"{number} {name}" for name, number in classes.items())
+    return named and (
+        f"{named} of {type(model).__name__} look along the sequence by themselves; every rank gathers whole sequences "
+        "for them and computes them whole"
+    )
+
+
+def split_layers(
+    mode: str, native: nn.Module, exchange: Exchange, function: AttentionFunction, copies: Any, facts: LayerFacts
+) -> None:
+    """Let the layers of `native` work on parts; `function` is attention on them."""
+    name = attention_of(native)
+    if facts.plan.traded:
+        own = OfParts(native_function(name), function)
+        masks = "sdpa" if mode == "ring_attn" and not facts.plan.whole else name
+        use_attention(native, own, mode, copies, masks_of=masks)
+        own.split.update(map(native.get_submodule, facts.plan.traded))
+    facts.plan.apply(native, exchange)
+    warn_of_whole(native, facts.plan, mode)

@@ -1,0 +1,157 @@
+"""Layers that are given parts of sequences by a model that sees whole ones.
+
+A model is called with its whole batch. What it makes before its layers (embeddings, masks, rotary tables, biases) it
+makes for whole sequences, as it always does. Then
+
+    first layer         is given this rank's part, [B, S, H] -> [B, S/n, H]
+    traded attention    works on parts; its queries, keys and values are traded by the attention function
+    whole module        what looks along a sequence by itself (state spaces, convolutions, attention that a model
+                        computes itself): is given whole sequences, gathered, and this rank keeps its part of the result
+    last layer          returns its part; where another stack reads it (an encoder's), it is gathered
+
+so that norms, MLPs, the head and the loss work on parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attention.exchange import Exchange
+from ...shardformer.layer.sequence import with_first
+
+Path = tuple[int | str, ...]  # to a tensor: "args" or "kwargs", and on from there; of an output, from the output
+Places = dict[Path, int]  # -> the dim of the tensor that is the sequence
+
+
+@dataclass
+class Stack:
+    """
+    layers      names, in the order in which they run
+    gathers     whether what the last one returns is read as whole sequences
+    """
+
+    layers: list[str]
+    gathers: bool = False
+
+
+@dataclass
+class LayerPlan:
+    """By names of modules.
+
+    extras  what layers are given besides hidden states, for every token: parts of it are handed on
+    traded  attention -> which of its arguments are whole and must be parts
+    whole   module -> (which of its arguments are parts, which of its results are to be)
+    joined  what the last layers return is gathered, and cut behind the inner model, which expects it to be as long as
+            what it was given
+    """
+
+    stacks: list[Stack] = field(default_factory=list)
+    extras: dict[str, Places] = field(default_factory=dict)
+    traded: dict[str, Places] = field(default_factory=dict)
+    whole: dict[str, tuple[Places, Places]] = field(default_factory=dict)
+    joined: bool = False
+
+    def apply(self, model: nn.Module, exchange: Exchange) -> None:
+        for stack in self.stacks:
+            for index, name in enumerate(stack.layers):
+                layer, extras = model.get_submodule(name), self.extras.get(name, {})
+                if index == 0 or extras:
+                    hook = partial(_part_inputs, exchange, extras, index == 0)
+                    layer.register_forward_pre_hook(hook, with_kwargs=True)
+            if stack.gathers or self.joined:
+                model.get_submodule(stack.layers[-1]).register_forward_hook(partial(_gather_first, exchange))
+        if self.joined:
+            inner: nn.Module = model.base_model  # type: ignore[assignment]
+            inner.register_forward_hook(partial(_part_states, exchange))
+        for name, places in self.traded.items():
+            module: Any = model.get_submodule(name)
+            module.register_forward_pre_hook(partial(_part_inputs, exchange, places, False), with_kwargs=True)
+            if hasattr(module, "compute_bias"):
+                module.compute_bias = partial(_whole_bias, module.compute_bias, exchange)
+        for name, (given, returned) in self.whole.items():
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(partial(_gather_inputs, exchange, given), with_kwargs=True)
+            module.register_forward_hook(partial(_part_outputs, exchange, returned))
+
+
+def _part_inputs(
+    exchange: Exchange, places: Places, hidden: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if hidden:
+        args, kwargs = with_first(exchange.part, args, kwargs)
+    return changed_inputs(args, kwargs, places, exchange.part)
+
+
+def _gather_inputs(
+    exchange: Exchange, places: Places, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return changed_inputs(args, kwargs, places, exchange.gather)
+
+
+def _part_outputs(exchange: Exchange, places: Places, _: nn.Module, args: Any, output: Any) -> Any:
+    return changed(output, places, exchange.part)
+
+
+def _gather_first(exchange: Exchange, _: nn.Module, args: Any, output: Any) -> Any:
+    return changed(output, {() if isinstance(output, Tensor) else (0,): 1}, exchange.gather)
+
+
+def _part_states(exchange: Exchange, _: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple | Tensor):
+        return changed(output, {() if isinstance(output, Tensor) else (0,): 1}, exchange.part)
+    output.last_hidden_state = exchange.part(output.last_hidden_state)
+    return output
+
+
+def _whole_bias(compute: Callable[..., Tensor], exchange: Exchange, queries: int, keys: int, **options: Any) -> Tensor:
+    return compute(queries * exchange.ranks, keys * exchange.ranks, **options)
+
+
+# Tensors among arguments and results.
+
+
+def changed_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], places: Places, change: Callable[[Tensor, int], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    both = changed({"args": args, "kwargs": dict(kwargs)}, places, change)
+    return both["args"], both["kwargs"]
+
+
+def changed(value: Any, places: Places, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """`value` with other tensors at `places`, as far as there are any."""
+    for path, dim in places.items():
+        value = _changed_at(value, path, partial(_along, change, dim))
+    return value
+
+
+def _along(change: Callable[[Tensor, int], Tensor], dim: int, x: Tensor) -> Tensor:
+    return change(x, dim)
+
+
+def _changed_at(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
+    if not path:
+        return change(value) if isinstance(value, Tensor) else value
+    key, *rest = path
+    if isinstance(value, dict):
+        return {**value, key: _changed_at(value[key], tuple(rest), change)} if key in value else value
+    if not isinstance(value, tuple | list) or not isinstance(key, int) or key >= len(value):
+        return value
+    made = [*value[:key], _changed_at(value[key], tuple(rest), change), *value[key + 1 :]]
+    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """All tensors of nested tuples, lists and dicts, with the way to each."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, tuple | list):
+        for index, each in enumerate(value):
+            yield from tensors_in(each, (*path, index))
+    elif type(value) is dict:
+        for key, each in value.items():
+            yield from tensors_in(each, (*path, key))
