@@ -347,7 +347,7 @@ def heads_traded_in_the_wrong_mode(rank: int, world: int) -> None:
     settings = {"enable_sequence_parallelism": True, "sp_size": 2}
     with refused("ulysses_size=2 belongs to sequence_parallelism_mode='ring_attn'"):
         HybridParallelPlugin(**settings, sequence_parallelism_mode="all_to_all", ulysses_size=2)
-    with refused("ulysses_size=3 does not divide sp_size=2", "use one of [1, 2]"):
+    with refused("ulysses_size=3 does not divide sp_size=2", r"use one of \[1, 2\]"):
         HybridParallelPlugin(**settings, sequence_parallelism_mode="ring_attn", ulysses_size=3)
 
 

@@ -178,10 +178,6 @@ SETTINGS: dict[str, Case] = {
     "heads traded by nobody": Case({"ulysses_size": 0}, ["ulysses_size=0", "at least 1", "None"]),
     "an unknown precision": Case({"precision": "fp17"}, ["precision='fp17'", "did you mean 'fp16'"]),
     "a precision in bits": Case({"precision": 16}, ["precision=16", "string"]),
-    "fp8 as precision": Case(
-        {"precision": "fp8"}, ["precision='fp8'", "cpu", "8.9 or higher", "'bf16'", "emulate=True"], boost()
-    ),
-    "fp8 arithmetic": Case({"use_fp8": True}, ["use_fp8=True", "cpu", "8.9 or higher", "emulate=True"], boost()),
     "fp8 with compiled layers": Case(
         {"precision": "fp8", "enable_jit_fused": True}, ["enable_jit_fused=True with precision='fp8'", "leave one"]
     ),
@@ -192,11 +188,6 @@ SETTINGS: dict[str, Case] = {
     "fp8 with sequences gathered again": Case(
         {"use_fp8": True, "tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
         ["enable_sequence_overlap=True with use_fp8=True", "leave enable_sequence_overlap out"],
-    ),
-    "fp8 for a model that has no size for it": Case(
-        {"precision": "fp8", "fp8_options": {"emulate": True}},
-        ["precision='fp8'", "no linear that can compute in it", "multiples of 16", "precision='bf16'"],
-        boost(hidden_size=24, intermediate_size=40),
     ),
     "two formats on the wire": Case(
         {"fp8_communication": True, "communication_dtype": torch.bfloat16},
@@ -356,6 +347,15 @@ def unfused_experts() -> nn.Module:
 
 
 MODELS: dict[str, Case] = {
+    "fp8 as precision": Case(
+        {"precision": "fp8"}, ["precision='fp8'", "cpu", "8.9 or higher", "'bf16'", "emulate=True"], boost()
+    ),
+    "fp8 arithmetic": Case({"use_fp8": True}, ["use_fp8=True", "cpu", "8.9 or higher", "emulate=True"], boost()),
+    "fp8 for a model that has no size for it": Case(
+        {"precision": "fp8", "fp8_options": {"emulate": True}},
+        ["precision='fp8'", "no linear that can compute in fp8", "multiples of 16", "precision='bf16'"],
+        boost(hidden_size=24, intermediate_size=40),
+    ),
     "ep for a dense model": Case(
         {"ep_size": 2}, ["ep_size=2", "LlamaForCausalLM has no experts", "ep_size=1"], boost()
     ),
