@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from ..comm.compat import differentiates_functions
 
 INTERPRETED = False  # kernels run on a CPU too, by Triton's interpreter: for tests
 _LIGER = {
@@ -26,12 +27,7 @@ def operators_only() -> bool:
     """Whether the operators of a model are looked at one by one, so that functions of autograd cannot stand for
     several: torch compiles, traces, or differentiates by `torch.func` or forwards.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-    )
+    return torch.compiler.is_compiling() or differentiates_functions() or torch.jit.is_tracing()
 
 
 def triton_kernels(name: str, x: Tensor) -> Any:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules import module as of_all_modules
 
+from ...comm.compat import hooks_of_all_modules
 from ...kernels.backends import operators_only
 from ...kernels.gated import ACTIVATIONS, gated
 from ...utils.pytree import tree_map_only
@@ -127,14 +127,7 @@ class GatedActivation(ParallelModule):
 
     def _is_watched(self) -> bool:
         """Whether a hook is to see the numbers, or their gradients."""
-        return bool(
-            self._forward_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or of_all_modules._global_forward_hooks
-            or of_all_modules._global_backward_hooks
-            or of_all_modules._global_backward_pre_hooks
-        )
+        return bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks or hooks_of_all_modules())
 
 
 def fuse_activations(model: nn.Module) -> int:
