@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 from ..cluster.groups import shared_group
@@ -233,6 +234,13 @@ def runs_in_checkpoint() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+
+
+def differentiates_functions() -> bool:
+    """Whether a transform of `torch.func` is active, or derivatives are taken forwards. Neither has a public name
+    (2.11 to 2.13).
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def hooks_of_all_modules() -> list[Callable[..., Any]]:

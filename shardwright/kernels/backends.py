@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.compat import differentiates_functions
+
 INTERPRETED = False  # kernels run on a CPU too, by Triton's interpreter: for tests
 _LIGER = {
     "rms_norm": "LigerRMSNormFunction",
@@ -19,6 +21,13 @@ _LIGER = {
     "swiglu": "LigerSiLUMulFunction",
     "geglu": "LigerGELUMulFunction",
 }
+
+
+def operators_only() -> bool:
+    """Whether the operators of a model are looked at one by one, so that functions of autograd cannot stand for
+    several: torch compiles, traces, or differentiates by `torch.func` or forwards.
+    """
+    return torch.compiler.is_compiling() or differentiates_functions() or torch.jit.is_tracing()
 
 
 def triton_kernels(name: str, x: Tensor) -> Any:

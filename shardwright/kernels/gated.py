@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backends import liger, triton_kernels
+from .backends import liger, operators_only, triton_kernels
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -30,7 +30,7 @@ _aten: Any = torch.ops.aten
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """gate, up [..., I] of one shape and dtype -> [..., I]; `kind` is one of `ACTIVATIONS`."""
-    if torch.compiler.is_compiling():
+    if operators_only():
         return ACTIVATIONS[kind](gate) * up
     wants = gate.is_cuda and kind in _LIGER and gate.dtype != torch.float64 and gate.numel()  # which they are not for
     if wants and liger(_LIGER[kind]) is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backends import has_triton, liger, triton_kernels
+from .backends import has_triton, liger, operators_only, triton_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -17,11 +17,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     With an offset all of it is computed in fp32 and rounded at the end, as Gemma does; without one, x / rms(x) is
     rounded before the weight multiplies it, as Llama does (by torch's operator at the end alone).
     """
-    on_device = x.is_cuda and not torch.compiler.is_compiling()
-    if on_device and liger("rms_norm") is not None:
+    plain = operators_only()
+    if x.is_cuda and not plain and liger("rms_norm") is not None:
         casting = "gemma" if offset else "llama"
         return liger("rms_norm").apply(x, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
-    kernels = None if torch.compiler.is_compiling() else triton_kernels("norms", x)
+    kernels = None if plain else triton_kernels("norms", x)
     if offset:
         wide = weight.float() if x.dtype.itemsize < 4 else weight
         if kernels is not None:
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., H], weight [H], bias [H]"""
-    if torch.compiler.is_compiling():
+    if operators_only():
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     if x.is_cuda and bias is not None and liger("layer_norm") is not None:
         return liger("layer_norm").apply(x, weight, bias, eps)  # type: ignore[no-any-return]

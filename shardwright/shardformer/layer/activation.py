@@ -6,7 +6,7 @@ The forward of an MLP stays the model's own: an activation returns `Activated`, 
 with a tensor of its shape takes both in one; anything else that is done to it is done to act(gate). So the numbers are
 right whatever a forward does, in dense MLPs with projections apart or packed, with adapters or dropout, and in experts.
 Which activations wait is found by trying: those that compute SiLU or GELU, in modules that turn out to multiply what
-they return when a copy with small linears is run, forward and backward.
+they return, and do nothing else with it, when a copy with small linears is run, forward and backward.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ...comm.compat import hooks_of_all_modules
+from ...kernels.backends import operators_only
 from ...kernels.gated import ACTIVATIONS, gated
 from ...utils.pytree import tree_map_only
 from .parallel_module import ParallelModule, combined_class, native_class
@@ -34,31 +36,54 @@ _PRODUCTS = (torch.mul, torch.multiply, _TENSOR.mul, _TENSOR.multiply, _TENSOR._
 class Activated:
     """act(gate), until it is known what for.
 
-    fused   counts the products that were taken in one, where somebody wants to know
+    uses    counts products that were taken in one, and how often numbers were computed, where somebody wants to know
+    graded  whether autograd was on where the activation was called
+    known   the numbers, once they were asked for: what is done to them in place, or hooked to them, stays done
     """
 
-    __slots__ = ("fused", "gate", "kind", "plain")
+    __slots__ = ("gate", "graded", "kind", "known", "plain", "uses")
 
-    def __init__(self, gate: Tensor, kind: str, plain: Callable[[Tensor], Tensor], fused: list[int] | None) -> None:
-        self.gate, self.kind, self.plain, self.fused = gate, kind, plain, fused
+    def __init__(self, gate: Tensor, kind: str, plain: Callable[[Tensor], Tensor], uses: list[int] | None) -> None:
+        values = gate, kind, plain, uses, torch.is_grad_enabled(), None
+        for name, value in zip(("gate", "kind", "plain", "uses", "graded", "known"), values, strict=True):
+            object.__setattr__(self, name, value)
 
     def value(self) -> Tensor:
-        return self.plain(self.gate)
+        if self.known is None:
+            with torch.set_grad_enabled(self.graded):
+                object.__setattr__(self, "known", self.plain(self.gate))
+            if self.uses is not None:
+                self.uses[1] += 1
+        return self.known  # type: ignore[no-any-return]
 
     def __mul__(self, other: Any) -> Tensor:
-        gate = self.gate
-        if type(other) in (Tensor, nn.Parameter) and (other.shape, other.dtype) == (gate.shape, gate.dtype):
-            if self.fused is not None:
-                self.fused[0] += 1
-            return gated(gate, other, self.kind)
-        return self.value() * other
+        if not self._is_waiting_for(other):
+            return self.value() * other
+        if self.uses is not None:
+            self.uses[0] += 1
+        return gated(self.gate, other, self.kind)
 
     __rmul__ = __mul__
+
+    def __imul__(self, other: Any) -> Tensor:
+        return self * other if self.known is None else self.known.__imul__(other)  # type: ignore[no-any-return]
+
+    def _is_waiting_for(self, other: Any) -> bool:
+        gate = self.gate
+        return (
+            self.known is None
+            and type(other) in (Tensor, nn.Parameter)
+            and (other.shape, other.dtype, other.device) == (gate.shape, gate.dtype, gate.device)
+            and torch.is_grad_enabled() == self.graded
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of protocols that ask, such as copying
             raise AttributeError(name)
         return getattr(self.value(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.value(), name, value)
 
     @classmethod
     def __torch_function__(
@@ -79,7 +104,11 @@ def _of_value(name: str) -> Callable[..., Any]:
 
 
 # Which Python looks up in the class.
-_OPERATORS = "add radd sub rsub truediv rtruediv pow rpow matmul rmatmul neg abs getitem len iter"
+_OPERATORS = (
+    "add radd sub rsub truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
+    "and rand or ror xor rxor lt le gt ge eq ne iadd isub itruediv ifloordiv imod ipow iand ior ixor "
+    "getitem setitem len iter reversed contains bool int float complex index array repr format deepcopy reduce_ex"
+)
 for _operator in _OPERATORS.split(" "):
     setattr(Activated, f"__{_operator}__", _of_value(f"__{_operator}__"))
 
@@ -88,25 +117,29 @@ class GatedActivation(ParallelModule):
     """An activation that waits for the product."""
 
     kind: str
-    fused: list[int] | None = None  # see `Activated`
+    uses: list[int] | None = None  # see `Activated`
 
     def forward(self, x: Tensor) -> Any:
         plain = super().forward
-        if torch.compiler.is_compiling() or type(x) is not Tensor:
+        if operators_only() or type(x) is not Tensor or self._is_watched():
             return plain(x)
-        return Activated(x, self.kind, plain, self.fused)
+        return Activated(x, self.kind, plain, self.uses)
+
+    def _is_watched(self) -> bool:
+        """Whether a hook is to see the numbers, or their gradients."""
+        return bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks or hooks_of_all_modules())
 
 
 def fuse_activations(model: nn.Module) -> int:
     """In place; how many."""
-    found = list(_waiting(model))
+    found = _waiting(model)
     for activation, kind in found:
         _let_wait(activation, kind)
     return len(found)
 
 
 def has_gated_activations(model: nn.Module) -> bool:
-    return any(True for _ in _waiting(model))
+    return bool(_waiting(model))
 
 
 def _let_wait(activation: nn.Module, kind: str) -> GatedActivation:
@@ -116,29 +149,29 @@ def _let_wait(activation: nn.Module, kind: str) -> GatedActivation:
     return activation
 
 
-def _waiting(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Activations, and what they compute."""
+def _waiting(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Activations, and what they compute; of those that several modules share, the ones that all of them multiply."""
     known: dict[Any, bool] = {}
     kinds: dict[Any, str | None] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[nn.Module, str]] = {}
+    otherwise: set[int] = set()
     for parent in model.modules():
-        if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict) or "forward" in vars(parent):
-            continue
-        for name, child in parent.named_children():
-            if id(child) in seen or not _is_activation(child):
+        foreign = isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict) or "forward" in vars(parent)
+        for name, child in parent._modules.items():
+            if child is None or id(child) in otherwise or not _is_activation(child):
                 continue
             what = type(child), repr(child)
             if what not in kinds:
                 kinds[what] = _kind_of(child)
             kind = kinds[what]
-            if kind is None:
-                continue
             alike = (type(parent), name, kind, *_settings(parent))
-            if alike not in known:
+            if kind is not None and not foreign and alike not in known:
                 known[alike] = _multiplies(parent, name, kind)
-            if known[alike]:
-                seen.add(id(child))
-                yield child, kind
+            if kind is not None and known.get(alike, False) and not foreign:
+                found[id(child)] = child, kind
+            else:
+                otherwise.add(id(child))
+    return [activation for key, activation in found.items() if key not in otherwise]
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -189,28 +222,35 @@ def _size(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _multiplies(parent: nn.Module, name: str, kind: str) -> bool:
-    """Whether `parent` multiplies what its activation `name` returns, and computes the same when both are in one."""
+    """Whether `parent` multiplies what its activation `name` returns, does nothing else with it, and computes the same
+    when both are in one, in training and in evaluation.
+    """
     copied, width = _small(parent)
     if copied is None:
         return False
     plain = copied._modules[name]
     assert plain is not None
     waiting = _let_wait(copy.copy(plain), kind)
-    waiting.fused = [0]
     run: Any = getattr(copied, "_apply_gate", None) if not width else copied.forward
     for features in width or [8]:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(2, 3, features, generator=generator)
         x = x if width else x[0]
-        found = []
-        for activation in (plain, waiting):
-            copied._modules[name] = activation
-            try:
-                found.append(_tried(run, x, copied))
-            except Exception:  # a foreign forward on made-up numbers
-                break
-        if len(found) == 2:
-            return waiting.fused[0] > 0 and all(map(_is_close, *found))
+        verdicts = []
+        for training in (True, False):
+            copied.training, waiting.uses = training, [0, 0]
+            found = []
+            for activation in (plain, waiting):
+                copied._modules[name] = activation
+                try:
+                    found.append(_tried(run, x, copied))
+                except Exception:  # a foreign forward on made-up numbers
+                    break
+            if len(found) == 2:
+                products, others = waiting.uses
+                verdicts.append(products > 0 and others == 0 and all(map(_is_close, *found)))
+        if verdicts:
+            return len(verdicts) == 2 and all(verdicts)
     return False
 
 

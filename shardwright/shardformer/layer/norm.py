@@ -35,8 +35,10 @@ class FusedLayerNorm(_Norm):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return norms.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not _is_one_tensor(args, kwargs, self.weight) or torch.is_autocast_enabled(args[0].device.type):
+            return super().forward(*args, **kwargs)
+        return norms.layer_norm(args[0], self.weight, self.bias, self.eps)
 
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
@@ -63,15 +65,17 @@ class FusedRMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * (offset + weight) in one kernel; x [..., H], weight [H], offset 0 or 1.
 
     Takes any module that computes just this. Other variants (no weight, other dims) are recognised by trying, and
-    refused.
+    refused. What else a norm may be called with (a gate, a residual), and tensors of another dtype than its weight, go
+    to its own forward: families differ in what they round, and to what.
     """
 
-    epsilon: float
     offset: float = 0.0
     weight: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        return norms.rms_norm(x, self.weight, self.epsilon, self.offset)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not _is_one_tensor(args, kwargs, self.weight) or _is_cast(self, args[0]):
+            return super().forward(*args, **kwargs)
+        return norms.rms_norm(args[0], self.weight, _epsilon(self), self.offset)
 
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
@@ -81,8 +85,18 @@ class FusedRMSNorm(_Norm):
                 f"FusedRMSNorm takes modules that compute x / rms(x) * weight, which {type(module).__name__} does not"
             )
         layer = cls.adopt(module, parallel)
-        layer.epsilon, layer.offset = _epsilon(module), offset
+        layer.offset = offset
         return layer
+
+
+def _is_one_tensor(args: tuple[Any, ...], kwargs: Any, weight: Tensor) -> bool:
+    """Whether a norm is called as it was tried."""
+    return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == weight.dtype
+
+
+def _is_cast(module: nn.Module, x: Tensor) -> bool:
+    """Whether autocast decides in which dtype torch's own norm computes."""
+    return isinstance(module, nn.RMSNorm) and torch.is_autocast_enabled(x.device.type)
 
 
 def rms_offset(module: nn.Module) -> float | None:
@@ -110,15 +124,16 @@ def rms_offset(module: nn.Module) -> float | None:
     slopes = random(2, 3, weight.shape[0])
 
     def tried(norm: Callable[[Tensor], Any]) -> list[Tensor]:
-        """Outputs and all gradients."""
+        """Outputs and all gradients, in training and in evaluation."""
         found = []
-        for numbers in trials:
-            x = numbers.clone().requires_grad_()
-            y = norm(x)
-            found += [y.detach(), *torch.autograd.grad(y, [x, trial_weight], slopes)]
+        for trial.training in (True, False):
+            for numbers in trials:
+                x = numbers.clone().requires_grad_()
+                y = norm(x)
+                found += [y.detach(), *torch.autograd.grad(y, [x, trial_weight], slopes)]
         return found
 
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
             got = tried(trial)
         except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -164,7 +179,7 @@ def fuse_norms(model: nn.Module) -> int:
             offset = kinds[alike]
             if offset is not None:
                 module.__class__ = combined_class(FusedRMSNorm, kind)
-                module.epsilon, module.offset = _epsilon(module), offset  # type: ignore[assignment]
+                module.offset = offset  # type: ignore[assignment]
                 count += 1
         elif norms.has_layer_norm() and is_plain_layer_norm(module):
             module.__class__ = combined_class(FusedLayerNorm, kind)

@@ -2,27 +2,31 @@
 
     fuse_rotary(model)      modules whose methods call a rotary function of their modeling file call ours in its place
 
-Neither the methods nor the modeling files are changed: a module gets a subclass of its class, whose methods have the
-code that they had, and names of their own in which the function is ours. Other models of the family, and all other
-threads, see nothing of it. A function is known by what it computes: it is tried on random numbers, forward and
-backward, against every form there is. What a call does not share with what was tried goes to the model's own function.
+No method is changed: a module gets a subclass of its class, whose methods have the code that they had, but for the name
+of the function, which is that of ours, put into the modeling file beside its own. So they read the file as it is when
+they run, and other models of the family see nothing of it. A function is known by what it computes: it is tried on
+random numbers, forward and backward, against every form there is. What a call does not share with what was tried goes
+to the model's own function, and so does every call once that function, or what it calls in turn, is another one.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ...kernels.backends import operators_only
 from ...kernels.rotary import FORMS, Form, rotated
 from .parallel_module import ParallelModule, combined_class
 
 Function = Callable[..., Any]
+_OURS = "_in_one"
 
 
 class Rotary(NamedTuple):
@@ -42,54 +46,68 @@ class Rotary(NamedTuple):
 
 
 class FusedRotary(ParallelModule):
-    """Base of modules with methods of `_Scope.methods`."""
+    """Base of modules with changed methods."""
 
 
-class _Scope:
-    """The names of a modeling file, with rotary functions in one; as they were when `before` was read."""
+class _Named:
+    """A rotary function by the name that a modeling file has for it.
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.before = dict(names)
-        found = {name: rotary_of(value) for name, value in names.items() if is_rotary(name, value)}
-        ours = {name: _in_one(names[name], rotary) for name, rotary in found.items() if rotary is not None}
-        self.replaced = frozenset(ours)
-        # Without a name, torch.compile does not look names up in the module that they were read from.
-        self.names = {name: value for name, value in {**names, **ours}.items() if name != "__name__"}
-        self._mixins: dict[type, type | None] = {}
+    helpers     what the function reads from its own file
+    other       our name in the modeling file; empty where the function is of no known form
+    """
 
-    def is_of(self, names: Mapping[str, Any]) -> bool:
-        return len(names) == len(self.before) and all(names.get(name, self) is it for name, it in self.before.items())
+    def __init__(self, names: dict[str, Any], name: str) -> None:
+        self.names, self.name, self.own = names, name, names[name]
+        code = getattr(inspect.unwrap(self.own), "__code__", None)
+        self.around: dict[str, Any] = getattr(inspect.unwrap(self.own), "__globals__", {})
+        read = code.co_names if isinstance(code, CodeType) else ()
+        self.helpers = {helper: self.around[helper] for helper in read if helper in self.around}
+        rotary, self.other = rotary_of(self.own), ""
+        if rotary is not None:
+            self.other = f"_{name}_{len(names)}{_OURS}"
+            names[self.other] = _in_one(self, rotary)
 
-    def mixin_of(self, kind: type) -> type | None:
-        """With the methods of `kind` that call a rotary function; None where there are none."""
-        if kind not in self._mixins:
-            methods = {name: self._copied(method) for name, method in _methods_of(kind) if self._concerns(method)}
-            self._mixins[kind] = type("FusedRotary", (FusedRotary,), methods) if methods else None
-        return self._mixins[kind]
-
-    def _concerns(self, method: FunctionType) -> bool:
-        return self.is_of(method.__globals__) and not self.replaced.isdisjoint(method.__code__.co_names)
-
-    def _copied(self, method: FunctionType) -> FunctionType:
-        made = FunctionType(method.__code__, self.names, method.__name__, method.__defaults__, method.__closure__)
-        made.__kwdefaults__, made.__annotations__ = method.__kwdefaults__, method.__annotations__
-        made.__qualname__, made.__module__, made.__doc__ = method.__qualname__, method.__module__, method.__doc__
-        made.__dict__.update(method.__dict__)
-        return made
+    def is_current(self) -> bool:
+        """Whether the file has the function still that was tried."""
+        return self.names.get(self.name) is self.own and all(
+            self.around.get(helper) is value for helper, value in self.helpers.items()
+        )
 
 
-_scopes: dict[int, _Scope] = {}  # by the names that they are of
+_named: dict[tuple[int, str], _Named] = {}  # by the names of a file, and the function's in it
+_mixins: dict[Any, type] = {}  # by the class, and what its methods call in place of what
 
 
-def _scope_of(names: dict[str, Any]) -> _Scope:
-    scope = _scopes.get(id(names))
-    if scope is None or not scope.is_of(names):  # somebody has put something else into the file since
-        scope = _scopes[id(names)] = _Scope(names)
-    return scope
+def _named_of(names: dict[str, Any], name: str) -> _Named:
+    known = _named.get((id(names), name))
+    if known is None or known.names is not names or not known.is_current():
+        known = _named[id(names), name] = _Named(names, name)
+    return known
+
+
+def _renamed(method: FunctionType) -> dict[str, str]:
+    """The rotary functions that a method calls, and ours in their place."""
+    names = method.__globals__
+    found = {name: _named_of(names, name) for name in method.__code__.co_names if is_rotary(name, names.get(name))}
+    others = {name: named.other for name, named in found.items() if named.other}
+    for step in dis.get_instructions(method.__code__) if others else ():
+        if step.argval in others and step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST"):
+            return {}  # an attribute of the same name
+    return others
+
+
+def _copied(method: FunctionType, others: Mapping[str, str]) -> FunctionType:
+    code = method.__code__.replace(co_names=tuple(others.get(name, name) for name in method.__code__.co_names))
+    made = FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    made.__kwdefaults__, made.__annotations__ = method.__kwdefaults__, method.__annotations__
+    made.__qualname__, made.__module__, made.__doc__ = method.__qualname__, method.__module__, method.__doc__
+    made.__dict__.update(method.__dict__)
+    return made
 
 
 def is_rotary(name: str, value: Any) -> bool:
-    return "rotary" in name.lower() and callable(value) and not isinstance(value, type | nn.Module)
+    known = callable(value) and not isinstance(value, type | nn.Module)
+    return known and "rotary" in name.lower() and not name.endswith(_OURS)
 
 
 def fuse_rotary(model: nn.Module) -> int:
@@ -117,15 +135,18 @@ def _rotating(model: nn.Module) -> Iterator[tuple[nn.Module, type]]:
 
 
 def _mixin_for(kind: type) -> type | None:
+    """With the methods of `kind` that call a rotary function; None where there are none."""
     if issubclass(kind, FusedRotary):
         return None
-    for _, method in _methods_of(kind):
-        names = method.__globals__
-        if any(is_rotary(name, names.get(name)) for name in method.__code__.co_names if name in names):
-            mixin = _scope_of(names).mixin_of(kind)
-            if mixin is not None:
-                return mixin
-    return None
+    methods = dict(_methods_of(kind))
+    renamed = {name: others for name, method in methods.items() if (others := _renamed(method))}
+    if not renamed:
+        return None
+    key = kind, tuple((name, methods[name], *others.items()) for name, others in renamed.items())
+    if key not in _mixins:
+        copied = {name: _copied(methods[name], others) for name, others in renamed.items()}
+        _mixins[key] = type("FusedRotary", (FusedRotary,), copied)
+    return _mixins[key]
 
 
 def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
@@ -140,13 +161,17 @@ def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
             seen.add(name)
 
 
-def _in_one(own: Function, rotary: Rotary) -> Function:
-    """What takes the place of `own`."""
-    count = rotary.tensors
+def _in_one(named: _Named, rotary: Rotary) -> Function:
+    """What takes the place of `named.own`."""
+    own, count = named.own, rotary.tensors
 
     def rotary_in_one(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
+        if not named.is_current():
+            return named.names[named.name](*args, **kwargs)
         heads = kwargs.get("unsqueeze_dim", rotary.heads[0])
-        plain = torch.compiler.is_compiling() or len(args) != count + 2 or not kwargs.keys() <= {"unsqueeze_dim"}
+        plain = operators_only() or len(args) != count + 2 or not kwargs.keys() <= {"unsqueeze_dim"}
         if plain or heads not in rotary.heads or not _fits(args[:count], args[count:], rotary, heads):
             return own(*args, **kwargs)
         turned = tuple(rotated(x, args[count], args[count + 1], rotary.form, heads) for x in args[:count])
