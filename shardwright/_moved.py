@@ -33,8 +33,6 @@ MODULES = {
     "moe": "HybridParallelPlugin trains mixtures of experts as they are",
     "kernel": "enable_flash_attention=True and enable_fused_normalization=True of HybridParallelPlugin choose torch's "
     "fused kernels",
-    "shardformer.modeling": "ChatGLM2 has no code of its own here; models of transformers, such as glm4, are taken as "
-    "they are",
     "shardformer.shard": "from shardwright.shardformer import ShardConfig, ShardFormer, ModelSharder",
     "quantization": 'quantised training is not offered; precision="bf16" is the smallest format',
 }

@@ -49,6 +49,7 @@ TRANSFORMERS_ALLOWED = (
     "files/hf_names",
     "pipeline/slices/past_keys",
     "attention/sequence_modes",
+    "shardformer/modeling/",
     "testing/",
     "cli/",
 )
