@@ -50,7 +50,6 @@ TRANSFORMERS_ALLOWED = (
     "pipeline/slices/past_keys",
     "attention/sequence_modes",
     "shardformer/modeling/",
-    "testing/",
     "cli/",
 )
 # File and why it may use private names of torch; each use states the version it was checked on.
