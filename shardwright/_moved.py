@@ -33,10 +33,8 @@ MODULES = {
     "moe": "HybridParallelPlugin trains mixtures of experts as they are",
     "kernel": "enable_all_optimization=True of HybridParallelPlugin chooses the kernels of attention, norms, gated "
     "activations and rotary positions",
-    "shardformer.modeling": "ChatGLM2 has no code of its own here; models of transformers, such as glm4, are taken as "
-    "they are",
     "shardformer.shard": "from shardwright.shardformer import ShardConfig, ShardFormer, ModelSharder",
-    "quantization": 'quantised training is not offered; precision="bf16" is the smallest format',
+    "quantization": 'quantised training is not offered; precision="fp8" is the smallest format',
 }
 
 # Name -> what to use instead.

@@ -244,13 +244,15 @@ class _Export:
     def _files(self, writers: dict[str, int], index: TensorIndex) -> list[list[Pending]]:
         """The tensors of each file of this rank, in the order of the model."""
         units: dict[str, list[Pending]] = {}
+        written: set[str] = set()  # a buffer is on every stage, so that another one may have staged it
         for item in self.own:
             unit = self.exporter.unit_of(item.name)
             if item.is_whole and writers[unit] == self.position.rank:
                 units.setdefault(unit, []).append(pending(item.name, item.data))
+                written.add(item.name)
         for name, entry in index.entries.items():
             unit = self.exporter.unit_of(name)
-            if writers[unit] == self.position.rank:
+            if writers[unit] == self.position.rank and name not in written:
                 units.setdefault(unit, []).append(Pending(name, entry.dtype, entry.shape, _reading(index, name)))
         limit = self.options.limit if self.options.shard else None
         files: list[list[Pending]] = []

@@ -138,6 +138,9 @@ class Exporter:
             hf.generation_config.save_pretrained(directory)
 
 
+_MODELS = "shardwright.shardformer.modeling."
+
+
 def _class_name(cls: type) -> str:
     """The model class as its module knows it, below the subclasses that sharding, staging and FSDP2 put on top."""
     for base in cls.__mro__:
@@ -148,4 +151,5 @@ def _class_name(cls: type) -> str:
 
 
 def _is_own(cls: type) -> bool:
-    return cls.__module__.startswith("shardwright.")
+    """Whether a class is put on top of a model's; models that are written here are none."""
+    return cls.__module__.startswith("shardwright.") and not cls.__module__.startswith(_MODELS)

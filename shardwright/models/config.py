@@ -14,7 +14,7 @@ from torch import nn
 HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_query_heads")
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head", "multi_query_group_num")
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 

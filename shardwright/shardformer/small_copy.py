@@ -123,7 +123,7 @@ def _shrink_inputs(config: Any) -> None:
             is_place = name.startswith(("image", "video", "audio"))
             setattr(config, name, spare if is_place else 0)
             spare -= is_place
-        elif name in ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"):
+        elif name in ("vocab_size", "padded_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"):
             setattr(config, name, min(value, _VOCABULARY))
         elif name in _LENGTHS:
             setattr(config, name, min(value, _LENGTHS[name]))

@@ -10,6 +10,7 @@ far from uniform, and every parameter is perturbed, so that none sits at the zer
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,6 +156,28 @@ _VIT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+_CHATGLM = {
+    **{
+        name: _DECODER[name]
+        for name in ("hidden_size", "num_attention_heads", "initializer_range", "attention_dropout", "pad_token_id")
+    },
+    **{name: _DECODER[name] for name in ("bos_token_id", "eos_token_id", "tie_word_embeddings")},
+    **{name: _DECODER[name] for name in ("use_cache", "num_labels")},
+    "padded_vocab_size": 101,
+    "num_layers": 4,
+    "ffn_hidden_size": 88,
+    "kv_channels": 16,
+    "seq_length": 64,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "add_qkv_bias": True,
+}
+_CHATGLM_HEADS = {
+    "base": "{}Model",
+    "causal_lm": "{}ForConditionalGeneration",
+    "sequence_classification": "{}ForSequenceClassification",
+}
+_CHATGLM_MODULE = "shardwright.shardformer.modeling.chatglm2_6b.modeling_chatglm"
 # The default implementation of experts, grouped_mm, has no float64 kernel.
 _MOE = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 _QWEN3_MOE = _MOE | {"moe_intermediate_size": 40, "num_experts": 4, "head_dim": 16}
@@ -169,6 +192,7 @@ class _Variant:
     heads: Mapping[str, str] = field(default_factory=lambda: _TEXT_HEADS)
     only: tuple[str, ...] = ()  # tasks, when not all heads
     family: str = ""  # when it is not the variant's own name
+    module: str = "transformers"  # that has the classes
 
 
 _VARIANTS: dict[str, _Variant] = {
@@ -204,6 +228,22 @@ _VARIANTS: dict[str, _Variant] = {
     "opt-projected": _Variant("OPT", _OPT | {"word_embed_proj_dim": 40}, only=_LM_ONLY, family="opt"),
     "bloom": _Variant("Bloom", _BLOOM),
     "vit": _Variant("ViT", _VIT, _VIT_HEADS),
+    "chatglm": _Variant("ChatGLM", _CHATGLM, _CHATGLM_HEADS, module=_CHATGLM_MODULE),
+    "chatglm-plain": _Variant(
+        "ChatGLM",
+        _CHATGLM
+        | {
+            "multi_query_attention": False,
+            "rmsnorm": False,
+            "add_bias_linear": True,
+            "apply_residual_connection_post_layernorm": True,
+            "tie_word_embeddings": True,
+        },
+        _CHATGLM_HEADS,
+        only=_LM_ONLY,
+        family="chatglm",
+        module=_CHATGLM_MODULE,
+    ),
 }
 
 
@@ -214,7 +254,7 @@ class Entry:
     name        "<variant>-<task>", for example "llama-tied-causal-lm"
     family      transformers family, for example "llama"
     task        what the head does: decides the inputs (see `inputs.TASKS`)
-    model_class, config_class   names in transformers
+    model_class, config_class   names in `module`
     config      keyword arguments of the config
     """
 
@@ -224,6 +264,7 @@ class Entry:
     model_class: str
     config_class: str
     config: Mapping[str, Any]
+    module: str = "transformers"
 
 
 def _entries() -> dict[str, Entry]:
@@ -237,7 +278,8 @@ def _entries() -> dict[str, Entry]:
             if spec.prefix == "Bert" and task == "causal_lm":
                 config["is_decoder"] = True
             model_class = spec.heads[task].format(spec.prefix)
-            entries[name] = Entry(name, spec.family or variant, task, model_class, f"{spec.prefix}Config", config)
+            config_class = f"{spec.prefix}Config"
+            entries[name] = Entry(name, spec.family or variant, task, model_class, config_class, config, spec.module)
     return entries
 
 
@@ -266,10 +308,12 @@ def entry(name: str) -> Entry:
 
 def config(name: str, **overrides: Any) -> Any:
     """The transformers config of a model; `overrides` replace single settings (`num_hidden_layers=8`)."""
-    import transformers  # late: it takes seconds, and rank processes may not need it
-
     found = entry(name)
-    return getattr(transformers, found.config_class)(**{**found.config, **overrides})
+    return getattr(_module(found), found.config_class)(**{**found.config, **overrides})
+
+
+def _module(found: Entry) -> Any:
+    return importlib.import_module(found.module)  # late: it takes seconds, and rank processes may not need it
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> nn.Module:
@@ -278,12 +322,10 @@ def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, **overri
 
     The caller's random state is left alone.
     """
-    import transformers
-
     model_config = config(name, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, entry(name).model_class)(model_config).float()
+        model = getattr(_module(entry(name)), entry(name).model_class)(model_config).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=PERTURBATION)

@@ -259,7 +259,7 @@ EXPLAINED = [
     ("utils", "print_rank_0", "print_on_master"),
     ("testing", "spawn", "run_ranks"),
 ]
-MOVED = ["shardformer.modeling", "pipeline.schedule", "nn", "tensor", "shardformer.shard"]
+MOVED = ["pipeline.schedule", "nn", "tensor", "shardformer.shard"]
 
 
 def test_names_that_scripts_import() -> None:

@@ -20,6 +20,8 @@ from torch import nn
 from shardwright.files.huggingface import HfSource
 from shardwright.lazy import LazyInitContext
 from shardwright.lazy.weights import LazyWeights
+from shardwright.shardformer.modeling.chatglm2_6b.configuration_chatglm import ChatGLMConfig
+from shardwright.shardformer.modeling.chatglm2_6b.modeling_chatglm import ChatGLMForConditionalGeneration
 from shardwright.spec import ParamSpec, even_pieces, set_spec
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 77}
@@ -33,6 +35,12 @@ MODELS: dict[str, tuple[type, Any]] = {
     "t5": (
         tf.T5ForConditionalGeneration,
         lambda: tf.T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=44, vocab_size=50),
+    ),
+    "chatglm": (
+        ChatGLMForConditionalGeneration,
+        lambda: ChatGLMConfig(
+            **SMALL, kv_channels=8, ffn_hidden_size=40, multi_query_attention=True, add_qkv_bias=True, pre_seq_len=3
+        ),
     ),
     "vit": (
         tf.ViTForImageClassification,

@@ -35,6 +35,7 @@ def test_two_ranks_train_every_head_like_one_process(family):
 def test_more_families_train_like_one_process():
     names = [
         "opt-causal-lm",
+        "chatglm-causal-lm",
         "opt-projected-causal-lm",
         "bloom-token-classification",
         "mixtral-causal-lm",

@@ -10,6 +10,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
 
+from shardwright.shardformer.modeling.chatglm2_6b.configuration_chatglm import ChatGLMConfig
+from shardwright.shardformer.modeling.chatglm2_6b.modeling_chatglm import ChatGLMForConditionalGeneration
+
 LAYERS = 4
 LARGEST = 20_000_000  # parameters
 
@@ -33,7 +36,7 @@ _NAMES: dict[int | float, str] = {
     "ffn_intermediate_size max_position_embeddings n_positions n_ctx max_seq_len max_seq_length max_target_positions "
     "seq_length "
     "context_length max_sequence_length seq_len mamba_d_ssm",
-    120: "vocab_size",
+    120: "vocab_size padded_vocab_size",
     16: "head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim mamba_d_state mamba_chunk_size "
     "ssm_state_size num_mel_bins",
     32: "kv_lora_rank q_lora_rank mamba_d_head mamba_head_dim image_size max_source_positions",
@@ -82,6 +85,7 @@ _KEEP_NONE = {
     "word_embed_proj_dim",
 }
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "chatglm": {"multi_query_attention": True, "multi_query_group_num": 2, "add_qkv_bias": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "zaya": {"num_experts_per_tok": 1},
     "mpt": {"attn_pdrop": 0},
@@ -94,8 +98,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def causal_language_models() -> dict[str, str]:
-    """model_type -> class, for all that `AutoModelForCausalLM` knows."""
-    return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """model_type -> class, for all that `AutoModelForCausalLM` knows, and those that are written here."""
+    own = {ChatGLMConfig.model_type: ChatGLMForConditionalGeneration.__name__}
+    return {**modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **own}
 
 
 def _arguments(config_class: type) -> dict[str, Any]:

@@ -20,7 +20,11 @@ from shardwright.testing import loss_of
 from shardwright.utils.tensors import local_tensor
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LORA_TARGETS = {"llama": ["q_proj", "k_proj", "o_proj", "down_proj"], "qwen2": ["q_proj", "v_proj", "up_proj"]}
+LORA_TARGETS = {
+    "llama": ["q_proj", "k_proj", "o_proj", "down_proj"],
+    "qwen2": ["q_proj", "v_proj", "up_proj"],
+    "chatglm": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+}
 
 
 @dataclass(frozen=True)

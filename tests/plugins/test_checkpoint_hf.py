@@ -38,6 +38,7 @@ CASES = [
     ("vit-image-classification", "zero3"),
     ("bert-pretraining", "ddp"),
     ("opt-causal-lm", "fsdp"),
+    ("chatglm-causal-lm", "tp2-pp2"),
 ]
 SWEEP = [
     (name, layout)

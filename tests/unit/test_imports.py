@@ -49,7 +49,7 @@ TRANSFORMERS_ALLOWED = (
     "files/hf_names",
     "pipeline/slices/past_keys",
     "attention/sequence_modes",
-    "testing/",
+    "shardformer/modeling/",
     "cli/",
 )
 # File and why it may use private names of torch; each use states the version it was checked on.

@@ -36,6 +36,7 @@ _OWN = {
     "opt": ("opt", "OPTPolicy"),
     "bloom": ("bloom", "BloomPolicy"),
     "falcon": ("falcon", "FalconPolicy"),
+    "chatglm": ("chatglm", "ChatGLMPolicy"),
     "gpt_neox": ("gpt_neox", "GPTNeoXPolicy"),
     "gptj": ("gpt_neox", "GPTJPolicy"),
     "gpt_oss": ("gpt_oss", "GptOssPolicy"),

@@ -1,0 +1,1 @@
+"""Models that transformers does not have. Importing one registers it with transformers' auto classes."""
