@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from ..comm.collectives import even_sizes
 
 
@@ -31,8 +33,13 @@ class HeadShares(NamedTuple):
         return [len(heads) for heads in self.keys]
 
 
-@lru_cache(maxsize=64)
 def share_heads(num_queries: int, num_keys: int, ranks: int) -> HeadShares:
+    """Computed once, but in each graph: torch.compile looks behind caches, and warns of it."""
+    shared = _share_heads if torch.compiler.is_compiling() else _known_shares
+    return shared(num_queries, num_keys, ranks)
+
+
+def _share_heads(num_queries: int, num_keys: int, ranks: int) -> HeadShares:
     """Query heads as evenly as can be, and with them the heads of keys that they look at: each once where all serve
     equally many of a rank's query heads, else one for every query head.
     """
@@ -48,3 +55,6 @@ def share_heads(num_queries: int, num_keys: int, ranks: int) -> HeadShares:
         keys.append(tuple(unique if compact else looked_at))
         groups.append(served.pop() if compact else 1)
     return HeadShares(tuple(queries), tuple(keys), tuple(groups))
+
+
+_known_shares = lru_cache(maxsize=64)(_share_heads)

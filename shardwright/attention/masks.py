@@ -57,6 +57,9 @@ class WholeMasks:
                 return None
             positions = torch.arange(length, device=device)
             return visible(view, None, positions, positions)
+        if torch.compiler.is_compiling():  # a graph makes them of the documents, and once more in its backward
+            positions = torch.arange(length, device=device)
+            return visible(view, documents, positions, positions)
         known = self._made.setdefault(documents, {})
         if view not in known:
             positions = torch.arange(length, device=device)

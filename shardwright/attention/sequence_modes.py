@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from .register import OWN
@@ -20,6 +21,7 @@ from .ulysses import AttentionFunction
 
 _numbers = itertools.count()
 FORMS = ("sdpa", "eager", "flash")
+_MODEL = "_shardwright_attention_of"
 _LIKE_SDPA = tuple(f"{OWN}{kernel}" for kernel in ("cudnn", "fa", "efficient", "math", "sinks"))
 
 
@@ -60,12 +62,19 @@ def use_attention(
     masks_of    the function whose masks the model makes; None: it makes none
     """
     own = WeakSet(model.modules())
+    number = next(_numbers)
+    for module in own:  # what a graph can look at
+        setattr(module, _MODEL, number)
 
     def of_model(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        if query.is_meta:  # whoever asks for shapes asks no other rank
+        if torch.compiler.is_compiling():
+            is_own = getattr(module, _MODEL, None) == number
+        elif query.is_meta:  # whoever asks for shapes asks no other rank
             samples, heads, length, _ = query.shape
             return query.new_empty(samples, length, heads, value.shape[-1]), None
-        if module not in own:
+        else:
+            is_own = module in own
+        if not is_own:
             raise ValueError(
                 f"a {type(module).__name__} of another model than the boosted one shares its config, which now names "
                 "attention on parts of sequences; build it from a copy of the config that was taken before "
@@ -82,7 +91,7 @@ def name_attention(
     """Let all attention of `models` go through `function`, whoever calls them; `masks_of` as above."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = f"shardwright_{purpose}_{next(_numbers)}"
+    name = f"{OWN}{purpose}_{next(_numbers)}"
     AttentionInterface.register(name, function)
     if masks_of is not None:
         AttentionMaskInterface.register(name, AttentionMaskInterface()[masks_of])

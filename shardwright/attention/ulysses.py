@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ops.collective import all_to_all_in_group
+from ..ops.compiled import name_of
+from ..ops.compiled_heads import trade_heads
 from .heads import HeadShares, share_heads
 from .masks import View, WholeMasks
 from .zigzag import Share
@@ -36,15 +38,19 @@ class Trade:
     """Sequences for heads over `group`. Sequences are held in order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._name = group, name_of(group)
         self.rank, self.ranks = group.rank(), group.size()
 
     def to_heads(self, x: Tensor, sizes: list[int]) -> Tensor:
         """[B, sum(sizes), S/n, D] -> [B, sizes[rank], S, D]"""
+        if torch.compiler.is_compiling():
+            return trade_heads(x, self._name, sizes, (HEADS, SEQUENCE), True)
         return all_to_all_in_group(x, self._group, HEADS, SEQUENCE, scatter_sizes=sizes)
 
     def to_sequence(self, out: Tensor, sizes: list[int]) -> Tensor:
         """[B, S, sizes[rank], D] -> [B, S/n, sum(sizes), D]"""
+        if torch.compiler.is_compiling():
+            return trade_heads(out, self._name, sizes, (_OUT_HEADS, _OUT_SEQUENCE), False)
         return all_to_all_in_group(out, self._group, _OUT_SEQUENCE, _OUT_HEADS, gather_sizes=sizes)
 
     def share(self) -> Share:

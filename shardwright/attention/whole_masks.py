@@ -18,7 +18,8 @@ from ..comm.ring import Ring
 from .exchange import Exchange
 from .heads import share_heads
 from .masks import View
-from .ring import Block, RingAttention, Setting, Turn
+from .ring import RingAttention
+from .ring_turn import Block, Setting, Turn
 from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade
 from .zigzag import Share
 

@@ -15,6 +15,7 @@ whose shards differ would then sum different things with one another.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -25,7 +26,15 @@ from torch import Tensor, fx
 from ..comm import turns
 from ..comm.collectives import all_reduce_in_place
 
-_COLLECTIVES = {"sum_over_group": 2, "gather_sequence": 5, "deal_sequence": 4}  # with the place of `after`
+# With the place of `after`.
+_COLLECTIVES = {
+    "sum_over_group": 2,
+    "gather_sequence": 5,
+    "deal_sequence": 4,
+    "trade_heads": 5,
+    "ring_attention": 9,
+    "ring_attention_backward": 12,
+}
 _groups: dict[str, dist.ProcessGroup] = {}  # an operator takes no process group, so it finds it by its name
 
 
@@ -108,9 +117,20 @@ def keep_order(graph: fx.Graph) -> None:
             node.meta.pop("eager_input_vals", None)
             if last is not None:
                 node.args = (*node.args[:place], last)
-            last = node
+            last = _something_of(node, graph)
+
+
+def _something_of(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """A tensor that is there when `node` has been computed."""
+    results = node.meta.get("val")
+    if not isinstance(results, (tuple, list)):
+        return node
+    with graph.inserting_after(node):
+        first = graph.call_function(operator.getitem, (node, 0))
+    first.meta["val"] = results[0]
+    return first
 
 
 def calls(node: fx.Node, name: str) -> bool:
-    operator = getattr(torch.ops.shardwright, name)
-    return node.op == "call_function" and node.target in (operator, operator.default)
+    packet = getattr(torch.ops.shardwright, name, None)  # None: no module that has it was imported
+    return packet is not None and node.op == "call_function" and node.target in (packet, packet.default)

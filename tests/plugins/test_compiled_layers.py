@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from habits import Habits
 from hybrid_ranks import Layout, run_layout
+from sequence_ranks import compare_all
 from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import shardwright
+import shardwright.attention.ring  # whose operators graphs may hold
 from shardwright import Booster
 from shardwright.ops import compiled, compiled_sequence, layer_graphs
 from shardwright.plugins import HybridParallelPlugin
@@ -29,6 +31,8 @@ PIPE = {**ON, "pp_size": 2, "num_microbatches": 2}
 FOUR = {"num_hidden_layers": 4}
 CKPT = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)}
 SPLIT = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
+RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 # With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
 # input without a gradient are of another kind.
 LAYOUTS = [
@@ -36,6 +40,8 @@ LAYOUTS = [
     (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True)), 4),
     (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=2), 2),
     (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR), 2),
+    (Layout("llama-causal-lm", 2, {**ON, **ULYSSES}, calls=True, steps=2), 2),
+    (Layout("gpt2-causal-lm", 2, {**ON, **RING, **CKPT}, {"n_layer": 4}, steps=2), 2),
     # gradients of another dtype than their parameters, and hooks that wait for these
     (
         Layout(
@@ -59,6 +65,20 @@ SWEPT = [
     (Layout("gpt2-causal-lm", 2, {**ON, **SPLIT}), 2),
     (Layout("bert-masked-lm", 2, {**ON, **SPLIT}), 2),
     (Layout("mixtral-causal-lm", 2, {**ON, **SPLIT}), 0),
+    (Layout("llama-causal-lm", 2, {**ON, **RING}), 2),
+    (Layout("bert-masked-lm", 2, {**ON, **RING}), 2),
+    (Layout("bert-masked-lm", 2, {**ON, **ULYSSES}), 2),
+    (Layout("mistral-causal-lm", 2, {**ON, **ULYSSES}), 2),
+    (Layout("qwen3-causal-lm", 4, {**ON, **RING, "tp_size": 2, "zero_stage": 3}, steps=2), 2),
+    (Layout("llama-causal-lm", 4, {**PIPE, **ULYSSES, "zero_stage": 1}, FOUR), 2),
+    (Layout("llama-causal-lm", 4, {**ON, **RING, "sp_size": 4, "ulysses_size": 2}), 2),
+]
+# model, batch, arguments, called itself: windows and soft caps, packed rows, padding in front, heads that do not divide
+SEQUENCES = [
+    ("gemma2", "packed", {**ON, **ULYSSES, "sp_size": 3}, True),
+    ("gemma2", "packed", {**ON, **RING, "sp_size": 3}, True),
+    ("mistral-causal-lm", "in front", {**ON, **ULYSSES, "sp_size": 3}, True),
+    ("llama-causal-lm", "few", {**ON, **RING, "sp_size": 3, "ulysses_size": 3}, True),
 ]
 
 
@@ -94,7 +114,23 @@ def test_layouts_equal_one_process() -> None:
 @pytest.mark.parametrize("case", SWEPT + LAYOUTS, ids=lambda case: str(case[0]))
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_more_layouts(case: tuple[Layout, int], backend: str) -> None:
-    run_ranks(_train, 2, [case], backend, timeout=500)
+    run_ranks(_train, case[0].world, [case], backend, timeout=500)
+
+
+def _train_sequences(rank: int, world: int, backend: str) -> None:
+    layer_graphs.backend = backend
+    for case in SEQUENCES:
+        counters.clear()
+        compare_all(rank, world, [case])
+        # One for layers with windows, and one for those without.
+        assert counters["stats"]["unique_graphs"] == (2 if case[0] == "gemma2" else 1), (case, counters["stats"])
+        assert not counters["graph_break"], counters["graph_break"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_more_sequences(backend: str) -> None:
+    run_ranks(_train_sequences, 3, backend, timeout=500)
 
 
 def _boost(model: nn.Module, **settings: Any) -> tuple[Booster, Any, Any]:
@@ -271,3 +307,21 @@ def test_sums_over_ranks_keep_their_order() -> None:
     assert sums[0].args == (x, "tp")
     assert sums[1].args == (x, "tp", sums[0])
     graph.lint()
+
+
+def test_rings_keep_their_order() -> None:
+    """An operator with several results, behind one of another kind."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    operators = torch.ops.shardwright
+    traded = graph.call_function(operators.trade_heads.default, (x, "sp", [2, 1], [1, 2], True))
+    ring = graph.call_function(operators.ring_attention.default, (x, x, x, None, "ring", True, None, 1.0, None))
+    ring.meta["val"] = torch.empty(1), torch.empty(2)
+    summed = graph.call_function(operators.sum_over_group.default, (x, "tp"))
+    graph.output((traded, ring, summed))
+    compiled.keep_order(graph)
+    graph.lint()
+    assert ring.args[-1] is traded
+    first = summed.args[-1]
+    assert isinstance(first, fx.Node)
+    assert first.args == (ring, 0)

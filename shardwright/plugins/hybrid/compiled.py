@@ -28,10 +28,10 @@ def check_compiled(settings: HybridSettings, pp_size: int) -> None:
             "keys and values of earlier slices would be compiled once per layer and slice; use num_sequence_slices=1, "
             "or leave enable_jit_fused out"
         )
-    if settings.sequence_mode not in (None, "split_gather"):
+    if settings.sequence_mode == "ring":
         raise ValueError(
-            f"enable_jit_fused=True with sequence_parallelism_mode={settings.sequence_mode!r}: what this mode sends "
-            "along the sequence is no operator that a graph can hold; use 'split_gather', "
+            "enable_jit_fused=True with sequence_parallelism_mode='ring': what it sends in parts beside the products "
+            "is no operator that a graph can hold; use 'split_gather', "
             "enable_sequence_parallelism=False, or leave enable_jit_fused out"
         )
     if settings.sharding.enable_sequence_overlap:
