@@ -40,7 +40,8 @@ class Recipe:
 
     def end_step(self) -> None:
         for key, amax in self.seen.items():
-            self.history[key] = [amax, *self.history.get(key, [])][: self.steps]
+            if amax:  # zeros tell nothing
+                self.history[key] = [amax, *self.history.get(key, [])][: self.steps]
         self.seen = {}
 
     def round(self, name: str, factor: str, x: Tensor) -> Tensor:

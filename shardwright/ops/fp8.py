@@ -20,8 +20,8 @@ the format: below 2^-14 of the largest for e4m3, 2^-30 for e5m2. That is why lay
     rowwise      a scale for each row of both factors, over what is summed: for x W^T over I, for dy W over O, for
                  dy^T x over T. Every product has codes of its own.
     current      amax is that of the tensor
-    delayed      amax is the largest of the last steps (`history`); what exceeds it is clamped. Tensorwise alone, and in
-                 the first step as current.
+    delayed      amax is the largest of the last steps (`history`); what exceeds it is clamped. Tensorwise alone, and as
+                 current up to the first step in which a factor is not all zeros.
 
 A factor that is not finite has nan as its scale, so that the product is nan: a loss scaler sees it.
 
@@ -135,20 +135,17 @@ class Fp8Products:
         """One for each tensor."""
         found = [_largest(tensor.abs().amax()) if tensor.numel() else _none(tensor, ()) for tensor in tensors.values()]
         history = None if found[0].is_meta else self.history
-        if history is not None:
-            if noting:
-                for factor, amax in zip(tensors, found, strict=True):
-                    history.note(self.number, factor, amax)
-            before = [history.amax(self.number, factor) for factor in tensors]
-            if before[0] is not None:
-                return [
-                    torch.where(now < torch.inf, scale_of(cast(Tensor, then), _FORMATS[factor]), torch.nan)
-                    for factor, now, then in zip(tensors, found, before, strict=True)
-                ]
+        if history is not None and noting:
+            for factor, amax in zip(tensors, found, strict=True):
+                history.note(self.number, factor, amax)
+        before = [None if history is None else history.amax(self.number, factor) for factor in tensors]
         cut = {None: (), "outputs": (W, DY), "inputs": (X, W)}[self.cut]
-        shared = [place for place, factor in enumerate(tensors) if factor in cut]
+        shared = [place for place, factor in enumerate(tensors) if factor in cut and before[place] is None]
         for place, amax in zip(shared, self._agree([found[place] for place in shared]), strict=True):
             found[place] = amax
+        for place, then in enumerate(before):
+            if then is not None:
+                found[place] = torch.where(found[place] < torch.inf, then, torch.inf)
         return [scale_of(amax, _FORMATS[factor]) for factor, amax in zip(tensors, found, strict=True)]
 
     def _row_scales(self, *factors: tuple[int, Tensor], agree: bool) -> list[Tensor]:
@@ -199,7 +196,16 @@ def encode(x: Tensor, scale: Tensor, kind: torch.dtype, clamped: bool = False) -
     if clamped:
         most = torch.finfo(kind).max
         values = values.clamp(-most, most)
-    return values.to(kind).contiguous()
+    return (_to_odd(values) if values.dtype == torch.float64 else values).to(kind).contiguous()
+
+
+def _to_odd(values: Tensor) -> Tensor:
+    """fp64 that rounds to fewer bits as it should. torch goes by way of fp32, where what is next to the middle of two
+    codes becomes the middle: what fp32 has no bits for is therefore cut off, and if it was not 0 the last bit is set.
+    """
+    bits, last = values.view(torch.int64), 1 << 29
+    rest = bits & (last - 1)
+    return torch.where(rest == 0, bits, (bits - rest) | last).view(torch.float64)
 
 
 def _largest(amax: Tensor) -> Tensor:

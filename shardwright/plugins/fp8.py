@@ -97,7 +97,11 @@ def follow_history(
     axes    of the ranks that compute with the same linears, or parts of them
     """
     options = settings.fp8
-    if options is None or not options.is_delayed or optimizer is None:
+    if options is None or not options.is_delayed:
+        return
+    if optimizer is None:
+        if dist.get_rank() == 0:
+            _LOGGER.warning("fp8_options.scaling='delayed' without an optimizer: no step ends, so scales are current")
         return
     linears = fp8_linears_of(model)
     history = AmaxHistory(list(linears), options.history, get_current_device(), mesh.group(*axes))

@@ -5,7 +5,8 @@
 
 The three are activations, weights and gradients of outputs. `seen` moves to `history` when the optimizer has stepped,
 as the largest over all ranks that compute with these linears. Within a step scales do not change, and a tensor that is
-computed a second time (activation checkpointing) adds nothing to a maximum.
+computed a second time (activation checkpointing) adds nothing to a maximum. Zero tells nothing about the size of what
+comes: steps in which a factor was all zeros are no part of its history, and before the first other one it has none.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ class AmaxHistory:
         self.seen = torch.zeros(len(self.names), _FACTORS, device=device)
         self.history = torch.zeros(len(self.names), _FACTORS, steps, device=device)
         self._largest = torch.zeros_like(self.seen)
-        # known to the host, which decides whether ranks must agree: since the last step, and ever
-        self._noted = [[False] * _FACTORS for _ in self.names]
+        # of `_largest`, which are more than 0: for the host, which decides whether ranks must agree
         self._known = [[False] * _FACTORS for _ in self.names]
 
     def note(self, linear: int, factor: int, amax: Tensor) -> None:
         """Of one tensor of this step. What is not finite is left out: such a step is not taken, or nothing helps."""
         place = self.seen[linear, factor]
         torch.maximum(place, torch.where(amax < torch.inf, amax, 0), out=place)
-        self._noted[linear][factor] = True
 
     def amax(self, linear: int, factor: int) -> Tensor | None:
         return self._largest[linear, factor] if self._known[linear][factor] else None
@@ -55,10 +54,8 @@ class AmaxHistory:
         self.history = torch.where(self.seen.unsqueeze(-1) > 0, moved, self.history)
         self._largest = self.history.amax(-1)
         self.seen = torch.zeros_like(self.seen)
-        for known, noted in zip(self._known, self._noted, strict=True):
-            for factor in range(_FACTORS):
-                known[factor] |= noted[factor]
-                noted[factor] = False
+        if not all(map(all, self._known)):  # what is known stays so: later steps need not wait for the device
+            self._known = (self._largest > 0).tolist()
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         """By name: numbers as JSON keeps them, exactly. Without linears that nothing is known of, as are those of
@@ -75,7 +72,7 @@ class AmaxHistory:
         for number, name in enumerate(self.names):
             saved = torch.tensor(state.get(name, [[]] * _FACTORS))[..., :steps]
             history[number, :, : saved.shape[-1]] = saved
-            self._known[number] = [bool(factor.any()) for factor in history[number]]
         self.history = history.to(self.history.device)
         self._largest = self.history.amax(-1)
+        self._known = (self._largest > 0).tolist()
         self.seen.zero_()

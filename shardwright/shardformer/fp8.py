@@ -6,7 +6,7 @@ Those of the repeated layers whose sizes are multiples of 16 on every rank. What
     routers, whose choices are decided by small differences
     LoRA's A and B, which are small; the linear that they are added to does compute in 8 bits
     experts in stacked parameters, which are no linears
-    linears with a forward of their own, or of sizes that are no multiples of 16
+    linears with a forward or a parametrized weight of their own, or of sizes that are no multiples of 16
 
 Modules keep their identity, names and parameters; the class of a plain linear becomes a subclass of what it was.
 """
@@ -63,7 +63,7 @@ def find_fp8_linears(model: nn.Module) -> Converted:
     }
     for name, module in model.named_modules():
         if not is_linear(module):
-            if id(module) in inside and any(param.dim() == 3 for param in module.parameters(recurse=False)):
+            if id(module) in inside and any(map(_is_stack, module.parameters(recurse=False))):
                 found.left.setdefault("experts in stacked parameters", []).append(name)
             continue
         why = "outside of the layers" if id(module) not in inside else _why_not(name, module)
@@ -118,9 +118,16 @@ def _why_not(name: str, module: nn.Module) -> str | None:
     known = isinstance(module, ColumnParallel | RowParallel) or not isinstance(module, ParallelModule)
     if not known or not computes_plainly(module):
         return "with a forward of their own"
+    if "weight" not in module._parameters:
+        return "whose weight is made of other parameters"
     if any(size % ALIGNED or not size for size in _sizes(module)):
         return f"sizes that are no multiples of {ALIGNED}"
     return None
+
+
+def _is_stack(param: nn.Parameter) -> bool:
+    """Of matrices, one for each expert. Tokens and positions that are learned have one in front of them."""
+    return param.dim() == 3 and param.shape[0] > 1
 
 
 def _sizes(module: nn.Module) -> set[int]:

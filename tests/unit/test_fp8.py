@@ -168,6 +168,39 @@ def test_delayed_scales_follow_the_steps_before() -> None:
     assert resumed.amax(1, X) is None
 
 
+def test_zeros_are_no_history() -> None:
+    """Layers that begin as zeros, and what is behind them, have their first scale from the first other step."""
+    history = AmaxHistory(["a"], 2, torch.device("cpu"))
+    products = Fp8Products(emulated=True)
+    products.history = history
+    weight = nn.Parameter(torch.zeros(16, 16))
+    x, dy = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16) * 1e-6
+    products.linear(x, weight, None, weight).backward(torch.zeros_like(dy))
+    history.roll()
+    nn.init.normal_(weight, std=1e-4)
+    resumed = Fp8Products(emulated=True)
+    resumed.history = AmaxHistory(["a"], 2, torch.device("cpu"))
+    resumed.history.load_state_dict(history.state_dict())
+    for each in (products, resumed):
+        weight.grad = None
+        y = each.linear(x, weight, None, weight)
+        y.backward(dy)
+        for actual, expected in ((y.detach(), x.detach() @ weight.detach().t()), (weight.grad, dy.t() @ x.detach())):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0.2 * float(expected.abs().max()))
+    assert torch.equal(y, products.linear(x, weight, None, weight))
+    assert history.history[0, W].tolist() == [0.0, 0.0]
+    history.roll()
+    assert [history.amax(0, factor) is not None for factor in (X, W, DY)] == [True] * 3
+
+
+def test_fp64_is_rounded_once() -> None:
+    """Not to fp32 first, where these are exactly between two codes."""
+    values = torch.tensor([[0.265625, 0.265625 + 1e-9, 0.265625 - 1e-9, 0.28125 + 1e-9, 1e-30]], dtype=torch.float64)
+    codes = fp8.encode(torch.cat([values, -values]), torch.tensor(1.0), E4M3).double()
+    expected = torch.tensor([0.25, 0.28125, 0.25, 0.28125, 0.0], dtype=torch.float64)
+    assert codes.tolist() == [expected.tolist(), (-expected).tolist()]
+
+
 @pytest.mark.parametrize(
     ("capability", "hip", "words"),
     [
@@ -238,3 +271,9 @@ def test_what_is_converted() -> None:
     assert found.left["outside of the layers"] == ["lm_head"]
     assert found.left["experts in stacked parameters"] == ["model.layers.1.mlp.experts"]
     assert found.left["routers"] == ["model.layers.1.mlp.shared_expert_gate"]
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+    found = find_fp8_linears(model)
+    assert found.left["whose weight is made of other parameters"] == ["model.layers.0.self_attn.q_proj"]
+    with torch.device("meta"):
+        vit = transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    assert "experts in stacked parameters" not in find_fp8_linears(vit).left  # but tokens and positions
