@@ -189,6 +189,8 @@ class Booster(metaclass=ExplainedArguments):
         """Backward through the optimizer wrapper, which scales the loss where the number format needs it."""
         if not isinstance(optimizer, OptimizerWrapper):
             raise ValueError(f"backward needs the optimizer that boost returned, not a bare {type(optimizer).__name__}")
+        if optimizer.check_loss is not None:
+            optimizer.check_loss(loss)
         job.count_backward()
         optimizer.backward(loss)
 

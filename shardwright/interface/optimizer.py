@@ -84,6 +84,8 @@ class OptimizerWrapper(Optimizer):
             self.amax_history = self._inner.amax_history
         # what to do about losses that are nan, set by the booster on the optimizer it returns
         self.loss_guard: LossGuard | None = None
+        # raises for a loss of a script's own loop that this layout cannot differentiate, set by the plugin
+        self.check_loss: Callable[[torch.Tensor], None] | None = None
         self._grad_norm: torch.Tensor | None = None
         self._norm_type = 2.0  # of `_grad_norm`
         self.is_stepping = False  # whether the wrapped optimizer steps because this one does

@@ -38,6 +38,26 @@ def has_adapters(module: nn.Module) -> bool:
     )
 
 
+def refuse_prompts(model: nn.Module, option: str) -> None:
+    """ValueError for peft's prompts and prefixes, which are tokens that come before each sequence."""
+    for config in dict(getattr(model, "peft_config", {})).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{option} with {type(config).__name__}: its virtual tokens would stand before every part of a "
+                "sequence; use LoRA, or leave sequences whole (enable_sequence_parallelism=False)"
+            )
+
+
+def refuse_prefixes(model: nn.Module) -> None:
+    """ValueError for peft's prefixes, which are keys and values of all heads, with tensor parallelism."""
+    for config in dict(getattr(model, "peft_config", {})).values():
+        if getattr(config, "peft_type", None) == "PREFIX_TUNING":
+            raise ValueError(
+                f"tp_size above 1 with {type(config).__name__}: prefixes are keys and values of all heads, of which a "
+                "rank has some; use LoRA, PromptTuningConfig, or tp_size=1"
+            )
+
+
 def check_adapters(model: nn.Module) -> None:
     """ValueError for adapters of a parameter itself, which peft adds to it while its module computes."""
     for name, module in model.named_modules():

@@ -10,7 +10,7 @@ import torch.nn as nn
 from ..lazy.weights import LazyWeights
 from ..logging import get_dist_logger
 from ..spec import ParamSpec, get_spec, set_spec
-from .adapters import check_adapters, native_model
+from .adapters import check_adapters, native_model, refuse_prefixes
 from .apply import adopt_root, apply_decisions
 from .attention import LocalHeads
 from .attention_choice import Pick, pick_attention, use_attention
@@ -111,6 +111,7 @@ class ModelSharder:
                 )
             if shards:
                 check_adapters(self._native)
+                refuse_prefixes(self.model)
                 self._plan = policy.whole_plan().extended(self._lowered.rules)
             else:
                 self._plan = Plan(self._lowered.replacing, source)

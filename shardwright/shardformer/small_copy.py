@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -104,13 +104,32 @@ def _shorten(config: Any) -> None:
         return  # another part of the model reads layers of this one by their numbers
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), None)
     depths = values.get("depths")
-    for name, value in list(values.items()):
-        if isinstance(value, list) and layers is not None and len(value) == layers and value is not depths:
-            setattr(config, name, value[: min(layers, _DEPTH)] if depths is None else value)
-        elif name in _LAYERS and isinstance(value, int) and depths is None:
-            setattr(config, name, min(value, _DEPTH))
     if isinstance(depths, list | tuple):  # stages of different widths; their number stays
         config.depths = [min(depth, 2) for depth in depths]
+    if depths is not None:
+        return
+    of_layers = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers}
+    kept = _of_every_kind(layers or 0, of_layers.values())
+    for name, value in of_layers.items():
+        setattr(config, name, [value[index] for index in kept])
+    for name, number in list(values.items()):
+        if name in _LAYERS and isinstance(number, int):
+            setattr(config, name, len(kept) if number == layers else min(number, _DEPTH))
+
+
+def _of_every_kind(layers: int, lists: Collection[list[Any]]) -> list[int]:
+    """Few layers, by index, with which every word of the lists, which have one for each layer, remains: a model may
+    have another kind of layer further behind.
+    """
+    known: set[tuple[int, str]] = set()
+    kept = []
+    for index in range(layers):
+        words = {(place, of[index]) for place, of in enumerate(lists) if isinstance(of[index], str)}
+        if not known.issuperset(words):
+            known |= words
+            kept.append(index)
+    others = [index for index in range(min(layers, _DEPTH)) if index not in kept]
+    return sorted([*kept, *others[: max(0, _DEPTH - len(kept))]])
 
 
 def _shrink_inputs(config: Any) -> None:

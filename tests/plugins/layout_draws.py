@@ -156,6 +156,9 @@ def _split_over_axis(rng: random.Random, layout: Layout, dp: int) -> Layout:
     plugin["sequence_parallelism_mode"] = rng.choice([None, "all_to_all", "ring_attn", "ring_attn"])
     if plugin["sequence_parallelism_mode"] == "ring_attn" and sp == 4:
         plugin["inner_ring_size"] = rng.choice([None, 2])
+        plugin["ulysses_size"] = random.Random(f"places {layout.seed}").choice([None, 2, 2, 4])
+        if plugin["ulysses_size"] == 4:
+            plugin["inner_ring_size"] = None
     if plugin.get("zero_group_size") is not None and dp // sp % plugin["zero_group_size"]:
         plugin["zero_group_size"] = None
     if (plugin.get("zero_group_size") or dp // sp) % plugin.get("ep_size", 1):

@@ -176,22 +176,37 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def qwen3() -> nn.Module:
+    return zoo.build("qwen3-causal-lm", dtype=torch.float32, num_hidden_layers=1)
+
+
+def latent() -> nn.Module:
+    """Keys of 12 features, values of 6, whatever the config says of heads of keys and their size."""
+    sizes = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    parts = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    config = transformers.DeepseekV3Config(
+        **sizes, **parts, num_hidden_layers=1, num_key_value_heads=4, first_k_dense_replace=1
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
 def volumes(rank: int, world: int, samples: int, length: int, mode: dict[str, Any]) -> Any:
     """What a layer sends forward and backward, the norm of its gradients, and what the plan says of calls and bytes: in
-    both modes, in rings of rings, and with heads traded inside of a ring.
+    both modes, in rings of rings, and with heads traded inside of a ring, the last once more with latent attention.
     """
     found = []
     ids = torch.randint(3, 100, (samples, length))
-    for name, special in (
-        ("all_to_all", {}),
-        ("ring_attn", {}),
-        ("ring_attn", {"inner_ring_size": 2}),
-        ("ring_attn", {"ulysses_size": 2}),
+    for build, name, special in (
+        (qwen3, "all_to_all", {}),
+        (qwen3, "ring_attn", {}),
+        (qwen3, "ring_attn", {"inner_ring_size": 2}),
+        (qwen3, "ring_attn", {"ulysses_size": 2}),
+        (latent, "ring_attn", {"ulysses_size": 2}),
     ):
         chosen = {"sequence_parallelism_mode": name, "sp_size": world, "zero_stage": 1, **special}
         plugin = HybridParallelPlugin(precision="fp32", **{**mode, **chosen})
         booster = Booster(plugin=plugin)
-        model = zoo.build("qwen3-causal-lm", dtype=torch.float32, num_hidden_layers=1)
+        model: Any = build()
         plan = plugin.preflight(model, None, samples, length).traffic
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with Sent(rank) as sent, booster.no_sync(model, optimizer):  # gradients stay where they are

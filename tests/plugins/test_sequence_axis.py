@@ -138,12 +138,12 @@ def test_models_that_cannot_be_split_are_named(name: str, words: str) -> None:
 def test_what_is_found_out_of_models() -> None:
     counted = Positions(0, None, under_mask=True)
     own = (True, False, False)  # documents are kept apart without a cache
-    assert probe_ring(zoo.build("qwen3-causal-lm")) == (True, True, True, counted, own)
+    assert probe_ring(zoo.build("qwen3-causal-lm")) == (True, True, True, counted, own, True)
     decoder, encoder, by_mask = map(
         probe_ulysses, map(zoo.build, ("mistral-causal-lm", "bert-masked-lm", "opt-causal-lm"))
     )
-    assert decoder == (True, True, True, counted, own)
-    assert encoder == (False, False, False, counted, (False, False, False))
+    assert decoder == (True, True, True, counted, own, True)
+    assert encoder == (False, False, False, counted, (False, False, False), True)
     assert by_mask.positions == Positions(0, None, under_mask=False)
 
 
@@ -196,7 +196,7 @@ def test_mistakes() -> None:
 def test_what_travels() -> None:
     """In numbers per layer, of b samples, S tokens, H heads and K heads of keys of size d, on each of n ranks."""
     b, length, heads, keys, size, n = 2, 32, 4, 2, 16, 4
-    for (ulysses, norm, _), *rings, both in (all_modes := run_ranks(volumes, n, b, length, RING)):
+    for (ulysses, norm, _), *rings, both, _latent in (all_modes := run_ranks(volumes, n, b, length, RING)):
         tokens = b * length // n * size  # numbers of one head
         # k and v are sent to two ranks each, since there are fewer heads than ranks
         assert ulysses == {"alltoall_base_": (8, 2 * (2 * heads + 2 * 2 * keys) * tokens * (n - 1) // n)}

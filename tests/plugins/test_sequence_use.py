@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -15,12 +16,16 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from shardwright import Booster
+from shardwright.attention.zigzag import Share
 from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.plugins.hybrid.sequence_axis import SequenceAxis
 from shardwright.plugins.hybrid.sequence_loss import SequenceLoss
 from shardwright.plugins.hybrid.sequence_probe import probe_ring, probe_ulysses
 from shardwright.shardformer import fused_head
-from shardwright.testing import keep_float64, run_ranks, zoo
+from shardwright.shardformer.adapters import refuse_prefixes, refuse_prompts
+from shardwright.shardformer.small_copy import build_small
+from shardwright.testing import compare_models, keep_float64, run_ranks, zoo
 
 ON: dict[str, Any] = {"enable_sequence_parallelism": True}
 ULYSSES: dict[str, Any] = {**ON, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
@@ -89,18 +94,48 @@ def use_axis(rank: int, world: int) -> None:
     rows = packed(3, 13)
     with keep_float64():
         compare(zoo.build("bert-masked-lm"), counted(), ULYSSES, True)
-        compare(zoo.build("llama-token-classification", classifier_dropout=0.0), counted(3), RING, True)
         compare(zoo.build(LLAMA), counted(), ULYSSES, True)
         compare(recomputed("gpt2-causal-lm"), rows, RING, True)
-        compare(recomputed(LLAMA), {**rows, "use_cache": None}, ULYSSES, True)
         compare(zoo.build(LLAMA, use_cache=True), {**rows, "use_cache": None}, RING, True)
         compare(zoo.build(LLAMA, use_cache=True), rows, ULYSSES, False, use_cache=False)
         compare(with_loss(smooth), rows, RING, True, penalty)
         compare(roberta(), padded(1), ULYSSES, True)
+        prompt_of_the_script(rows)
+
+
+def use_axis_more(rank: int, world: int) -> None:
+    with keep_float64():
+        compare(zoo.build("llama-token-classification", classifier_dropout=0.0), counted(3), RING, True)
+        compare(recomputed(LLAMA), {**packed(3, 13), "use_cache": None}, ULYSSES, True)
+
+
+def prompt_of_the_script(rows: dict[str, torch.Tensor]) -> None:
+    """What is added to embeddings outside of the model gets its whole gradient on every rank."""
+    model: Any = zoo.build(LLAMA)
+    alone = copy.deepcopy(model)
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **RING))
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    given = {**rows, "use_cache": False}
+    ids, found = given.pop("input_ids"), []
+    for called, embeddings in ((alone, alone.get_input_embeddings()), (model, model.unwrap().get_input_embeddings())):
+        prompt = torch.linspace(-1, 1, embeddings.weight.shape[1], dtype=torch.float64).requires_grad_()
+        loss = called(inputs_embeds=embeddings(ids) + prompt, **given).loss
+        if called is alone:
+            loss.backward()
+        else:
+            booster.backward(loss, optimizer)
+        found.append(prompt.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    compare_models(alone, model, gradients=optimizer.gradients(), weights=False)
 
 
 def test_sequences_over_an_axis_are_those_of_one_process() -> None:
     run_ranks(use_axis, 2, timeout=200)
+
+
+@pytest.mark.sweep
+def test_more_sequences_over_an_axis() -> None:
+    run_ranks(use_axis_more, 2, timeout=200)
 
 
 def adapted(*targets: str) -> nn.Module:
@@ -171,7 +206,11 @@ def refuse(rank: int, world: int) -> None:
         refused(f"{name}.*leave it out", lambda name=name, value=value: model(**batch, **{name: value}))
     outputs = model(**batch)
     assert isinstance(outputs.logits, LazyLogits)  # nobody has looked at them
-    refused("train on outputs.loss alone", lambda: booster.backward(outputs.loss + outputs.logits.mean(), optimizer))
+    refused("train on outputs.loss alone", lambda: (outputs.loss + outputs.logits.mean()).backward())
+    hidden: list[Any] = []
+    model.unwrap().lm_head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    loss = model(**batch).loss
+    refused("computed from activations", lambda: booster.backward(loss + hidden[0].square().mean(), optimizer))
     assert math.isfinite(float(outputs.logits.max()))
     booster.backward(model(**batch, return_dict=False)[0], optimizer)
     model.loss_function = smooth
@@ -214,6 +253,51 @@ def test_criteria_that_read_more_than_the_loss() -> None:
         with pytest.raises(ValueError, match=f"criterion='{criterion.__name__}'.*reads outputs.loss alone"):
             loss.require_own(criterion)
     loss.require_own(lambda outputs, inputs: outputs["loss"] + outputs.loss + (outputs.get("mc_loss") or 0))
+
+
+def gemma3() -> nn.Module:
+    """Takes images, whose tokens see each other."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 101, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4}
+    vision = {**sizes, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    ids = {"image_token_index": 99, "boi_token_index": 97, "eoi_token_index": 98}
+    config = tf.Gemma3Config(
+        text_config=tf.Gemma3TextConfig(**text),
+        vision_config=tf.SiglipVisionConfig(**vision),
+        mm_tokens_per_image=4,
+        **ids,
+    )
+    torch.manual_seed(0)
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+def test_token_types_that_say_who_sees_whom_are_refused() -> None:
+    model = gemma3()
+    axis = SequenceAxis("all_to_all", Share(0, 2), model, probe_ulysses(model))
+    ids = torch.arange(12).view(1, 12)
+    assert axis.divide({"input_ids": ids, "labels": ids})["input_ids"].shape == (1, 6)
+    with pytest.raises(ValueError, match=r"token_type_ids.*more of them than features.*leave them out"):
+        axis.divide({"input_ids": ids, "labels": ids, "token_type_ids": ids // 6})
+    assert probe_ulysses(zoo.build("bert-masked-lm")).adds_types
+
+
+def test_virtual_tokens_are_refused() -> None:
+    import peft
+
+    model = zoo.build(LLAMA)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="virtual tokens would stand before every part"):
+        refuse_prompts(peft.get_peft_model(model, prompts), "sequence_parallelism_mode='ring_attn'")
+    prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="keys and values of all heads"):
+        refuse_prefixes(peft.get_peft_model(zoo.build(LLAMA), prefixes))
+
+
+def test_kinds_of_layers_far_behind_are_tried() -> None:
+    kinds = ["full_attention"] * 7 + ["conv", "full_attention", "conv"]
+    config = tf.Lfm2Config(vocab_size=101, hidden_size=32, num_hidden_layers=len(kinds), layer_types=kinds)
+    assert build_small(tf.Lfm2ForCausalLM, config, size=10**9, ranks=1) is not None
+    assert config.layer_types == ["full_attention"] * 3 + ["conv"]
 
 
 def test_attention_of_its_own_is_named() -> None:

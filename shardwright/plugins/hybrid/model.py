@@ -57,6 +57,8 @@ class HybridModel(ModelWrapper):
         self.share_buffers = share_buffers
         self._shards_logits = isinstance(module, ShardedModel)
         self.sequence = sequence
+        if sequence is not None and optimizer is not None:
+            optimizer.check_loss = sequence.require_equal
 
     @job.heeds_failures
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +72,7 @@ class HybridModel(ModelWrapper):
         if self.sequence is not None:
             entered = self.sequence.axis.entered()
             whole = self.sequence.axis.named(args, kwargs)
-            args, kwargs = (), self.sequence.axis.divide(whole)
+            args, kwargs = (), self.sequence.divide(whole)
         args, kwargs = self._policy.cast_inputs((args, kwargs))
         wanted = loss_wanted(kwargs.get("labels") is not None)
         with self._running(), self.executor.numbers(), job.forward(self._waits), wanted, entered:

@@ -504,7 +504,7 @@ class HybridParallelPlugin(ZeroPlugin):
             same_batch=SameBatch(self.mesh.ranks("pp", "tp", "sp"))
             if self.pp_size * self.tp_size * self.sp_size > 1
             else None,
-            divide=None if sequence is None else sequence.axis.divide_without_cache,
+            divide=None if sequence is None else sequence.divide_without_cache,
         )
 
     # Training.

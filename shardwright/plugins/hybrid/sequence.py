@@ -24,7 +24,7 @@ from ...attention.whole_masks import RingWithMasks, TradedHeads
 from ...attention.zigzag import Share
 from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
-from ...shardformer.adapters import native_model
+from ...shardformer.adapters import native_model, refuse_prompts
 from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
 from ..settings import HybridSettings
@@ -107,6 +107,7 @@ def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts
     if mode not in AXIS_MODES:
         return None
     refuse_branches(model, f"sequence_parallelism_mode={mode!r}")
+    refuse_prompts(model, f"sequence_parallelism_mode={mode!r}")
     facts = probe_mode(mode, model)
     if isinstance(facts, LayerFacts):
         check_layers(settings, facts, type(native_model(model)).__name__)

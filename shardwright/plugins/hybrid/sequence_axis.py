@@ -56,6 +56,7 @@ class SequenceFacts(NamedTuple):
     positions        that the model makes up
     parts_documents  tokens of a packed row see their own document alone: without a cache, with one, and with one in
                      training
+    adds_types       token types are features of the tokens; else they say who sees whom, or mean nothing
     """
 
     causal: bool
@@ -63,6 +64,7 @@ class SequenceFacts(NamedTuple):
     divides: bool
     positions: Positions
     parts_documents: tuple[bool, bool, bool]
+    adds_types: bool = True
 
 
 class SequenceAxis:
@@ -172,6 +174,11 @@ class SequenceAxis:
 
     def _refuse_foreign(self, batch: Mapping[str, Any], length: int) -> None:
         for name, value in batch.items():
+            if name == "token_type_ids" and value is not None and not self.facts.adds_types:
+                raise ValueError(
+                    f"token_type_ids with sequence_parallelism_mode={self.mode!r}: {self._name} makes more of them "
+                    "than features of single tokens, such as who sees whom; leave them out, or use tp_size and pp_size"
+                )
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             known = name in (*_ALONG, "attention_mask", "position_ids")

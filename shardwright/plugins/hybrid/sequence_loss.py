@@ -18,6 +18,8 @@ from ...ops.vocab_mode import view_of
 from ...utils.tensors import map_tensors
 from .sequence_axis import SequenceAxis
 
+_COMPARED = 3  # backwards
+
 
 class SequenceLoss:
     """Adds up what the ranks make of the loss.
@@ -27,6 +29,39 @@ class SequenceLoss:
 
     def __init__(self, axis: SequenceAxis, group: dist.ProcessGroup) -> None:
         self.axis, self._group = axis, group
+        self._to_compare = _COMPARED
+
+    def divide(self, batch: Mapping[str, Any]) -> Any:
+        """This rank's part of a batch. What a script computed gets its whole gradient on every rank."""
+        return self.axis.divide(map_tensors(self._shared, dict(batch)))
+
+    def divide_without_cache(self, batch: Any) -> Any:
+        """The same for `execute_pipeline`."""
+        return self.axis.divide_without_cache(map_tensors(self._shared, batch))
+
+    def _shared(self, given: Tensor) -> Tensor:
+        if not (given.requires_grad and torch.is_grad_enabled()):
+            return given
+        return cast(Tensor, _AddUpGradients.apply(given, self._group))
+
+    def require_equal(self, loss: Tensor) -> None:
+        """ValueError, in the first backwards, for losses that ranks of the axis do not have alike: something of them
+        was computed from what a rank has a part of, seen by hooks for one.
+        """
+        if not self._to_compare or loss.numel() != 1:
+            return
+        self._to_compare -= 1
+        mine = loss.detach().double().reshape(1)
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(every, mine, group=self._group)
+        found = [float(each) for each in every]
+        if not torch.allclose(mine.expand(len(found)), torch.cat(every), rtol=1e-4, equal_nan=True):
+            raise ValueError(
+                f"the loss is {', '.join(f'{each:.6g}' for each in found)} on the ranks of one sequence "
+                f"(sequence_parallelism_mode={self.axis.mode!r}), which outputs.loss is not: what was added to it was "
+                "computed from activations, of which every rank has a part; train on outputs.loss alone, add what all "
+                "ranks compute alike, or use tp_size"
+            )
 
     def of_whole(self, outputs: Any, batch: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
         """`outputs` of a part, with the loss of the whole sequences."""
@@ -172,3 +207,18 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.ranks, None
+
+
+class _AddUpGradients(torch.autograd.Function):
+    """A tensor of which every rank of the axis uses a part, its summand of the loss counting once for every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole / ctx.group.size(), None

@@ -8,6 +8,7 @@ then tokens meet in that function alone, positions and masks are honoured, and s
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,7 @@ class _Probe:
             self._compare("padded sequences", {"attention_mask": self._mask, "position_ids": self._places}, self._mask)
             causal, (shifts, divides) = self._is_causal(), self._loss()
             parts = self._parts_documents(ones) if causal else (False, False, False)
-            return SequenceFacts(causal, shifts, divides, self._positions(), parts)
+            return SequenceFacts(causal, shifts, divides, self._positions(), parts, self._adds_types())
 
     def _plain(self, **batch: Any) -> Any:
         return self._native(**{"input_ids": self._ids, "use_cache": False, **batch})
@@ -212,6 +213,17 @@ class _Probe:
         other[:, -1] = _LAST_WORD + 1
         first = self._at_places().logits[:, 0]
         return torch.allclose(first, self._at_places(input_ids=other).logits[:, 0])
+
+    def _adds_types(self) -> bool:
+        """Whether tokens in another order may bring token types of their own."""
+        if "token_type_ids" not in inspect.signature(self._native.forward).parameters:
+            return True
+        kinds = getattr(self._native.config, "type_vocab_size", None) or 2
+        batch = {"token_type_ids": (self._places // 3 + self._ids) % 5 % kinds}
+        try:
+            return _are_close(self._shuffled(batch).logits[:, self._order.argsort()], self._at_places(**batch).logits)
+        except Exception:  # of the model's own code; it takes none
+            return False
 
     def _positions(self) -> Positions:
         """Which positions the model makes up; logits of positions that are given tell."""

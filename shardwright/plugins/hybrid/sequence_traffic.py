@@ -44,7 +44,11 @@ def sequence_traffic(settings: HybridSettings, model: nn.Module, tokens: Tokens,
         size = first_int(config, ("head_dim",))
     except Exception:  # of a config whose layers differ, which refuses to be asked
         return []
-    size = size or (first_int(config, HIDDEN) or 0) // heads
+    size = of_values = size or (first_int(config, HIDDEN) or 0) // heads
+    latent = first_int(config, ("qk_nope_head_dim",))
+    if latent is not None:  # keys and values are made for every head of queries, a part of each key for all of them
+        size, keys = latent + (first_int(config, ("qk_rope_head_dim",)) or 0), heads
+        of_values = first_int(config, ("v_head_dim",)) or size
     heads, keys = (max(1, -(-number // settings.layout.tp_size)) for number in (heads, keys))
     layers = -(-layers // settings.layout.pp_size)
     among = traded_by(settings)
@@ -59,10 +63,10 @@ def sequence_traffic(settings: HybridSettings, model: nn.Module, tokens: Tokens,
 
     found = []
     if among > 1:
-        features = 2 * (2 * heads + 2 * sum(shares.key_sizes)) * size * (among - 1)
+        features = 2 * (heads + sum(shares.key_sizes)) * (size + of_values) * (among - 1)
         found.append(row("queries, keys, values, outputs and their gradients, all-to-all", 8, features, among))
     if places > 1:
         travels = 3 * (places - 1)
-        features = travels * 2 * max(shares.key_sizes) * size * among
+        features = travels * max(shares.key_sizes) * (size + of_values) * among
         found.append(row("keys, values and their gradients, sent to the next rank", travels, features))
     return found
