@@ -77,7 +77,7 @@ class Ulysses:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        view = require_view(module, options)
+        view = self._view(module, options)
         shares = share_heads(query.shape[HEADS], key.shape[HEADS], self._trade.ranks)
         sizes, order = list(shares.queries), shares.key_order
         if order is not None:
@@ -86,8 +86,14 @@ class Ulysses:
         query = self._trade.to_heads(query, sizes)
         key = self._trade.to_heads(key, shares.key_sizes)
         value = self._trade.to_heads(value, shares.key_sizes)
-        out = self._whole(module, query, key, value, attention_mask, view, shares, options)
+        if query.shape[HEADS]:
+            out = self._whole(module, query, key, value, attention_mask, view, shares, options)
+        else:  # still part of the graph, whose backward has all-to-alls
+            out = torch.cat([query, key, value], -1)[..., : value.shape[-1]].transpose(HEADS, SEQUENCE)
         return self._trade.to_sequence(out, sizes), None
+
+    def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
+        return require_view(module, options)
 
     def _whole(
         self,
@@ -100,9 +106,7 @@ class Ulysses:
         shares: HeadShares,
         options: dict[str, Any],
     ) -> Tensor:
-        """Attention of this rank's heads over the whole sequence: [B, S, h, D]."""
-        if not query.shape[HEADS]:  # still part of the graph, whose backward has all-to-alls
-            return torch.cat([query, key, value], -1)[..., : value.shape[-1]].transpose(HEADS, SEQUENCE)
+        """Attention of this rank's heads, one at least, over the whole sequence: [B, S, h, D]."""
         rank, length = self._trade.rank, query.shape[SEQUENCE]
         kept = {name: option for name, option in options.items() if name not in _LOCAL}
         local: dict[str, Any] = {"num_key_value_groups": shares.groups[rank]}

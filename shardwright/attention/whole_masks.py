@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.ring import Ring
 from .exchange import Exchange
-from .heads import share_heads
+from .heads import HeadShares
 from .masks import View
 from .ring import RingAttention
 from .ring_turn import Block, Setting, Turn
-from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade
+from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade, Ulysses
 from .zigzag import Share
 
 _BIAS = "a bias by relative position is not computed in a ring"
@@ -55,53 +55,46 @@ class TrialTrade(Trade):
         return self._exchange.part(out, 1)
 
 
-class TradedHeads:
-    """Ulysses with the masks of whole sequences: [B, H, S/n, D] -> [B, S/n, H, D]."""
+class TradedHeads(Ulysses):
+    """With the masks of whole sequences."""
 
     def __init__(self, trade: Trade, native: Callable[[nn.Module], AttentionFunction]) -> None:
-        self._trade, self._native = trade, native
+        super().__init__(trade, native, "whole")
 
-    def __call__(
+    def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
+        return View(False, None)  # the mask says who sees whom
+
+    def _whole(
         self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        heads = query.shape[HEADS]
-        shares = share_heads(heads, key.shape[HEADS], self._trade.ranks)
-        sizes, order = list(shares.queries), shares.key_order
-        if order is not None:
-            index = torch.tensor(order, device=key.device)
-            key, value = key.index_select(HEADS, index), value.index_select(HEADS, index)
-        query = self._trade.to_heads(query, sizes)
-        key = self._trade.to_heads(key, shares.key_sizes)
-        value = self._trade.to_heads(value, shares.key_sizes)
-        first, number = sum(sizes[: self._trade.rank]), sizes[self._trade.rank]
+        documents: Tensor | None,
+        view: View,
+        shares: HeadShares,
+        options: dict[str, Any],
+    ) -> Tensor:
+        rank, heads = self._trade.rank, sum(shares.queries)
+        first, number = sum(shares.queries[:rank]), shares.queries[rank]
 
         def mine(of_heads: Any, dim: int) -> Any:
             if not isinstance(of_heads, Tensor) or of_heads.shape[dim] != heads or heads == 1:
                 return of_heads
             return of_heads.narrow(dim, first, number)
 
-        if not number:  # still part of the graph, whose backward has all-to-alls
-            out = torch.cat([query, key, value], -1)[..., : value.shape[-1]].transpose(HEADS, SEQUENCE)
-            return self._trade.to_sequence(out, sizes), None
-        attention_mask = None if attention_mask is None else mine(attention_mask, HEADS)
         if options.get("position_bias") is not None:
-            options["position_bias"] = mine(
-                whole_bias(module, options["position_bias"], query.shape[SEQUENCE], key.shape[SEQUENCE]), HEADS
-            )
+            bias = whole_bias(module, options["position_bias"], query.shape[SEQUENCE], key.shape[SEQUENCE])
+            options["position_bias"] = mine(bias, HEADS)
         if options.get("s_aux") is not None:
             options["s_aux"] = mine(options["s_aux"], 0)
-        local: dict[str, Any] = {"num_key_value_groups": shares.groups[self._trade.rank]}
+        local: dict[str, Any] = {"num_key_value_groups": shares.groups[rank]}
         if isinstance(getattr(module, "sinks", None), Tensor):
             local["sinks"] = mine(module.sinks, 0)
         seen: Any = HeadsOf(module, local)
-        out, _ = self._native(module)(seen, query, key, value, attention_mask, **options)
-        return self._trade.to_sequence(out, sizes), None
+        mask = None if documents is None else mine(documents, HEADS)
+        out, _ = self._native(module)(seen, query, key, value, mask, **options)
+        return out
 
 
 def whole_bias(module: nn.Module, bias: Tensor, queries: int, keys: int) -> Tensor | None:
