@@ -73,10 +73,6 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         lambda: Booster(plugin=TorchFSDPPlugin()).boost(nn.Linear(3, 3, device="meta")),
         ["meta device", "param_init_fn"],
     ),
-    "fp8 on FSDP": (
-        lambda: TorchFSDPPlugin(fp8_communication=True),
-        ["fp8_communication=True", "LowLevelZeroPlugin(stage=3"],
-    ),
     "an empty bucket": (lambda: TorchDDPPlugin(bucket_cap_mb=0), ["bucket_cap_mb=0", "25"]),
     "something that is no plugin": (lambda: Booster(plugin="ddp"), ["plugin='ddp'", "did you mean 'torch_ddp'?"]),
     "a device next to a plugin": (
