@@ -17,6 +17,7 @@ QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_que
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head", "multi_query_group_num")
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
 
 
 def config_of(model: nn.Module) -> Any:
@@ -45,6 +46,20 @@ def parts(config: Any) -> Iterator[Any]:
         if part is not None:
             yield from parts(part)
     yield config
+
+
+def follows_length(part: Any) -> bool:
+    """Whether rotary frequencies of this part depend on the greatest position in a batch."""
+    rope = getattr(part, "rope_parameters", None) or {}
+    kinds = [rope.get("rope_type"), *(each.get("rope_type") for each in rope.values() if isinstance(each, dict))]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def shorten_windows(part: Any, most: int) -> None:
+    """Let no window of attention be longer than `most`, so that short sequences reach beyond it."""
+    for name in _WINDOWS:
+        if isinstance(getattr(part, name, None), int) and getattr(part, name) > most:
+            setattr(part, name, most)
 
 
 def first_int(holder: Any, names: Sequence[str]) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from ...attention.exchange import Exchange
-from ...models.config import config_of, parts
+from ...models.config import config_of, follows_length, parts
 from ..settings import HybridSettings
 from .layer_plan import LayerPlan, tensors_in
 from .sequence_axis import IGNORED, Positions, SequenceAxis, SequenceFacts
@@ -283,13 +283,6 @@ def mean_loss(logits: Tensor, targets: Tensor, number: Any = None) -> Tensor:
     how = "mean" if number is None else "sum"
     loss = cross_entropy(exact.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction=how)
     return loss if number is None else loss / number
-
-
-def follows_length(config: Any) -> bool:
-    """Whether rotary frequencies depend on the greatest position in a batch."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope.get("rope_type"), *(each.get("rope_type") for each in rope.values() if isinstance(each, dict))]
-    return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
 def _first_of(batch: Mapping[str, Any], *names: str) -> Tensor | None:

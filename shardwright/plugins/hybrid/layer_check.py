@@ -23,7 +23,7 @@ from ...attention.ulysses import AttentionFunction
 from ...attention.whole_masks import OfParts, RingWithMasks, TradedHeads, TrialTrade, around_trial
 from ...attention.zigzag import Share
 from ...comm.ring import Ring
-from ...models.config import is_encoder_decoder, parts
+from ...models.config import is_encoder_decoder, parts, shorten_windows
 from ...models.layer_chain import layer_lists
 from ...shardformer.adapters import has_adapters, native_model
 from ...shardformer.layer.parallel_module import native_class
@@ -37,7 +37,6 @@ from .sequence_axis import IGNORED
 Said = TypeVar("Said")
 _LOGGER = logging.getLogger(__name__)
 _WINDOW, _MULTIPLE, _WORDS = 5, 4, 60
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
 _LOSSES = ("own", "shifted", "computed")
 
 
@@ -88,9 +87,7 @@ class _Copies:
         if config is None or not hasattr(config, "get_text_config"):
             raise CannotSplit("it is none of transformers")
         for part in parts(config):
-            for window in _WINDOWS:
-                if isinstance(getattr(part, window, None), int) and getattr(part, window) > _WINDOW:
-                    setattr(part, window, _WINDOW)
+            shorten_windows(part, _WINDOW)
             part._attn_implementation = name
         size = sum(param.numel() for param in native.parameters())
         made = [build_small(native_class(native), copy.deepcopy(config), size, ranks=1) for _ in range(3)]

@@ -140,8 +140,8 @@ def split_sequences(
     assert mode is not None
     native, group = native_model(model), mesh.group("sp")
     name = attention_of(native)
+    native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     if isinstance(facts, LayerFacts):
-        native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
         return SequenceLoss(_split_layers(settings, mode, group, native, facts, copies), group)
     function: AttentionFunction
     if mode == "all_to_all":
@@ -156,7 +156,6 @@ def split_sequences(
         share, function = ring_attention(settings, mesh, facts.causal)
     use_attention(native, function, mode, copies)
     native.register_forward_pre_hook(_require_parts, with_kwargs=True)
-    native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     axis = SequenceAxis(mode, share, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
     return SequenceLoss(axis, group)
 

@@ -22,7 +22,7 @@ from ...attention.sequence_modes import attention_of, form_of, native_function, 
 from ...attention.ulysses import HEADS, SEQUENCE, AttentionFunction, Trade, Ulysses
 from ...attention.zigzag import Share
 from ...comm.ring import Ring
-from ...models.config import parts
+from ...models.config import follows_length, parts, shorten_windows
 from ...shardformer.adapters import native_model
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small, take_own_functions
@@ -32,7 +32,6 @@ _LENGTH, _WINDOW, _FIRST_WORD, _LAST_WORD = 16, 5, 5, 60
 _SECOND = 7  # where the second document of a packed row begins
 _BY_ITSELF = "its attention does not go through transformers' AttentionInterface"
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
 Batch = dict[str, Any]
 
 
@@ -113,16 +112,9 @@ class _Probe:
                 raise self._refused(
                     "output_router_logits=True adds a loss that is no sum over tokens; use output_router_logits=False"
                 )
-            rope = getattr(part, "rope_parameters", None) or {}
-            kinds = [
-                rope.get("rope_type"),
-                *(each.get("rope_type") for each in rope.values() if isinstance(each, dict)),
-            ]
-            if any(kind in ("dynamic", "longrope") for kind in kinds):
+            if follows_length(part):
                 raise self._refused("its rotary frequencies follow the length of what it is given")
-            for window in _WINDOWS:
-                if isinstance(getattr(part, window, None), int) and getattr(part, window) > _WINDOW:
-                    setattr(part, window, _WINDOW)
+            shorten_windows(part, _WINDOW)
             part._attn_implementation = name
         size = sum(param.numel() for param in native.parameters())
         small = build_small(native_class(native), copy.deepcopy(config), size, ranks=1)
