@@ -21,16 +21,15 @@ from typing import Any
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import Turns, boosted
 
-from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks
 
-Step = Callable[[], torch.Tensor]
 WARM_UP = 2
 
 
-def build(options: argparse.Namespace, compiled: bool) -> Step:
+def build(options: argparse.Namespace, compiled: bool) -> Callable[[], torch.Tensor]:
     torch.manual_seed(1)
     heads = options.hidden // 64
     config = LlamaConfig(
@@ -41,27 +40,14 @@ def build(options: argparse.Namespace, compiled: bool) -> Step:
         num_key_value_heads=max(heads // 4, options.ranks),
         vocab_size=options.vocabulary,
     )
-    model: Any = LlamaForCausalLM(config)
-    booster = Booster(
-        plugin=HybridParallelPlugin(
-            tp_size=options.ranks, precision=options.precision, enable_jit_fused=compiled, parallel_output=True
-        )
+    plugin = HybridParallelPlugin(
+        tp_size=options.ranks, precision=options.precision, enable_jit_fused=compiled, parallel_output=True
     )
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    assert optimizer is not None
+    step = boosted(LlamaForCausalLM(config), plugin)
     tokens = torch.randint(
         options.vocabulary, (options.batch, options.length), generator=torch.Generator().manual_seed(2)
     )
-    batch = {"input_ids": tokens, "labels": tokens}
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return lambda: step({"input_ids": tokens, "labels": tokens})
 
 
 def measure(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -74,21 +60,18 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any
         first[name] = time.perf_counter() - begin
         for _ in range(WARM_UP):
             losses[name].append(float(steps[name]()))
-    wall: dict[str, list[float]] = {"plain": [], "compiled": []}
-    cpu: dict[str, list[float]] = {"plain": [], "compiled": []}
-    for turn in range(options.turns):
-        for name in ("plain", "compiled") if turn % 2 else ("compiled", "plain"):
-            begin, begin_cpu = time.perf_counter(), time.process_time()
-            for _ in range(options.steps):
-                losses[name].append(float(steps[name]()))
-            wall[name].append((time.perf_counter() - begin) / options.steps)
-            cpu[name].append((time.process_time() - begin_cpu) / options.steps)
+
+    def train(name: str) -> None:
+        for _ in range(options.steps):
+            losses[name].append(float(steps[name]()))
+
+    turns = Turns.take({name: lambda turn, name=name: train(name) for name in steps}, options.turns)
     apart = max(abs(a - b) for a, b in zip(losses["plain"], losses["compiled"], strict=True))
     found: dict[str, Any] = {"losses apart": apart, "first step, s": {name: round(first[name], 1) for name in first}}
-    for what, times in (("wall", wall), ("cpu", cpu)):
-        ratios = [after / before for before, after in zip(times["plain"], times["compiled"], strict=True)]
-        found[f"{what}, ms"] = {name: round(median(times[name]) * 1e3, 1) for name in times}
-        found[f"{what}, ratio"] = [round(value, 3) for value in (median(ratios), min(ratios), max(ratios))]
+    for kind, times in (("wall", turns.wall), ("cpu", turns.cpu)):
+        ratios = turns.ratios(kind, "compiled", "plain")
+        found[f"{kind}, ms"] = {name: round(median(times[name]) * 1e3 / options.steps, 1) for name in times}
+        found[f"{kind}, ratio"] = [round(value, 3) for value in (median(ratios), min(ratios), max(ratios))]
     return found
 
 

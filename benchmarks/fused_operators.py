@@ -16,25 +16,23 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import time
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fused_loss import Peak
+from peak import Peak
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from turns import Step, Turns, boosted
 
-from shardwright import Booster
 from shardwright.kernels.gated import gated
 from shardwright.kernels.norms import rms_norm
 from shardwright.kernels.rotary import FORMS, rotated
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks
 
-Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 KINDS = {"norms": "enable_fused_normalization", "gated": "enable_fused_activation", "rotary": "enable_fused_rotary"}
 VARIANTS: dict[str, list[str]] = {"plain": [], **{name: [name] for name in KINDS}, "all": list(KINDS)}
 VOCABULARY = 1000  # of little weight here
@@ -52,18 +50,7 @@ def build(options: argparse.Namespace, kinds: list[str]) -> Step:
         vocab_size=VOCABULARY,
     )
     plugin = HybridParallelPlugin(precision=options.precision, **{KINDS[kind]: True for kind in kinds})
-    booster, model = Booster(plugin=plugin), LlamaForCausalLM(config)
-    trained, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    assert optimizer is not None
-
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = trained(**batch).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return boosted(LlamaForCausalLM(config), plugin)
 
 
 def run(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -80,18 +67,10 @@ def run(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
             step(batches[0])
         apart = max(abs(one - other) / one for one, other in zip(losses["plain"], losses[name], strict=True))
         report[name] = {"peak MB": round(peak.most / 1e6, 1), "losses apart": apart}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for turn in range(options.steps):
-        for name in sorted(steps, reverse=bool(turn % 2)):
-            wall, cpu = time.perf_counter(), time.process_time()
-            steps[name](batches[turn % 3])
-            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
     report["operators alone, cpu over plain"] = operators(options)
-    for name, values in times.items():
-        for place, kind in enumerate(("wall", "cpu")):
-            ratios = [one[place] / other[place] for one, other in zip(values, times["plain"], strict=True)]
-            report[name][f"{kind} ms"] = round(1e3 * median(value[place] for value in values), 1)
-            report[name][f"{kind} over plain"] = round(median(ratios), 3)
+    loops = {name: lambda turn, step=step: step(batches[turn % 3]) for name, step in steps.items()}
+    for name, times in Turns.take(loops, options.steps).summary("plain").items():
+        report[name] |= times
     return report
 
 
@@ -113,17 +92,18 @@ def operators(options: argparse.Namespace) -> dict[str, float]:
     }
     found = {}
     for name, functions in pairs.items():
-        ratios = []
-        for turn in range(2 + options.steps * 4):
-            times = []
-            for function in functions:
-                begin = time.process_time()
-                for _ in range(2):
-                    y = function()
-                    y.backward(torch.ones_like(y), inputs=[gate, up] if name == "gated" else [x])
-                times.append(time.process_time() - begin)
-            ratios += [times[1] / times[0]] if turn > 1 else []
-        found[name] = round(median(ratios), 3)
+
+        def twice(turn: int, function: Callable[[], torch.Tensor], given: list[torch.Tensor]) -> None:
+            for _ in range(2):
+                y = function()
+                y.backward(torch.ones_like(y), inputs=given)
+
+        given = [gate, up] if name == "gated" else [x]
+        loops = {
+            kind: partial(twice, function=function, given=given)
+            for kind, function in zip(("plain", "in one"), functions, strict=True)
+        }
+        found[name] = Turns.take(loops, 4 * options.steps, warm_up=2).summary("plain")["in one"]["CPU ratio"]
     return found
 
 

@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
-from statistics import median
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import Batch, Step, Turns, boosted
 
 import shardwright
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 
-Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 WARM_UP = 5
 
 
@@ -45,24 +44,28 @@ def hand_written(model: nn.Module) -> Step:
     return step
 
 
-def boosted(model: nn.Module, pipeline: bool) -> Step:
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", enable_fused_cross_entropy=False))
+def plain(model: nn.Module) -> Step:
+    return boosted(model, _plugin())
+
+
+def pipeline(model: nn.Module) -> Step:
+    booster = Booster(plugin=_plugin())
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     assert optimizer is not None
 
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if pipeline:
-            loss = booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer)[
-                "loss"
-            ]
-        else:
-            loss = model(**batch).loss
-            booster.backward(loss, optimizer)
+    def step(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = booster.execute_pipeline(
+            iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer
+        )["loss"]
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     return step
+
+
+def _plugin() -> HybridParallelPlugin:
+    return HybridParallelPlugin(precision="fp32", enable_fused_cross_entropy=False)
 
 
 def build(args: argparse.Namespace) -> nn.Module:
@@ -79,22 +82,12 @@ def build(args: argparse.Namespace) -> nn.Module:
     return LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def batches(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+def batches(args: argparse.Namespace) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     while True:
         ids = torch.randint(0, 1024, (args.batch, args.length), generator=generator).to(device)
         yield {"input_ids": ids, "labels": ids}
-
-
-def measured(step: Step, batch: dict[str, torch.Tensor]) -> tuple[float, float, float]:
-    """(loss, wall seconds, CPU seconds) of one step."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    loss = step(batch)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return loss.item(), wall, cpu
 
 
 def main() -> None:
@@ -113,30 +106,17 @@ def main() -> None:
     shardwright.launch_from_torch(seed=0)
 
     model = build(args)
-    loops: dict[str, Step] = {
-        "hand": hand_written(copy.deepcopy(model)),
-        "plain": boosted(copy.deepcopy(model), pipeline=False),
-        "pipeline": boosted(copy.deepcopy(model), pipeline=True),
-    }
-    names = list(loops)
-    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-    supply = batches(args)
-    for turn in range(WARM_UP + args.steps):
-        batch = next(supply)
-        for name in names[turn % 3 :] + names[: turn % 3]:
-            taken[name].append(measured(loops[name], batch))
+    kinds = {"hand": hand_written, "plain": plain, "pipeline": pipeline}
+    steps = {name: kind(copy.deepcopy(model)) for name, kind in kinds.items()}
+    supply = list(itertools.islice(batches(args), WARM_UP + args.steps))
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in kinds}
+    loops = {name: lambda turn, name=name: losses[name].append(steps[name](supply[turn])) for name in kinds}
+    found = Turns.take(loops, args.steps, warm_up=WARM_UP).summary("hand")
 
     report: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, **vars(args)}
     report["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    for name in names:
-        rows, base = taken[name][WARM_UP:], taken["hand"][WARM_UP:]
-        report[name] = {
-            "wall ms": round(1000 * median(row[1] for row in rows), 2),
-            "CPU ms": round(1000 * median(row[2] for row in rows), 2),
-            "wall ratio": round(median(row[1] / other[1] for row, other in zip(rows, base, strict=True)), 4),
-            "CPU ratio": round(median(row[2] / other[2] for row, other in zip(rows, base, strict=True)), 4),
-            "losses equal bit by bit": [row[0] for row in taken[name]] == [row[0] for row in taken["hand"]],
-        }
+    for name in kinds:
+        report[name] = {**found[name], "losses equal bit by bit": losses[name] == losses["hand"]}
     print(json.dumps(report, indent=2))
 
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from turns import Turns
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
@@ -122,26 +121,17 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     losses = {name: step(model, ids) for name, model in models.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-3, losses
     kept = {name: kept_bytes(model, ids) for name, model in models.items()}
-    walls: dict[str, list[float]] = {name: [] for name in variants}
-    cpus: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(options.rounds):
-        for name, model in models.items():
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            if name != ALONE or rank == 0:
-                step(model, ids)
-            spent = torch.tensor([time.process_time() - cpu], device=ids.device)
-            walls[name].append(time.perf_counter() - wall)
-            dist.all_reduce(spent)
-            cpus[name].append(spent.item())
+
+    def train(name: str) -> None:
+        if name != ALONE or rank == 0:
+            step(models[name], ids)
+
+    turns = Turns.take({name: lambda turn, name=name: train(name) for name in models}, options.rounds)
     if rank == 0:
         print(f"{world} ranks, hidden {options.hidden}, {options.layers} layers, {options.batch} x {options.seq}")
-        for name in variants:
-            print(
-                f"{name:26} {1000 * statistics.median(walls[name]):8.1f} ms   CPU "
-                f"{1000 * statistics.median(cpus[name]):8.1f} ms   kept {kept[name] / 2**20:7.2f} MiB",
-                flush=True,
-            )
+        for name, times in turns.summary(next(iter(models))).items():
+            shown = f"{name:26} {times['wall ms']:8.1f} ms   CPU {times['CPU ms']:8.1f} ms"
+            print(f"{shown}   kept {kept[name] / 2**20:7.2f} MiB", flush=True)
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from turns import Turns
 
 
 class CountCollectives(TorchDispatchMode):
@@ -211,30 +212,18 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         if options.optimizer
         else {}
     )
-    wall: dict[str, list[float]] = {name: [] for name in models}
-    cpu: dict[str, list[float]] = {name: [] for name in models}
-    names = list(models)
-    for number in range(options.warmup + options.rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            model = models[name]
-            model.zero_grad(set_to_none=True)
-            dist.barrier()
-            _synchronize(device)
-            started, spent = time.perf_counter(), time.process_time()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            if optimizers:
-                optimizers[name].step()
-            _synchronize(device)
-            if number >= options.warmup:
-                wall[name].append(time.perf_counter() - started)
-                cpu[name].append(time.process_time() - spent)
-    for name in models:
-        table[name]["wall ms"] = 1000 * statistics.median(wall[name])
-        table[name]["cpu ms"] = 1000 * statistics.median(cpu[name])
-        table[name]["cpu ms per layer"] = table[name]["cpu ms"] / options.layers
-        # Rounds are pairs: the ratio within a round is free of what changes between rounds.
-        table[name]["wall ratio"] = statistics.median(a / b for a, b in zip(wall[name], wall[names[0]], strict=True))
-        table[name]["cpu ratio"] = statistics.median(a / b for a, b in zip(cpu[name], cpu[names[0]], strict=True))
+
+    def train(name: str) -> None:
+        model = models[name]
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if optimizers:
+            optimizers[name].step()
+
+    loops = {name: lambda turn, name=name: train(name) for name in models}
+    turns = Turns.take(loops, options.rounds, warm_up=options.warmup)
+    for name, times in turns.summary(next(iter(models))).items():
+        table[name] |= {**times, "CPU ms per layer": times["CPU ms"] / options.layers}
     return {"results": table, "skipped": skipped}
 
 
@@ -265,11 +254,6 @@ def _host_overhead(options: argparse.Namespace) -> None:
         surplus = 100 * (layer["shardwright"] / layer["by hand"] - 1)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in layer.items())
         print(f"CPU ms per layer ({measure.__name__}): {shown}: {surplus:+.1f} %")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _rank(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -329,7 +313,7 @@ def _print(report: dict[str, Any], options: argparse.Namespace) -> None:
     )
     for name, row in report["results"].items():
         calls = ", ".join(f"{number:g} {op.rstrip('_')}" for op, number in row["collectives per layer"].items())
-        times = f"{row['wall ms']:10.1f}{row['wall ratio']:7.2f}{row['cpu ms']:10.1f}{row['cpu ratio']:7.2f}"
+        times = f"{row['wall ms']:10.1f}{row['wall ratio']:7.2f}{row['CPU ms']:10.1f}{row['CPU ratio']:7.2f}"
         print(f"{name:14}{times}{row['loss']:10.5f}  {calls}")
     for name, why in report["skipped"].items():
         print(f"{name:14}did not run: {why}")
