@@ -134,7 +134,8 @@ def _beyond_gloo(rank: int, world: int) -> None:
     work = dist.all_reduce(x, async_op=True)
     x = x.clone()
     work.get_future().wait()
-    assert work.is_completed() and work.is_success()
+    assert work.is_completed()
+    assert work.is_success()
     half = dist.new_group([0, 2])
     if rank != 1:
         dist.all_reduce(x, group=half)
@@ -143,7 +144,8 @@ def _beyond_gloo(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    assert model.module.weight.grad is not None and torch.equal(model.module.weight.grad, torch.full((2, 2), 2.0))
+    assert model.module.weight.grad is not None
+    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 2.0))
 
 
 def test_means_8_bits_futures_groups_and_ddp() -> None:
