@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..utils.arguments import explained
+from ..utils.device import device_type_of_backend
 from ..utils.errors import nearest
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
@@ -32,7 +33,8 @@ logger = logging.getLogger("shardwright")
 Config = str | Path | Mapping[str, Any] | None
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-_BACKENDS = ("nccl", "gloo", "fake")
+_BACKENDS = ("nccl", "gloo", "fake")  # and those that a program has registered
+_OTHERS = ("undefined", "mpi", "ucc", "xccl")  # torch's own that nothing here was tried with
 
 _end_watch: Callable[[], None] | None = None  # of the job that this process belongs to
 _member = 0  # the process that joined; its forked children inherit all else
@@ -76,7 +78,7 @@ def launch(
     if dist.is_initialized():
         _check_same_job(rank, world_size, backend, limit)
     else:
-        if "nccl" in resolved:
+        if device_type_of_backend(resolved) == "cuda":
             _order_kernels(loaded)
             _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
         if _end_watch is not None:
@@ -155,7 +157,7 @@ def resolve_backend(backend: str | None) -> str:
         return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     for part in backend.split(","):
         name = part.split(":")[-1].strip()
-        if name not in _BACKENDS:
+        if name not in _BACKENDS and (name in _OTHERS or name not in dist.Backend.backend_list):
             raise ValueError(
                 f"backend={backend!r}: {name!r} is not one of {', '.join(map(repr, _BACKENDS))} "
                 f"(or one per device: 'cpu:gloo,cuda:nccl'){nearest(name, _BACKENDS)}"

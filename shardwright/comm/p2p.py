@@ -45,6 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster import job
+from ..utils.device import device_type_of_backend, get_current_device
 from .in_flight import Receive, Sent
 from .payload import Header, TensorMeta, take_apart
 from .quantised import can_be_quantised, quantise, wire_bytes
@@ -149,7 +150,7 @@ class PipeComm:
         self.caches = True
         self._groups = groups
         self._quantises = is_quantised(group)
-        self._is_nccl = "nccl" in dist.get_backend(group)
+        self._on_streams = device_type_of_backend(dist.get_backend(group)) == "cuda"
         self._max_in_flight = 2 * self.size
         self._sent_headers: dict[int, _Edge] = {}
         self._known_headers: dict[int, _Edge] = {}
@@ -261,7 +262,7 @@ class PipeComm:
         in_flight = self._in_flight.get(destination)
         if in_flight is None:
             in_flight = self._in_flight[destination] = deque()
-        if self._is_nccl:
+        if self._on_streams:
             self._let_go()
         else:
             while in_flight and not in_flight[0].pending:
@@ -276,7 +277,7 @@ class PipeComm:
         return sent
 
     def _start_sending(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
-        if self._is_nccl:
+        if self._on_streams:
             return self._post_batch(dist.isend, tensors, group, peer)
         return [dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel() > 0]  # type: ignore[misc]
 
@@ -289,7 +290,7 @@ class PipeComm:
         ]
         wire = [self._wire(buffer) for buffer in buffers]
         group, peer = self._lines.get((source, self.rank)) or self._line(source, self.rank)
-        if self._is_nccl:
+        if self._on_streams:
             self._let_go()
             works = self._post_batch(dist.irecv, wire, group, peer)
         else:
@@ -361,6 +362,6 @@ class PipeComm:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
+    if device_type_of_backend(dist.get_backend(group)) == "cuda":
+        return get_current_device()
     return torch.device("cpu")

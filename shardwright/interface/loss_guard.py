@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..cluster import job
 from ..logging import get_dist_logger
+from ..utils.device import host_device
 from ..utils.errors import one_of
 
 POLICIES = ("warn", "skip", "stop")
@@ -113,7 +114,7 @@ class LossGuard:
         """What is not finite on any rank, if anything."""
         bad = losses is not None and not bool(losses.isfinite())
         if dist.is_initialized() and dist.get_world_size() > 1:
-            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            device = host_device()
             flag = torch.tensor([float(bad)], device=device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             bad = bool(flag)

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from .._version import __version__
 from ..comm.handle import count_orphans, settle_orphans
 from ..shardformer.same_weights import facts_of_weights, hash_of
+from ..utils.device import host_device
 from .data.dealing import length_of
 
 _SHOWN = 4  # differences named in a message
@@ -42,7 +43,7 @@ def exchange(record: bytes) -> list[bytes]:
     """The records of all ranks, all of one length, by rank."""
     if not several():
         return [record]
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(_device())
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(host_device())
     records = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(records, mine)
     return [bytes(record.cpu().numpy()) for record in records]
@@ -245,7 +246,3 @@ def _name(value: Any) -> str:
 
 def several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-
-
-def _device() -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend() else torch.device("cuda", torch.cuda.current_device())

@@ -21,7 +21,7 @@ from ..models.blocks import separable_blocks
 from ..optim.kind import begin_state, has_stepped
 from ..utils.argument_types import check_arguments
 from ..utils.checkpointing import checkpoint_blocks
-from ..utils.device import get_current_device
+from ..utils.device import get_current_device, host_device
 from ..utils.errors import divisors
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .base import (
@@ -298,7 +298,7 @@ def _share_weights(model: nn.Module) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    device = "cpu" if "gloo" in dist.get_backend() else get_current_device()
+    device = host_device()
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta:
             shared = tensor.detach().to(device, copy=True).contiguous()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..utils.device import host_device
 from ..utils.generators import States, accelerator_module, get_states, set_states
 
 _MASK = (1 << 63) - 1
@@ -143,7 +144,7 @@ def synchronize_rng(group: dist.ProcessGroup) -> None:
         return
     states = get_states()
     for number, state in enumerate(states):
-        shared = state.to(device_of(group))
+        shared = state.to(host_device(group))
         dist.broadcast(shared, group=group, group_src=0)
         states[number] = shared.to(state.device)
     set_states(states)
@@ -195,10 +196,3 @@ def _seed(seed: int) -> None:
     accelerator = accelerator_module()
     if accelerator is not None:
         accelerator.manual_seed(seed)
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """A device that the group's backend can communicate on."""
-    if dist.get_backend(group) != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

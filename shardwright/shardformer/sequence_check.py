@@ -13,12 +13,12 @@ from itertools import chain
 
 import torch.nn as nn
 
+from ..utils.device import host_device
 from .apply import apply_decisions
 from .config import ShardConfig
 from .plan import Plan
 from .random_branches import refuse_branches
 from .regions import Region, find_regions
-from .rng import device_of
 from .self_check import SelfCheck
 from .sequence import AlongTensor, SequencePlan, plan_sequence
 from .small_copy import small_copies
@@ -50,7 +50,7 @@ def verified(
             "made to try it on; use enable_sequence_parallelism=False"
         )
     example = config.example_inputs
-    device = device_of(config.parallel.group)
+    device = host_device(config.parallel.group)
     made = small_copies(model, config.parallel.size, keep_inputs=example is not None)
     copies = (copied.to(device) for copied in made)
     smallest = next(copies, None)

@@ -32,6 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..utils.device import device_type_of_backend
+from . import staged
+
 DUMP_SIGNAL = signal.SIGUSR1
 
 
@@ -155,7 +158,9 @@ def _set_up_environment(call: Call, rank: int) -> None:
 def _set_up_torch(call: Call, rank: int) -> None:
     torch.set_num_threads(1)
     seed_everything(0)
-    if "nccl" in call.backend:
+    if "staged" in call.backend:
+        staged.register()
+    if device_type_of_backend(call.backend) == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.FileStore(str(call.directory / "store"), call.world_size)
     # Longer than the caller's limit, so that a hang is reported by the caller with the stacks of all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -20,7 +21,15 @@ def get_current_device() -> torch.device:
 
 def device_type_of_backend(backend: str) -> str:
     """Device type that tensors of a process group's collectives live on."""
+    if "staged" in backend:  # shardwright.testing.staged
+        return accelerator_type()
     return "cuda" if "nccl" in backend else "cpu"
+
+
+def host_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where ranks exchange what their hosts know: the CPU wherever the group's backend takes its tensors."""
+    backend = dist.get_backend(group)
+    return get_current_device() if "nccl" in backend and "gloo" not in backend else torch.device("cpu")
 
 
 def move_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...logging import get_dist_logger
+from ...utils.device import host_device
 from .dataloader import ShardedDataLoader
 from .dealing import Dealer, DealtBatches, DealtSampler, DealtStream, Share, check_stream, is_stream, length_of
 from .sample_order import SampleOrder, inside, with_generator
@@ -184,7 +185,7 @@ def _agree_on_order(dataloader: DataLoader) -> int:
             generators.append(found)
     states = [generator.get_state() for generator in generators]
     mine = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=7).digest()
-    device = _device()
+    device = host_device()
     record = torch.tensor([int.from_bytes(mine, "big"), torch.initial_seed() % 2**62], device=device)
     shared = record.clone()
     dist.broadcast(shared, src=0)
@@ -201,7 +202,3 @@ def _agree_on_order(dataloader: DataLoader) -> int:
             ranks=[0],
         )
     return int(shared[1])
-
-
-def _device() -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend() else torch.device("cuda", torch.cuda.current_device())
