@@ -34,6 +34,8 @@ class Dropout(NamedTuple):
 
     def kept(self, like: Tensor) -> Tensor:
         """What the weights `like` [B, H, Q, K] are multiplied by; their values do not matter."""
+        if self.p >= 1:
+            return torch.zeros_like(like)
         samples, heads = like.shape[:2]
         device = like.device
         rows = torch.arange(samples * heads, device=device).view(samples, heads, 1, 1)

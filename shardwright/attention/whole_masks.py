@@ -140,7 +140,7 @@ class RingWithMasks(RingAttention):
 
     Options of the model's attention function besides those of any:
 
-    position_bias   [B or 1, H, S/n, T]: this rank's rows of it, see `layer_plan`
+    position_bias   [B or 1, H, S/n, T]: this rank's rows of it, see `layer_plan`, or all of them
     alibi           [B, H, T], a term for each key
     """
 
@@ -185,9 +185,11 @@ class RingWithMasks(RingAttention):
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor | None:
         queries, keys = query.shape[SEQUENCE], key.shape[SEQUENCE] * self._share.ranks
-        terms = []
+        terms: list[Tensor | None] = []
         bias = options.get("position_bias")
-        if bias is not None:
+        if bias is not None and bias.shape[-2:] == (queries * self._share.ranks, keys):  # which the model made itself
+            terms.append(self._share.part(bias, -2))
+        elif bias is not None:
             terms.append(whole_bias(module, bias, queries, keys))
         if mask is not None and mask.dtype != torch.bool and self._parts_of(mask)[1]:
             added = mask.masked_fill(~self._parts_of(mask)[0], 0.0)

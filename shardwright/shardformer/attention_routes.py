@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..attention.extra_terms import sdpa_with_alibi
 from ..attention.sequence_modes import attention_of, function_called
 from .attention_methods import METHODS
-from .layer.parallel_module import native_class, with_methods
+from .layer.parallel_module import ParallelModule, native_class
 
 
 def route_attention(model: nn.Module) -> None:
@@ -28,12 +28,28 @@ def route_attention(model: nn.Module) -> None:
         name = native_class(module).__name__
         if name not in _ROUTES or hasattr(type(module), "own_attention") or _multiplies_slices(module):
             continue
-        config, own_methods = getattr(model, "config", None), METHODS.get(name, {})
-        is_fused = any(getattr(type(module), method) is function for method, function in own_methods.items())
+        native, own_methods = _unsharded(module), METHODS.get(name, {})
+        is_fused = any(getattr(native, method) is function for method, function in own_methods.items())
         kernels = is_fused or (not own_methods and attention_of(model) != "eager")
-        module.routed_config = config  # type: ignore[assignment]
+        module.routed_config = getattr(model, "config", None)  # type: ignore[assignment]
         module.uses_kernels = kernels  # type: ignore[assignment]
-        with_methods(module, _ROUTES[name](type(module), kernels))
+        module.__class__ = _over(type(module), native, _ROUTES[name](native, kernels))
+
+
+def _unsharded(module: nn.Module) -> Any:
+    """The class of a module that computes, which may have had methods replaced; what shards it is above."""
+    classes = type(module).__mro__
+    return next(cls for cls in classes if issubclass(cls, native_class(module)) and not issubclass(cls, ParallelModule))
+
+
+def _over(cls: Any, native: Any, methods: Mapping[str, Any]) -> Any:
+    """`cls` with `methods` in the place of those of `native`, a class that it inherits from."""
+    if cls is native:
+        names = {"__module__": cls.__module__, "native_class": getattr(cls, "native_class", cls)}
+        return type(cls.__name__, (cls,), {**names, "changed_methods": True, **methods})
+    bases = tuple(_over(base, native, methods) if issubclass(base, native) else base for base in cls.__bases__)
+    kept = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, bases, kept)
 
 
 def _multiplies_slices(module: Any) -> bool:
@@ -64,6 +80,11 @@ def _call(
     return out  # type: ignore[no-any-return]
 
 
+def _no_weights(module: Any, like: Tensor) -> Tensor | None:
+    """Where plain products return attention's weights: pipelines have seen that a layer returns them."""
+    return None if module.uses_kernels else like.new_empty(0)
+
+
 # GPT-J, CodeGen, GPT-Neo: a method of [B, H, S, D].
 
 
@@ -78,12 +99,13 @@ def _of_method(native: Any, _: bool) -> dict[str, Any]:
 
 def _attn(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     options: dict[str, Any] = {"scaling": 1 / float(getattr(self, "scale_attn", 1.0))}
     if getattr(self, "attention_type", None) == "local":
         options["sliding_window"] = self.config.window_size
         attention_mask = _within_window(self, attention_mask)
-    return _call(self, query, key, value, attention_mask, self.attn_dropout.p, **options).transpose(1, 2), None
+    out = _call(self, query, key, value, attention_mask, self.attn_dropout.p, **options)
+    return out.transpose(1, 2), _no_weights(self, out)
 
 
 def _within_window(self: Any, mask: Tensor | None) -> Tensor | None:
@@ -168,7 +190,7 @@ def _falcon_forward(
     attention_mask: Tensor | None,
     position_embeddings: Any = None,
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """alibi [B, H, 1, T], which is part of the mask too: kernels add it once, plain products twice."""
     query, key, value = (each.transpose(1, 2) for each in self._split_heads(self.query_key_value(hidden_states)))
     p, options = 0.0, {"scaling": self.inv_norm_factor}
@@ -179,7 +201,7 @@ def _falcon_forward(
         if not self.uses_kernels:
             options["alibi"] = alibi.view(query.shape[0], self.num_heads, -1) * self.inv_norm_factor
     out = _call(self, query, key, value, attention_mask, p, **options)
-    return self.dense(out.flatten(2)), None
+    return self.dense(out.flatten(2)), _no_weights(self, out)
 
 
 def _falcon_rotated(self: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
