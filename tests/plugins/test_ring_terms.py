@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,12 @@ from sequence_ranks import BATCHES, compare
 from torch import Tensor, nn
 
 from shardwright import Booster
-from shardwright.attention import ring
+from shardwright.attention import compiled_ring, ring
 from shardwright.attention.coordinates import Dropout
 from shardwright.attention.sequence_modes import name_attention
+from shardwright.attention.zigzag import Share
+from shardwright.comm.ring import Ring
+from shardwright.ops import layer_graphs
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.hybrid.sequence import probe_mode
 from shardwright.plugins.hybrid.sequence_axis import SequenceFacts
@@ -80,7 +84,8 @@ def dropping(kind: str) -> nn.Module:
 def compare_all(rank: int, world: int, cases: list[tuple[str, str, dict[str, Any], bool]]) -> None:
     """(model, batch, arguments of the plugin, whether the model is called itself)"""
     for name, kind, arguments, called in cases:
-        with keep_float64(), mock.patch.object(ring, "draw_seed", return_value=SEED):
+        drawn = [mock.patch.object(where, "draw_seed", return_value=SEED) for where in (ring, compiled_ring)]
+        with keep_float64(), drawn[0], drawn[1], mock.patch.object(layer_graphs, "backend", "aot_eager"):
             model = gpt_oss() if name == "gpt-oss" else dropping(name)
             try:
                 compare(model, BATCHES[kind](3, 19), arguments, called)
@@ -93,7 +98,7 @@ CASES = [
     ("gpt-oss", "packed", {**RING, "zero_stage": 1}, True),
     ("gpt2", "few", RING, True),
     ("bert", "masked", RING, False),
-    ("mistral", "packed", RING, True),
+    ("mistral", "packed", {**RING, "enable_jit_fused": True}, True),
 ]
 FOUR = [("gpt-oss", "masked", BOTH, True), ("gpt-oss", "few", {**RING, "tp_size": 2}, False)]
 SWEEP = [
@@ -172,6 +177,36 @@ def test_the_numbers_of_coordinates() -> None:
     block = Dropout(P, SEED, rows, columns).kept(torch.empty(3, 4, 3, 4))
     assert torch.equal(block, kept[:, :, rows][..., columns])
     assert not torch.equal(Dropout(P, SEED + 1, places, places).kept(whole), kept)
+
+
+def test_sinks_in_a_graph() -> None:
+    """Of one rank: the operator that graphs hold, against a softmax with one column more."""
+    module: Any = SimpleNamespace(is_causal=True)
+    attention = ring.RingAttention(Share(0, 1), [Ring(None, 0, 0, 1)])  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (4,))
+    ]
+
+    def of_ring(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attention(module, q, k, v, None, s_aux=sinks)[0]
+
+    def plainly(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2) * 8**-0.5).masked_fill(hidden, -torch.inf)
+        more = sinks[None, :, None, None].expand(2, -1, 6, 1)
+        return (torch.cat([scores, more], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+    expected = plainly(*given)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, given, weights)
+    for function in (of_ring, torch.compile(of_ring, backend="aot_eager", fullgraph=True)):
+        got = function(*given)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        for mine, theirs in zip(torch.autograd.grad(got, given, weights), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_cut() -> None:
