@@ -1,8 +1,8 @@
 """Attention of a block of queries against a block of keys, which may be a part of what the queries see.
 
-    scores = softcap(scale * q k^T)                     softcap(x) = cap * tanh(x / cap), if there is one
+    scores = softcap(scale * q k^T) + bias              softcap(x) = cap * tanh(x / cap), if there is one
     lse    = log sum over keys of exp(scores)           -inf where a query sees no key of the block
-    out    = exp(scores - lse) v
+    out    = (exp(scores - lse) * kept) v               kept: of dropout, which lse knows nothing of
 
 Blocks are merged by their lse. The backward takes `out` and `lse` of *all* keys: then the gradients of blocks add up
 to those of the whole.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .coordinates import Dropout
 from .flash_blocks import FlashBlocks, find_flash_blocks
 
 _OPS = torch.ops.aten
@@ -28,13 +29,21 @@ class Rule(NamedTuple):
     """How a block is computed.
 
     causal  a query sees the keys up to its own index: queries and keys are the same tokens
-    mask    [B or 1, 1, Q, K], True where a query sees a key; None: all of them
+    mask    [B or 1, 1 or H, Q, K], True where a query sees a key; None: all of them
+    bias    [B or 1, 1 or H, Q or 1, K], added to scores
     """
 
     scale: float
     softcap: float | None = None
     causal: bool = False
     mask: Tensor | None = None
+    bias: Tensor | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels have a chance to know it."""
+        return self.mask is None and self.bias is None and self.dropout is None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -54,17 +63,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]
     scores, _ = _scores(q, k, rule)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # -inf - -inf, where nothing is seen
+    if rule.dropout is not None:
+        weights *= rule.dropout.kept(weights)
     return (weights @ v.to(weights.dtype)).to(q.dtype), lse
 
 
 def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What this block adds to the gradients of q, k and v; `out` and `lse` are those of all keys."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What this block adds to the gradients of q, k, v and of the bias, if there is one; `out` and `lse` are those of
+    all keys.
+    """
     flash = _flash_attn(q, v, rule)
     if flash is not None:
-        return flash.attend_backward(dout, q, k, v, out, lse, rule.scale, rule.causal, rule.softcap)
-    keys, values = _for_each(k, q), _for_each(v, q)
+        return *flash.attend_backward(dout, q, k, v, out, lse, rule.scale, rule.causal, rule.softcap), None
+    keys, values, dbias = _for_each(k, q), _for_each(v, q), None
     if _kernel_fits(q, v, rule):
         given = dout.contiguous(), q, keys, values, out, lse.contiguous()
         if q.device.type == "cpu":
@@ -77,8 +90,8 @@ def attend_backward(
                 *given, None, None, q.shape[2], k.shape[2], 0.0, rule.causal, unused, unused[:0], scale=rule.scale
             )
     else:
-        dq, dk, dv = _plain_backward(dout, q, keys, values, out, lse, rule)
-    return dq, _summed(dk, k), _summed(dv, v)
+        dq, dk, dv, dbias = _plain_backward(dout, q, keys, values, out, lse, rule)
+    return dq, _summed(dk, k), _summed(dv, v), dbias
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,12 +103,12 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 def _flash_attn(q: Tensor, v: Tensor, rule: Rule) -> FlashBlocks | None:
     """flash-attn's functions, where they compute such a block."""
-    return find_flash_blocks() if rule.mask is None and _flash_fits(q, v) else None
+    return find_flash_blocks() if rule.is_plain and _flash_fits(q, v) else None
 
 
 def _kernel_fits(q: Tensor, v: Tensor, rule: Rule) -> bool:
     """Whether torch's own kernel computes such a block."""
-    if rule.mask is not None or rule.softcap is not None or q.shape[-1] != v.shape[-1]:
+    if not rule.is_plain or rule.softcap is not None or q.shape[-1] != v.shape[-1]:
         return False
     return q.device.type == "cpu" or _flash_fits(q, v)
 
@@ -132,6 +145,8 @@ def _scores(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
     if rule.softcap is not None:
         bent = torch.tanh(scores / rule.softcap)
         scores, slope = bent * rule.softcap, 1 - bent.square()
+    if rule.bias is not None:
+        scores = scores + rule.bias
     if rule.causal:
         size = scores.shape[-2:]
         scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=q.device).triu_(1), -torch.inf)
@@ -142,14 +157,19 @@ def _scores(q: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
 
 def _plain_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     scores, slope = _scores(q, k, rule)
     weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)
     wide = weights.dtype
     dout, q, k, v, out = (tensor.to(wide) for tensor in (dout, q, k, v, out))
-    dv = weights.transpose(-1, -2) @ dout
-    dscores = weights * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
+    dweights, used = dout @ v.transpose(-1, -2), weights
+    if rule.dropout is not None:
+        kept = rule.dropout.kept(weights)
+        dweights, used = dweights * kept, weights * kept
+    dv = used.transpose(-1, -2) @ dout
+    dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True))
+    dbias = None if rule.bias is None else dscores.sum_to_size(rule.bias.shape)
     if slope is not None:
         dscores = dscores * slope
     dscores = dscores * rule.scale
-    return dscores @ k, dscores.transpose(-1, -2) @ q, dv
+    return dscores @ k, dscores.transpose(-1, -2) @ q, dv, dbias

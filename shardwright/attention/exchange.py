@@ -29,6 +29,10 @@ class Exchange:
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
         return self.share.part(whole, dim).contiguous()
 
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """(start, stop) of what this rank has of a sequence of `length` tokens, for its attention."""
+        return self.share.spans(length)
+
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         whole = gather_for_shards(x.contiguous(), self.group, dim)
         if not self.share.zigzag:

@@ -71,6 +71,14 @@ def sdpa_with_sinks(
     return out[..., :width]
 
 
+def with_alibi(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, alibi: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With features that add a term per key and head, `alibi` [B, H, T], to scores of this scale."""
+    ones = in_two(torch.tensor(1 / scale, dtype=torch.float64, device=query.device), query.dtype)
+    return with_terms(query, key, value, ones, alibi.to(key.dtype)[..., None].expand(*alibi.shape, 2))
+
+
 def sdpa_with_alibi(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -81,8 +89,7 @@ def sdpa_with_alibi(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention with a term per key and head, `alibi` [B, H, T]. [B, H, S, D] -> [B, H, S, Dv]."""
-    ones = in_two(torch.tensor(1 / scale, dtype=torch.float64, device=query.device), query.dtype)
     width = value.shape[-1]
-    query, key, value = with_terms(query, key, value, ones, alibi.to(key.dtype)[..., None].expand(*alibi.shape, 2))
+    query, key, value = with_alibi(query, key, value, alibi, scale)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scale)
     return out[..., :width]

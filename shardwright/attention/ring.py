@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.ring import Ring
 from . import compiled_ring
+from .coordinates import draw_seed
 from .masks import View
-from .ring_turn import Setting, Turn, run_ring, run_ring_backward
+from .ring_turn import Setting, Terms, Turn, run_ring, run_ring_backward
 from .ulysses import SEQUENCE, require_view
 from .zigzag import Share
 
@@ -40,19 +41,15 @@ class RingAttention:
         softcap: float | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        if dropout:
-            raise ValueError(
-                f"dropout={dropout} of attention with sequence_parallelism_mode='ring_attn': blocks are computed once "
-                "more in the backward, and would need the same numbers; use 0, or 'all_to_all'"
-            )
-        if options.get("s_aux") is not None or isinstance(getattr(module, "sinks", None), Tensor):
-            raise ValueError("attention sinks are not computed in a ring; use sequence_parallelism_mode='all_to_all'")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        setting = Setting(self._view(module, options), scale, softcap)
+        setting = Setting(self._view(module, options), scale, softcap, float(dropout))
+        sinks = sinks_of(module, query, options)
         if torch.compiler.is_compiling():
-            return compiled_ring.ring_attention(query, key, value, attention_mask, self._name, setting), None
+            return compiled_ring.ring_attention(query, key, value, attention_mask, sinks, self._name, setting), None
         turn = self._turn(module, query, key, attention_mask, setting)
-        out: Tensor = _RingFunction.apply(query, key, value, turn)
+        bias = self._bias(module, query, key, attention_mask, options)
+        seed = draw_seed() if dropout else 0
+        out: Tensor = _RingFunction.apply(query, key, value, sinks, bias, seed, turn)
         return out.transpose(1, SEQUENCE).contiguous(), None
 
     def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
@@ -61,18 +58,49 @@ class RingAttention:
     def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
         return self.turn(setting, mask)
 
+    def _bias(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor | None:
+        """What is added to scores, see `ring_turn.Terms`."""
+        return None
+
+
+def sinks_of(module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """[H]; what the model hands to its attention function, or what it leaves to it to find."""
+    sinks = options.get("s_aux")
+    if sinks is None:
+        sinks = getattr(module, "sinks", None)
+    if not isinstance(sinks, Tensor):
+        return None
+    if sinks.shape != (query.shape[1],):
+        raise ValueError(
+            f"attention sinks of shape {tuple(sinks.shape)} with sequence_parallelism_mode='ring_attn': a ring takes "
+            f"one for each of {query.shape[1]} heads; use 'all_to_all'"
+        )
+    return sinks
+
 
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, turn: Turn) -> Tensor:
-        out, lse = run_ring(turn, query, key, value)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        seed: int,
+        turn: Turn,
+    ) -> Tensor:
+        out, lse = run_ring(turn, query, key, value, Terms(sinks, bias, seed))
         result = out.transpose(1, SEQUENCE)
-        ctx.save_for_backward(query, key, value, result, lse)
-        ctx.turn = turn
+        ctx.save_for_backward(query, key, value, result, lse, sinks, bias)
+        ctx.turn, ctx.seed = turn, seed
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        return *run_ring_backward(ctx.turn, dout, query, key, value, out, lse), None
+        query, key, value, out, lse, sinks, bias = ctx.saved_tensors
+        terms = Terms(sinks, bias, ctx.seed)
+        return *run_ring_backward(ctx.turn, dout, query, key, value, out, lse, terms), None, None

@@ -9,6 +9,12 @@ whoever's keys come.
     own keys          queries see keys up to their own place
     keys of rank < k  all queries see the first piece, none the second
     keys of rank > k  the second piece of queries sees all keys, the first none
+
+A sink, one score per head that has no value, joins once all blocks are merged:
+
+    lse' = logaddexp(lse, sink)     out' = out * exp(lse - lse')
+
+and the backward of the blocks, which takes out' and lse', counts it by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from torch import Tensor
 from ..comm import turns
 from ..comm.ring import Ring
 from .blocks import Rule, attend, attend_backward, merge
+from .coordinates import Dropout
 from .masks import View, visible
 from .ulysses import SEQUENCE
 from .zigzag import Share
@@ -45,6 +52,23 @@ class Setting(NamedTuple):
     view: View
     scale: float
     softcap: float | None
+    dropout: float = 0.0
+
+
+class Terms(NamedTuple):
+    """What scores get besides.
+
+    sinks   one score per head, [H]
+    bias    of this rank's queries with all keys, [B or 1, 1 or H, Q or 1, T]
+    seed    of dropout
+    """
+
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    seed: int = 0
+
+
+_NONE = Terms()
 
 
 class Turn:
@@ -99,6 +123,23 @@ class Turn:
         assert self.setting.view.window is not None
         return first - (last - 1) >= self.setting.view.window
 
+    def columns(self, block: Block, source: int, keys: Tensor) -> Tensor:
+        """Positions of the block's keys in the whole sequence, of the keys of rank `source`."""
+        whole = keys.shape[SEQUENCE] * self.share.ranks
+        return self.share.of_rank(source).positions(whole, keys.device)[block.keys]
+
+    def rule(self, block: Block, source: int, keys: Tensor, length: int, terms: Terms) -> Rule:
+        """That of the block with its part of `terms`; this rank has `length` queries."""
+        rule = block.rule
+        if terms.bias is not None:
+            rows = terms.bias if terms.bias.shape[SEQUENCE] == 1 else terms.bias[:, :, block.queries]
+            rule = rule._replace(bias=rows.index_select(-1, self.columns(block, source, keys)))
+        if self.setting.dropout:
+            rows = self.share.positions(length * self.share.ranks, keys.device)[block.queries]
+            dropped = Dropout(self.setting.dropout, terms.seed, rows, self.columns(block, source, keys))
+            rule = rule._replace(dropout=dropped)
+        return rule
+
     # Travelling.
 
     def around(self, keys: Tensor, compute: Callable[[Tensor, int], None], done: tuple[int, ...] = ()) -> None:
@@ -140,7 +181,7 @@ class Turn:
         return own if passed is None else own + turns.wait(passed, own)
 
 
-def run_ring(turn: Turn, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def run_ring(turn: Turn, query: Tensor, key: Tensor, value: Tensor, terms: Terms = _NONE) -> tuple[Tensor, Tensor]:
     """(out [B, Q, H, Dv] in the dtype of the query, lse [B, H, Q])"""
     size, length = key.shape[-1], query.shape[SEQUENCE]
     exact = exact_dtype(query)
@@ -151,35 +192,59 @@ def run_ring(turn: Turn, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
         for block in turn.blocks(source, length, query.device):
             k, v = keys[:, :, block.keys].split([size, keys.shape[-1] - size], -1)
             mine = query[:, :, block.queries]
-            more, more_lse = attend(mine, k, v, block.rule)
+            more, more_lse = attend(mine, k, v, turn.rule(block, source, keys, length, terms))
             merged = merge(out[:, :, block.queries], lse[:, :, block.queries], more, more_lse)
             out[:, :, block.queries], lse[:, :, block.queries] = merged
 
     turn.around(torch.cat([key, value], -1), compute)
+    if terms.sinks is not None:
+        without, lse = lse, torch.logaddexp(lse, terms.sinks.to(exact)[:, None])
+        out *= (without - lse).exp().unsqueeze(-1)
     # Heads behind tokens, as the projection behind wants them: then it keeps no copy.
     return out.transpose(1, SEQUENCE).to(query.dtype).contiguous(), lse
 
 
 def run_ring_backward(
-    turn: Turn, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; `dout` and `out` [B, H, Q, Dv]."""
+    turn: Turn,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms = _NONE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of query, key, value, and of sinks and bias, if there are any; `dout` and `out` [B, H, Q, Dv]."""
     size, length = key.shape[-1], query.shape[SEQUENCE]
     dquery = torch.zeros_like(query, dtype=lse.dtype)
+    dsinks = None if terms.sinks is None else _of_sinks(dout, out, lse, terms.sinks)
+    dbias = None if terms.bias is None else torch.zeros_like(terms.bias, dtype=lse.dtype)
 
     def compute(keys: Tensor, source: int) -> Tensor:
         gradient = torch.zeros_like(keys)
         for block in turn.blocks(source, length, query.device):
             q, o, d = (tensor[:, :, block.queries] for tensor in (query, out, dout))
             k, v = keys[:, :, block.keys].split([size, keys.shape[-1] - size], -1)
-            dq, dk, dv = attend_backward(d, q, k, v, o, lse[:, :, block.queries], block.rule)
+            rule = turn.rule(block, source, keys, length, terms)
+            dq, dk, dv, more = attend_backward(d, q, k, v, o, lse[:, :, block.queries], rule)
             dquery[:, :, block.queries] += dq
             gradient[:, :, block.keys] = torch.cat([dk, dv], -1)
+            if dbias is not None and more is not None:
+                rows = dbias if dbias.shape[SEQUENCE] == 1 else dbias[:, :, block.queries]
+                rows.index_add_(-1, turn.columns(block, source, keys), more)
         return gradient
 
     dkeys = turn.gather_back(torch.cat([key, value], -1), compute)
     dk, dv = dkeys.split([size, dkeys.shape[-1] - size], -1)
-    return dquery.to(query.dtype), dk, dv
+    if dbias is not None and terms.bias is not None:
+        dbias = dbias.to(terms.bias.dtype)
+    return dquery.to(query.dtype), dk, dv, dsinks, dbias
+
+
+def _of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink's weight is exp(sink - lse), and it has no value: out falls by what the weight takes."""
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weights * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def exact_dtype(query: Tensor) -> torch.dtype:

@@ -38,11 +38,16 @@ def form_of(name: str) -> str | None:
 
 
 def native_function(name: str) -> Callable[[nn.Module], AttentionFunction]:
-    """Finds the function of this name for a module; "eager" is one that stands beside the module's class."""
+    """Finds the function of this name for a module; "eager" is one that stands beside the module's class. A module that
+    goes around the interface (`shardformer.attention_routes`) has its own.
+    """
 
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # late: it takes seconds, and few need it
 
     def find(module: nn.Module) -> AttentionFunction:
+        own: AttentionFunction | None = getattr(type(module), "own_attention", None)
+        if own is not None:
+            return own
         if name != "eager":
             return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
         for cls in type(module).__mro__:
@@ -52,6 +57,17 @@ def native_function(name: str) -> Callable[[nn.Module], AttentionFunction]:
         raise ValueError(f"{type(module).__name__} computes its eager attention by itself")
 
     return find
+
+
+def function_called(module: nn.Module, config: Any) -> AttentionFunction:
+    """What the config names, for a module that has its own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = config._attn_implementation
+    if name.startswith(OWN) and form_of(name) is None:
+        return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+    own: AttentionFunction = type(module).own_attention  # type: ignore[attr-defined]
+    return own
 
 
 def use_attention(

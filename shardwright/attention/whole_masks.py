@@ -6,6 +6,7 @@ does: [B, 1 or H, S, T], or none. They are honoured as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.ring import Ring
 from .exchange import Exchange
+from .extra_terms import with_alibi
 from .heads import HeadShares
 from .masks import View
 from .ring import RingAttention
@@ -23,7 +25,6 @@ from .ring_turn import Block, Setting, Turn
 from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade, Ulysses
 from .zigzag import Share
 
-_BIAS = "a bias by relative position is not computed in a ring"
 _HIDDEN = 0.5  # of the least number: a term that hides a key
 
 
@@ -86,6 +87,8 @@ class TradedHeads(Ulysses):
         if options.get("position_bias") is not None:
             bias = whole_bias(module, options["position_bias"], query.shape[SEQUENCE], key.shape[SEQUENCE])
             options["position_bias"] = mine(bias, HEADS)
+        if options.get("alibi") is not None:
+            options["alibi"] = mine(options["alibi"], HEADS)
         if options.get("s_aux") is not None:
             options["s_aux"] = mine(options["s_aux"], 0)
         local: dict[str, Any] = {"num_key_value_groups": shares.groups[rank]}
@@ -133,53 +136,70 @@ class MaskedTurn(Turn):
 
 
 class RingWithMasks(RingAttention):
-    """Ring attention with the masks of whole sequences, which say all there is to say of windows and documents."""
+    """Ring attention with the masks of whole sequences, which say all there is to say of windows and documents.
+
+    Options of the model's attention function besides those of any:
+
+    position_bias   [B or 1, H, S/n, T]: this rank's rows of it, see `layer_plan`, or all of them
+    alibi           [B, H, T], a term for each key
+    """
 
     def __init__(self, share: Share, rings: Sequence[Ring]) -> None:
         super().__init__(share, rings)
-        self._bools: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
-        bias = options.pop("position_bias", None)
-        if bias is not None and not query.is_meta:
-            self._refuse_bias(module, bias, query, key)
-        return super().__call__(module, query, key, *args, **options)
-
-    def require(self, module: nn.Module, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
-        """ValueError for what a module hands to its attention and a ring does not compute."""
-        if options.get("position_bias") is not None and bool(options["position_bias"].any()):
-            raise ValueError(_BIAS)
-        if options.get("s_aux") is not None or isinstance(getattr(module, "sinks", None), Tensor):
-            raise ValueError("attention sinks are not computed in a ring")
-        self._as_bool(mask)
-
-    def _refuse_bias(self, module: nn.Module, bias: Tensor, query: Tensor, key: Tensor) -> None:
-        ranks = self._share.ranks
-        if ranks == 1:
-            refused = bool(bias.any())
-        else:
-            refused = whole_bias(module, bias, query.shape[SEQUENCE] * ranks, key.shape[SEQUENCE] * ranks) is not None
-        if refused:
-            raise ValueError(_BIAS)
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        alibi = options.get("alibi")
+        if alibi is None or query.shape[HEADS] != key.shape[HEADS]:
+            return super().__call__(module, query, key, value, *args, **options)
+        # Features travel with their keys, so that kernels compute blocks.
+        width, scale = value.shape[-1], options.get("scaling") or query.shape[-1] ** -0.5
+        query, key, value = with_alibi(query, key, value, self._share.part(alibi, -1), scale)
+        out, _ = super().__call__(module, query, key, value, *args, **{**options, "alibi": None, "scaling": scale})
+        return out[..., :width], None
 
     def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
-        given = options.get("is_causal")
-        return View(bool(getattr(module, "is_causal", True) if given is None else given), None)
+        """Where there is a mask, it says all there is to say."""
+        given, window = options.get("is_causal"), options.get("sliding_window")
+        causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        return View(causal, window if causal and isinstance(window, int) else None)
 
     def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
         length, keys = (x.shape[SEQUENCE] * self._share.ranks for x in (query, key))
         return MaskedTurn(self._share, self._rings, setting, self._as_bool(mask), length, keys)
 
     def _as_bool(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None or mask.dtype == torch.bool:
-            return mask
-        if mask not in self._bools:
+        return mask if mask is None or mask.dtype == torch.bool else self._parts_of(mask)[0]
+
+    def _parts_of(self, mask: Tensor) -> tuple[Tensor, bool]:
+        """(where a query may see a key, whether a mask has terms that are added to scores)"""
+        if mask not in self._known:
             hidden = mask <= torch.finfo(mask.dtype).min * _HIDDEN
-            if not bool((hidden | (mask == 0)).all()):
-                raise ValueError("a mask with terms that are added to scores is not computed in a ring")
-            self._bools[mask] = ~hidden
-        known: Tensor = self._bools[mask]
+            self._known[mask] = ~hidden, not bool((hidden | (mask == 0)).all())
+        known: tuple[Tensor, bool] = self._known[mask]
         return known
+
+    def _bias(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor | None:
+        queries, keys = query.shape[SEQUENCE], key.shape[SEQUENCE] * self._share.ranks
+        terms: list[Tensor | None] = []
+        bias = options.get("position_bias")
+        if bias is not None and bias.shape[-2:] == (queries * self._share.ranks, keys):  # which the model made itself
+            terms.append(self._share.part(bias, -2))
+        elif bias is not None:
+            terms.append(whole_bias(module, bias, queries, keys))
+        if mask is not None and mask.dtype != torch.bool and self._parts_of(mask)[1]:
+            added = mask.masked_fill(~self._parts_of(mask)[0], 0.0)
+            if added.shape[-2] > 1:
+                added = self._share.part(added, -2)
+            terms.append(added)
+        if options.get("alibi") is not None:
+            terms.append(options["alibi"][:, :, None])
+        found = [term for term in terms if term is not None]
+        return functools.reduce(torch.add, found) if found else None
 
 
 def around_trial(exchange: Exchange, ring: RingAttention) -> AttentionFunction:

@@ -315,8 +315,9 @@ def test_rings_keep_their_order() -> None:
     x = graph.placeholder("x")
     operators = torch.ops.shardwright
     traded = graph.call_function(operators.trade_heads.default, (x, "sp", [2, 1], [1, 2], True))
-    ring = graph.call_function(operators.ring_attention.default, (x, x, x, None, "ring", True, None, 1.0, None))
-    ring.meta["val"] = torch.empty(1), torch.empty(2)
+    settings = ("ring", True, None, 1.0, None, 0.0)
+    ring = graph.call_function(operators.ring_attention.default, (x, x, x, None, None, *settings))
+    ring.meta["val"] = torch.empty(1), torch.empty(2), torch.empty(())
     summed = graph.call_function(operators.sum_over_group.default, (x, "tp"))
     graph.output((traded, ring, summed))
     compiled.keep_order(graph)

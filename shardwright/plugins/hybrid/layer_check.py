@@ -26,6 +26,7 @@ from ...comm.ring import Ring
 from ...models.config import is_encoder_decoder, parts, shorten_windows
 from ...models.layer_chain import layer_lists
 from ...shardformer.adapters import has_adapters, native_model
+from ...shardformer.attention_routes import makes_own_masks, route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small
 from .layer_axis import LayerAxis, LayerFacts
@@ -56,8 +57,6 @@ def probe_layers(mode: str, model: nn.Module) -> LayerFacts:
             copies = _Copies(mode, native, name, trades)
             try:
                 facts = copies.facts(joined)
-            except CannotDrop:
-                raise
             except CannotShorten as error:
                 why = why or str(error)
                 continue
@@ -66,10 +65,6 @@ def probe_layers(mode: str, model: nn.Module) -> LayerFacts:
                 break
             return facts._replace(plan=_of_all_layers(facts.plan, copies.plain, native))
     raise CannotSplit(why)
-
-
-class CannotDrop(CannotSplit):
-    """Dropout of attention, which is to be set to 0 and not gone around."""
 
 
 class CannotShorten(CannotSplit):
@@ -93,12 +88,13 @@ class _Copies:
         made = [build_small(native_class(native), copy.deepcopy(config), size, ranks=1) for _ in range(3)]
         if any(each is None for each in made):
             raise CannotSplit("no small copy of it could be built to try it")
+        for each in made[1:]:
+            route_attention(each)  # type: ignore[arg-type]
         self.plain: nn.Module = made[0]  # type: ignore[assignment]
         self._other: nn.Module = made[1]  # type: ignore[assignment]
         words = min(getattr(self.plain.config.get_text_config(), "vocab_size", None) or _WORDS, _WORDS)  # type: ignore
         try:
-            require = _one_ring().require if mode == "ring_attn" else None
-            self._probe = Probe(made[2], name, words, trades, require)  # type: ignore[arg-type]
+            self._probe = Probe(made[2], name, words, trades)  # type: ignore[arg-type]
         except Exception as error:
             raise CannotSplit(f"no small copy of it could be tried ({_line(error)})") from error
 
@@ -107,17 +103,11 @@ class _Copies:
             try:
                 self._probe.run()
                 plan = self._probe.plan()
-                dropout = self._probe.dropout_in_training() if self._mode == "ring_attn" and plan.traded else 0.0
                 plan.joined = joined
             except CannotSplit:
                 raise
             except Exception as error:  # of the model's own code
                 raise CannotSplit(f"a call with input_ids and labels fails ({_line(error)})") from error
-            if dropout:
-                raise CannotDrop(
-                    f"its attention has dropout={dropout}, and blocks of a ring, which are computed once more in the "
-                    "backward, would need the same numbers; use 0, or sequence_parallelism_mode='all_to_all'"
-                )
             exchange = Trial(_MULTIPLE)
             self._apply(plan, exchange)
             causal, failures = self._is_causal(), []
@@ -158,7 +148,7 @@ class _Copies:
             function.split.update(map(self._other.get_submodule, plan.traded))
         if plan.joined and getattr(self._other, "base_model", self._other) is self._other:
             raise CannotSplit("what follows its layers wants whole sequences")
-        plan.apply(self._other, exchange)
+        plan.apply(self._other, exchange, self._mode == "ring_attn")
 
     def _is_causal(self) -> bool:
         """Of the last stack: whether the first token's logits do not see the last token."""
@@ -319,8 +309,9 @@ def split_layers(
     name = attention_of(native)
     if facts.plan.traded:
         own = OfParts(native_function(name), function)
-        masks = "sdpa" if mode == "ring_attn" and not facts.plan.whole else name
+        needs_own = facts.plan.whole or makes_own_masks(native)
+        masks = "sdpa" if mode == "ring_attn" and not needs_own else name
         use_attention(native, own, mode, copies, masks_of=masks)
         own.split.update(map(native.get_submodule, facts.plan.traded))
-    facts.plan.apply(native, exchange)
+    facts.plan.apply(native, exchange, mode == "ring_attn")
     warn_of_whole(native, facts.plan, mode)

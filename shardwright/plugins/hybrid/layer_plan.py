@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...attention.exchange import Exchange
@@ -56,7 +57,10 @@ class LayerPlan:
     whole: dict[str, tuple[Places, Places]] = field(default_factory=dict)
     joined: bool = False
 
-    def apply(self, model: nn.Module, exchange: Exchange) -> None:
+    def apply(self, model: nn.Module, exchange: Exchange, by_rows: bool) -> None:
+        """
+        by_rows     attention takes biases by relative position of this rank's queries; else of whole sequences
+        """
         for stack in self.stacks:
             for index, name in enumerate(stack.layers):
                 layer, extras = model.get_submodule(name), self.extras.get(name, {})
@@ -72,7 +76,8 @@ class LayerPlan:
             module: Any = model.get_submodule(name)
             module.register_forward_pre_hook(partial(_part_inputs, exchange, places, False), with_kwargs=True)
             if hasattr(module, "compute_bias"):
-                module.compute_bias = partial(_whole_bias, module.compute_bias, exchange)
+                make = _bias_of_rows if by_rows else _whole_bias
+                module.compute_bias = partial(make, module.compute_bias, exchange)
         for name, (given, returned) in self.whole.items():
             module = model.get_submodule(name)
             module.register_forward_pre_hook(partial(_gather_inputs, exchange, given), with_kwargs=True)
@@ -110,6 +115,16 @@ def _part_states(exchange: Exchange, _: nn.Module, args: Any, output: Any) -> An
 
 def _whole_bias(compute: Callable[..., Tensor], exchange: Exchange, queries: int, keys: int, **options: Any) -> Tensor:
     return compute(queries * exchange.ranks, keys * exchange.ranks, **options)
+
+
+def _bias_of_rows(
+    compute: Callable[..., Tensor], exchange: Exchange, queries: int, keys: int, **options: Any
+) -> Tensor:
+    spans = exchange.spans(queries * exchange.ranks)
+    rows = [
+        compute(stop - start, keys * exchange.ranks, **{**options, "past_seen_tokens": start}) for start, stop in spans
+    ]
+    return torch.cat(rows, -2)
 
 
 # Tensors among arguments and results.

@@ -24,7 +24,7 @@ from .layer_plan import LayerPlan, Path, Places, Stack, changed_inputs, tensors_
 from .sequence_axis import IGNORED
 
 _SAMPLES, _LENGTH, _DECODED, _TOKEN = 3, 22, 18, 9
-_NOT_CUT = ("mask", "bias")  # in names of arguments: attention functions are given them as they are
+_NOT_CUT = ("mask", "bias", "alibi")  # in names of arguments: attention functions are given them as they are
 
 
 class CannotSplit(Exception):
@@ -46,12 +46,9 @@ class Probe:
     name        of the attention function that it calls
     words       token ids are below it
     trades      whether attention that goes through the interface may be traded
-    require     raises ValueError for attention that may not, by its module, query, mask and options
     """
 
-    def __init__(
-        self, model: nn.Module, name: str, words: int, trades: bool, require: Callable[..., None] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, name: str, words: int, trades: bool) -> None:
         self.model = model
         self._decodes = is_encoder_decoder(model)
         generator = torch.Generator().manual_seed(0)
@@ -68,8 +65,6 @@ class Probe:
         self._fixed: dict[nn.Module, Any] = {}
         self._records = False
         self.callers: set[nn.Module] = set()
-        self.untraded: set[nn.Module] = set()
-        self.dropout = 0.0
         native = native_function(name)
 
         def attention(
@@ -78,12 +73,6 @@ class Probe:
             if module in self._fixed:
                 return self._fixed[module]
             self.callers.add(module)
-            self.dropout = max(self.dropout, options.get("dropout") or 0.0)
-            try:
-                if require is not None:
-                    require(module, query, attention_mask, options)
-            except ValueError:
-                self.untraded.add(module)
             made = native(module)(module, query, key, value, attention_mask, **options)
             if self._records:
                 self._attended[module] = made
@@ -96,16 +85,6 @@ class Probe:
     def run(self, **changes: Any) -> Any:
         batch: dict[str, Any] = {"input_ids": self.ids, "attention_mask": self.mask, "labels": self.labels}
         return self.model(**{**batch, "use_cache": False, **changes})
-
-    def dropout_in_training(self) -> float:
-        """Of attention that goes through the interface."""
-        with torch.random.fork_rng(devices=[]):
-            self.model.train()
-            try:
-                self.run()
-            finally:
-                self.model.eval()
-        return self.dropout
 
     # Plans.
 
@@ -313,7 +292,7 @@ class _Walk:
         if not self._meets(module, call, parts):
             return []
         meeting = [child for child in _called_below(module, probe) if self._meets(child, *self._parts(child))]
-        if module in probe.callers - probe.untraded and probe.has_attended(module):
+        if module in probe.callers and probe.has_attended(module):
             inner = any(not probe.is_by_token(child, *self._parts(child)) for child in meeting)
             with probe.fixed([], module):
                 alone = not inner and probe.is_by_token(module, call, parts)

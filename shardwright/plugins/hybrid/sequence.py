@@ -25,6 +25,7 @@ from ...attention.zigzag import Share
 from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
 from ...shardformer.adapters import native_model, refuse_prompts
+from ...shardformer.attention_routes import route_attention
 from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
 from ..settings import HybridSettings
@@ -140,6 +141,8 @@ def split_sequences(
     assert mode is not None
     native, group = native_model(model), mesh.group("sp")
     name = attention_of(native)
+    for each in (native, *copies):
+        route_attention(each)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     if isinstance(facts, LayerFacts):
         return SequenceLoss(_split_layers(settings, mode, group, native, facts, copies), group)

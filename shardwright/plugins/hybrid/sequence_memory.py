@@ -17,8 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...attention.heads import share_heads
 from ...attention.sequence_modes import name_attention
-from ...attention.ulysses import HEADS, SEQUENCE, require_view
+from ...attention.ulysses import HEADS, SEQUENCE
 from ...shardformer.adapters import native_model
+from ...shardformer.attention_routes import route_attention
 from ..settings import HybridSettings
 from .resolved import ResolvedLayout
 from .sequence_traffic import part_length, traded_by
@@ -29,7 +30,12 @@ def kept_attention(settings: HybridSettings) -> Callable[[nn.Module], None] | No
     if (settings.layout.sp_size or 1) == 1:
         return None
     stand_in = KeptAttention(traded_by(settings), in_ring=settings.sequence_mode == "ring_attn")
-    return lambda model: name_attention(stand_in, "kept", [native_model(model)])
+
+    def give(model: nn.Module) -> None:
+        route_attention(native_model(model))
+        name_attention(stand_in, "kept", [native_model(model)])
+
+    return give
 
 
 class KeptAttention:
@@ -49,7 +55,7 @@ class KeptAttention:
         if self._among == 1:
             return scaled_dot_product_attention(query, key, value).transpose(HEADS, SEQUENCE), None
         shares, whole = share_heads(heads, key.shape[HEADS], self._among), length * self._among
-        window, mask = require_view(module, options).window, None
+        window, mask = options.get("sliding_window"), None
         if window is not None and window < whole and not self._in_ring:
             mask = query.new_empty(1, 1, whole, whole, dtype=torch.bool)
 

@@ -24,6 +24,7 @@ from ...attention.zigzag import Share
 from ...comm.ring import Ring
 from ...models.config import follows_length, parts, shorten_windows
 from ...shardformer.adapters import native_model
+from ...shardformer.attention_routes import route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small, take_own_functions
 from .sequence_axis import IGNORED, Positions, SequenceFacts
@@ -31,7 +32,6 @@ from .sequence_axis import IGNORED, Positions, SequenceFacts
 _LENGTH, _WINDOW, _FIRST_WORD, _LAST_WORD = 16, 5, 5, 60
 _SECOND = 7  # where the second document of a packed row begins
 _BY_ITSELF = "its attention does not go through transformers' AttentionInterface"
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 Batch = dict[str, Any]
 
 
@@ -71,11 +71,6 @@ def probe_ulysses(model: nn.Module) -> SequenceFacts:
 def probe_ring(model: nn.Module) -> SequenceFacts:
     """The same for `ring_attn`, whose attention is its own."""
     native = native_model(model)
-    for part in parts(getattr(native, "config", None)):
-        for option in _DROPOUTS:
-            if getattr(part, option, None):
-                why = f"{option}={getattr(part, option)} in its config, which must be 0 here"
-                raise ValueError(_refusal("ring_attn", model, why))
 
     def wrap(order: Tensor) -> tuple[AttentionFunction, Callable[[], int]]:
         shuffle = Shuffle(order)
@@ -127,6 +122,7 @@ class _Probe:
         generator = torch.Generator().manual_seed(0)
         self._order = torch.randperm(_LENGTH, generator=generator)
         function, self._calls = wrap(self._order)
+        route_attention(other)
         use_attention(other, function, "probe")
         self._ids = torch.randint(_FIRST_WORD, _LAST_WORD, (3, _LENGTH), generator=generator)
         self._mask = torch.ones_like(self._ids)

@@ -5,15 +5,19 @@ all_to_all  a layer's forward has four all-to-alls (query, key, value, output), 
 ring_attn   n - 1 times a rank's keys and values forward, twice as often backward, with their gradients
             with ulysses_size=u: the all-to-alls of u ranks, and around n / u places goes what these hold afterwards:
             the tokens of u ranks, the heads of one
+            keys that have a term of alibi each bring it as features
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from ...attention.extra_terms import padded_width
 from ...attention.heads import share_heads
 from ...attention.zigzag import Share
 from ...models.config import HIDDEN, KEY_VALUE_HEADS, LAYERS, QUERY_HEADS, first_int, text_config
+from ...shardformer.adapters import native_model
+from ...shardformer.attention_routes import has_alibi
 from ..settings import HybridSettings
 from .resolved import Traffic
 from .traffic import Tokens
@@ -52,6 +56,8 @@ def sequence_traffic(settings: HybridSettings, model: nn.Module, tokens: Tokens,
     heads, keys = (max(1, -(-number // settings.layout.tp_size)) for number in (heads, keys))
     layers = -(-layers // settings.layout.pp_size)
     among = traded_by(settings)
+    if among == 1 and keys == heads and has_alibi(native_model(model)):
+        size = of_values = padded_width(size + 2)  # a term for each key travels with it, in two features
     places, shares = ranks // among, share_heads(heads, keys, among)
 
     def row(what: str, calls: int, features: int, divided: int = 1) -> Traffic:
