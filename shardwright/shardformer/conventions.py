@@ -54,6 +54,7 @@ _UP = (
     "up",
 )
 _DOWN = (
+    "output_linear",
     "down_proj",
     "fc2",
     "fc_out",
