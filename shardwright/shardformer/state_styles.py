@@ -267,4 +267,5 @@ class _Means(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        return self._norm.mean_over_ranks(found) if func in (Tensor.mean, torch.mean) else found
+        is_mean = getattr(func, "__name__", "") == "mean"  # the function's or the tensor's
+        return self._norm.mean_over_ranks(found) if is_mean else found
