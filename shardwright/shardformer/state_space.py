@@ -13,10 +13,10 @@ import torch.nn as nn
 from .layer.linear import is_linear
 from .rules import Rules
 from .state_layout import StateLayout, StateSplit, without_adapters
-from .state_styles import DealtNorm, DealtRows, InnerRow, StateInput
+from .state_styles import FEATURES, DealtNorm, DealtRows, InnerRow, StateInput
 from .styles import Row, ShardedParameter
 
-_HEADS, _FEATURES = StateSplit(("heads",)), StateSplit(("features",))
+_HEADS = StateSplit(("heads",))
 
 # What the rows of the input projection are, and of which parts every rank has its heads.
 _PROJECTED = {
@@ -36,14 +36,14 @@ def state_space_rules(name: str, mixer: nn.Module) -> Rules:
     rules: Rules = {
         f"{name}.in_proj": StateInput(StateSplit(_PROJECTED[layout.kind])),
         f"{name}.conv1d": DealtRows(StateSplit(_CONVOLVED[layout.kind])),
-        f"{name}.out_proj": Row(_FEATURES),
+        f"{name}.out_proj": Row(FEATURES),
     }
     for local, param in mixer.named_parameters(recurse=False):
         if local in _BY_HEAD and param.shape[0] == layout.heads:
             rules[f"{name}.{local}"] = ShardedParameter(0, _HEADS)
     if layout.kind == "mamba":
-        rules[f"{name}.x_proj"] = InnerRow(_FEATURES)
-        rules[f"{name}.dt_proj"] = DealtRows(_FEATURES)
+        rules[f"{name}.x_proj"] = InnerRow(FEATURES)
+        rules[f"{name}.dt_proj"] = DealtRows(FEATURES)
     for local, child in mixer.named_children():
         widths = [param.shape[0] for param in child.parameters() if param.ndim == 1]
         if f"{name}.{local}" in rules or not widths or is_linear(without_adapters(child) or child):

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from ..ops import compiled
 from ..ops.collective import copy_to_group, reduce_from_group
 from ..spec import ParamSpec
-from .layer.linear import RowParallel, join_name
+from .layer.linear import join_name
 from .layer.parallel_module import ParallelGroup, ParallelModule, native_class, shard_parameters
 from .splits import EVEN, Split
 from .state_layout import StateLayout, StateSplit
@@ -45,6 +45,7 @@ _SIZES = {
     "groups_time_state_size": "state",
 }
 _CONVOLVED = ("conv_dim",)
+FEATURES = StateSplit(("features",))
 # Functions that run from the input projection to the output projection.
 _FUSED_STEPS = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
 
@@ -182,7 +183,7 @@ class DealtNorm(DealtRows):
     Ranks that have whole groups compute theirs alone; ranks that share one sum their squares.
     """
 
-    split: Split = StateSplit(("features",))
+    split: Split = FEATURES
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         specs = super().specs(site)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import logging
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from shardwright import Booster
 from shardwright.lazy import LazyInitContext
 from shardwright.ops.shared_grads import sync_shared_gradients
+from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import ModelSharder, ShardConfig
 from shardwright.shardformer.layer.parallel_module import full_tensor
 from shardwright.shardformer.state_layout import StateLayout
@@ -25,8 +30,8 @@ TWO_LAYERS = {"num_hidden_layers": 2}
 # One norm over all channels, uneven; groups that are dealt unevenly; several heads that are mixers of their own; no
 # norm, and a factor for every feature that is projected; norms of dt, B and C.
 THREE_HEADS = {**TWO_LAYERS, "hidden_size": 48, "expand": 2, "num_heads": 3, "head_dim": 32, "state_size": 8}
-ZAMBA = {"num_hidden_layers": 5, "attention_hidden_size": 128, "attention_head_dim": 32, "attn_layer_period": 2}
-ZAMBA2 = {"num_hidden_layers": 2, "layers_block_type": ["hybrid", "hybrid"], "n_mamba_heads": 4, "mamba_ngroups": 2}
+ZAMBA = {"num_hidden_layers": 5, "attention_hidden_size": 128, "attention_head_dim": 32, "attn_layer_period": 2,
+         "attn_layer_offset": 1}  # fmt: skip
 NO_EXPERTS = {**TWO_LAYERS, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("mamba", {**TWO_LAYERS, "use_bias": True, "time_step_rank": 4}),
@@ -38,8 +43,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("falcon_mamba", TWO_LAYERS),
     ("falcon_h1", {**TWO_LAYERS, "mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 2}),
-    ("bamba", {}),
-    ("granitemoehybrid", {}),
+    ("bamba", {"attn_layer_indices": [1]}),
+    ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"] * 2}),
     ("nemotron_h", {}),
     ("zamba", ZAMBA),
 ]
@@ -127,10 +132,84 @@ def test_every_family(ranks: int) -> None:
     check(run_ranks(compare, ranks, MORE if ranks == 2 else [("mamba2", {"n_groups": 2}), *MORE[:3]], timeout=500))
 
 
+LAYOUTS: dict[str, tuple[int, tuple[str, dict[str, Any]], dict[str, Any]]] = {
+    "stages": (4, CASES[3], {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}),
+    "zero": (4, CASES[1], {"tp_size": 2, "zero_stage": 2, "max_norm": 0.05}),
+    "adapters": (2, CASES[0], {"tp_size": 2}),
+    "split sequences": (2, CASES[2], {"tp_size": 2, "enable_sequence_parallelism": True}),
+    "compiled": (2, MORE[1], {"tp_size": 2, "enable_jit_fused": True}),
+    "recomputed": (2, CASES[4], {"tp_size": 2}),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str, tmp_path: Path) -> None:
+    run_ranks(_boosted, LAYOUTS[name][0], name, tmp_path, timeout=500)
+
+
+@keep_float64()
+def _boosted(rank: int, world: int, name: str, path: Path) -> None:
+    """Three steps; what is saved then is loaded by plain transformers, and by the same layout."""
+    _, case, layout = LAYOUTS[name]
+    plugin = HybridParallelPlugin(precision="fp32", **layout)
+    booster = Booster(plugin=plugin)
+    model, reference = build(case), build(case)
+    if name == "adapters":
+        lora = {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": ["in_proj", "x_proj", "embeddings"],
+            "task_type": "CAUSAL_LM",
+        }
+        model, reference = (
+            booster.enable_lora(each, lora_config=peft.LoraConfig(**lora)) for each in (model, reference)
+        )
+        for each in (model, reference):
+            generator = torch.Generator().manual_seed(3)
+            for param in each.parameters():
+                if param.requires_grad:
+                    param.data = 0.2 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
+    if name == "recomputed":
+        model.gradient_checkpointing_enable()
+
+    def adamw(of: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([param for param in of.parameters() if param.requires_grad], lr=1e-2, eps=1e-3)
+
+    theirs = adamw(reference)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    for step in range(3):
+        batch = tiny.inputs(reference)
+        batch["input_ids"] = (batch["input_ids"] + step) % 97
+        parts, mine = plugin.dp_size, plugin.mesh.coordinate("dp")
+        batch = {key: value.repeat(parts, 1) if torch.is_tensor(value) else value for key, value in batch.items()}
+        batch["input_ids"][3:] = batch["input_ids"][3:].flip(1)
+        own = {key: value.chunk(parts)[mine] if torch.is_tensor(value) else value for key, value in batch.items()}
+        loss = reference(**batch).loss
+        loss.backward()
+        result = booster.execute_pipeline(iter([own]), model, None, optimizer)
+        losses = (loss.detach().reshape(1), result["loss"].reshape(1)) if result["loss"] is not None else None
+        gradients = {"gradients": optimizer.gradients(), "weights": False} if parts == 1 else {"gradients": False}
+        compare_models(reference, model, coordinate=plugin.mesh.coordinate, losses=losses, tolerance=1e-10, **gradients)
+        if layout.get("max_norm"):
+            nn.utils.clip_grad_norm_(reference.parameters(), layout["max_norm"])
+        for each in (theirs, optimizer):
+            each.step()
+            each.zero_grad()
+        compare_models(reference, model, coordinate=plugin.mesh.coordinate, gradients=False, tolerance=1e-9)
+    if name == "adapters":
+        return
+    booster.save_model(model, path, shard=True)
+    dist.barrier()
+    read = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    compare_models(reference, read, gradients=False, tolerance=1e-9)
+    other, *_ = booster.boost(build(case), None)
+    booster.load_model(other, path)
+    compare_models(reference, other, coordinate=plugin.mesh.coordinate, gradients=False, tolerance=1e-9)
+
+
 def lazily_built(rank: int) -> list[str]:
     """A buffer that the forward multiplies with is cut like the projection, without the checkpoint knowing of it."""
-    from transformers import AutoModelForCausalLM
-
     made = tiny.config("falcon_h1", CASES[3][1])
     with LazyInitContext(seed=3):
         whole = AutoModelForCausalLM.from_config(made)
