@@ -145,7 +145,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str, tmp_path: Path) -> None:
-    run_ranks(_boosted, LAYOUTS[name][0], name, tmp_path, timeout=500)
+    run_ranks(_boosted, LAYOUTS[name][0], name, tmp_path, timeout=900)
 
 
 @keep_float64()
