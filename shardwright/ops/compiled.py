@@ -16,7 +16,7 @@ whose shards differ would then sum different things with one another.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,16 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, trans
     """See `ops.linear.row_linear`."""
     y = _sum(F.linear(x, weight.t() if transposed else weight), group)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def copy_in(x: Tensor, group: str) -> Tensor:
+    """See `ops.collective.copy_to_group`."""
+    return cast(Tensor, _copy(x, group))
+
+
+def sum_for_shards(x: Tensor, group: str) -> Tensor:
+    """The sum over the ranks, which every rank reads for a part of the result: its gradient is summed too."""
+    return cast(Tensor, _copy(_sum(x, group), group))
 
 
 def share_copies(graph: fx.Graph) -> None:

@@ -92,7 +92,9 @@ def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
         raise ValueError(
             "variants of LoRA (DoRA and others) need the whole weight on every rank; use plain LoRA, or tp_size=1"
         )
-    inner, outer = (Replicated(), style) if isinstance(style, Column) else (style, Replicated())
+    # Behind a row linear whose output meets sharded features, B's gradient is a part of a sum.
+    behind = PartialGradient() if style.role == "inside" else Replicated()
+    inner, outer = (Replicated(), style) if isinstance(style, Column) else (style, behind)
 
     def part(name: str, module: nn.Module) -> Site:
         return Site(f"{site.name}.{name}", module, None, site.parent, site.parallel)

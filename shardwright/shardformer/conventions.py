@@ -15,8 +15,10 @@ from .attention import LocalHeads
 from .heads import HeadGeometry
 from .hf_plan import Proposal, shape_of_name
 from .layer.linear import input_size, is_linear, output_size
+from .layer.parallel_module import native_class
 from .rules import Rules, latent_attention_rules
 from .splits import Heads, Packed
+from .state_space import state_space_rules
 from .styles import Column, Row, ShardedParameter
 
 _ATTENTION = [
@@ -52,6 +54,7 @@ _UP = (
     "up",
 )
 _DOWN = (
+    "output_linear",
     "down_proj",
     "fc2",
     "fc_out",
@@ -76,6 +79,10 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
     regions: dict[str, Proposal] = {}
     for name, module in model.named_modules():
         shape = shape_of_name(name)
+        if name and (rules := state_space_rules(shape, module)):  # mixers of several kinds may go by one name
+            kind = f"{shape} ({native_class(module).__name__})"
+            regions.setdefault(kind, Proposal(kind if shape in known else shape, [rules]))
+            continue
         if not name or shape in known or any(shape.startswith(f"{other}.") for other in known):
             continue
         for region in _proposals(shape, module):

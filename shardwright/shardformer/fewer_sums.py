@@ -59,5 +59,9 @@ def _layers(model: nn.Module, rules: Rules, rows: list[str], parallel: ParallelG
 
 def _matched(model: nn.Module, rules: Mapping[str, Style | str], style: type[Style], named: str) -> list[str]:
     """Names of modules whose rule has the style, in the order of the model."""
-    patterns = {pattern for pattern, given in rules.items() if given == named or isinstance(given, style)}
+    patterns = {
+        pattern
+        for pattern, given in rules.items()
+        if given == named or (isinstance(given, style) and given.role != "inside")
+    }
     return [name for name, _ in model.named_modules() if shape_of_name(name) in patterns]

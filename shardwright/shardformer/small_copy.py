@@ -197,4 +197,6 @@ def _narrow_states(config: Any) -> None:
         if isinstance(values.get(heads), int) and isinstance(values.get(features), int):
             setattr(config, heads, max(1, expand * hidden // 16))
             setattr(config, features, expand * hidden // getattr(config, heads))
+            if isinstance(values.get("mamba_d_ssm"), int):
+                config.mamba_d_ssm = expand * hidden
             return

@@ -103,6 +103,7 @@ REAL_SIZES = {
     "BartForConditionalGeneration": "BartConfig",
     "DeepseekV3ForCausalLM": "DeepseekV3Config",
     "BambaForCausalLM": "BambaConfig",
+    "FalconH1ForCausalLM": "FalconH1Config",
     "GPTJForCausalLM": "GPTJConfig",
     "DPTForDepthEstimation": "DPTConfig",
     "Wav2Vec2ForXVector": "Wav2Vec2Config",

@@ -172,6 +172,8 @@ def fuse_norms(model: nn.Module) -> int:
     kinds: dict[Any, float | None] = {}
     for module in model.modules():
         kind = type(module)
+        if isinstance(module, ParallelModule) and not isinstance(module, _Norm):
+            continue  # computes over the features of several ranks
         if "RMSNorm" in kind.__name__:
             alike = kind, *_settings(module)
             if alike not in kinds:

@@ -65,7 +65,7 @@ class GenericPolicy(Policy):
     def _find(self, regions: list[Proposal]) -> Findings:
         parallel = self.shard_config.parallel
         for region in regions:
-            region.alternatives = [rules for rules in region.alternatives if self._is_possible(rules)]
+            self._leave_out_impossible(region)
         best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
         example = self.shard_config.example_inputs
         copies = small_copies(self.model, parallel.size, keep_inputs=example is not None)
@@ -140,13 +140,21 @@ class GenericPolicy(Policy):
             )
         return names
 
-    def _is_possible(self, rules: Rules) -> bool:
-        """Whether the numbers fit; what does not is no rule of the user's, so it is passed over."""
-        try:
-            Plan(rules, type(self).__name__).decide(self.model, self.shard_config.parallel, complete=False)
-        except ValueError:
-            return False
-        return True
+    def _leave_out_impossible(self, region: Proposal) -> None:
+        """Pass over what does not fit the numbers, which is no rule of the user's; a region of which nothing is left
+        stays whole, and is told of.
+        """
+        possible: list[Rules] = []
+        reason: ValueError | None = None
+        for rules in region.alternatives:
+            try:
+                Plan(rules, type(self).__name__).decide(self.model, self.shard_config.parallel, complete=False)
+                possible.append(rules)
+            except ValueError as error:
+                reason = error
+        region.alternatives = possible
+        if reason is not None and not possible:
+            _LOGGER.warning(f"{type(self.model).__name__}: {region.name} stays whole on every rank: {reason}")
 
     def _passing(self, check: SelfCheck, rules: Rules) -> Rules | None:
         """The rules if they pass, with norms and the like that were guessed wrong corrected once."""
