@@ -11,11 +11,19 @@ import pytest
 
 # Before anything imports torch: rank processes inherit these, and two cores are shared by up to four ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # limits were chosen for one test at a time
     os.environ.setdefault("SHARDWRIGHT_PATIENCE", "3")
+
+# Where torch checks that the collectives of all ranks match, which takes as long again as what else a rank does: what
+# sends them, random layouts of everything together, DDP (which such groups must be kept from), and mistakes. A level in
+# the environment holds for all tests.
+CHECKED = (
+    *("tests/ranks/", "tests/mistakes/", "tests/models/test_tp_collectives.py"),
+    *("tests/plugins/test_layout_fuzz.py", "tests/plugins/test_data_parallel.py"),
+)
+GIVEN_LEVEL = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
 
 BEYOND_THE_LIMIT = 60.0  # seconds after which a test that no signal could end ends the whole run
 
@@ -27,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
     global _stderr
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         _stderr = os.dup(2)  # not the file that the output of a test goes to
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    checked = item.nodeid.startswith(CHECKED)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = GIVEN_LEVEL or ("DETAIL" if checked else "OFF")
+    return (yield)
 
 
 # A test over its limit fails by a signal and the next one runs; one that waits where no signal is heard must not wait

@@ -55,7 +55,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60,
     backend: str = "gloo",
-    debug: str = "DETAIL",
+    debug: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args, **kwargs)` on `world_size` processes; returns what each rank returned, by rank.
@@ -67,9 +67,10 @@ def run_ranks(
     fn          a function at the top level of a file; a script needs the `if __name__ == "__main__":` guard
     timeout     seconds from the start of the ranks; when they pass, every rank's Python stacks are in the error.
                 Multiplied by SHARDWRIGHT_PATIENCE of the environment, for tests that run side by side
-    debug       TORCH_DISTRIBUTED_DEBUG: with "DETAIL", collectives that do not match between ranks are errors rather
-                than hangs; "INFO" for DistributedDataParallel, whose constructor crashes under "DETAIL" in torch 2.13,
-                and "OFF" for timings
+    debug       TORCH_DISTRIBUTED_DEBUG, by default that of the caller's environment, or "DETAIL" where it has none:
+                then collectives that do not match between ranks are errors rather than hangs, and take twice as long;
+                "INFO" for DistributedDataParallel, whose constructor crashes under "DETAIL" in torch 2.13, and "OFF"
+                for timings
     args, kwargs, results   anything picklable, tensors included
 
     Raises `RankError` when a rank raises, dies or does not end in time.
@@ -79,6 +80,8 @@ def run_ranks(
         raise ValueError(f"world_size={world_size}: it must be at least 1")
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
+    if debug is None:
+        debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() or "DETAIL"
     if debug not in _DEBUG_LEVELS:
         raise one_of("debug", debug, _DEBUG_LEVELS)
     timeout *= _patience()

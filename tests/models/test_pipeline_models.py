@@ -32,7 +32,10 @@ STYLES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2))
 
 @pytest.mark.parametrize("name", ["llama-tied-causal-lm", "bert-masked-lm", "t5-conditional-generation"])
 def test_every_schedule(name: str) -> None:
-    run([Case(name, style, chunks, checkpointing=ratio) for style, chunks in STYLES for ratio in (None, 0.5)])
+    """Llama in all of them; of the others one with recomputation where the other has none."""
+    cases = [Case(name, style, chunks, checkpointing=ratio) for style, chunks in STYLES for ratio in (None, 0.5)]
+    first = {"bert": 0, "t5": 1}.get(name.split("-")[0])
+    run([case for at, case in enumerate(cases) if first is None or (at // 2 + at) % 2 == first])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shardwright.testing.train import adamw, train_steps
 from tests.models.reference_policies import POLICIES
 from tests.models.tp_ranks import overrides
 
-STEPS = 3
+STEPS = 2
 DROPOUT = {
     "gpt2-causal-lm": {"attn_pdrop": 0.2, "embd_pdrop": 0.2, "resid_pdrop": 0.2},
     "opt-causal-lm": {"dropout": 0.2, "attention_dropout": 0.2},

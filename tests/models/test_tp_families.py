@@ -1,4 +1,4 @@
-"""Every family with every task head against plain transformers: three AdamW steps, ragged masks and labels."""
+"""Every family with every task head against plain transformers: AdamW steps, ragged masks and labels."""
 
 from __future__ import annotations
 

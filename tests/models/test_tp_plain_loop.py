@@ -18,7 +18,7 @@ from shardwright.testing.compare import check_complete, compare_models
 from shardwright.testing.exact import keep_float64
 from tests.models.tp_ranks import overrides, shard
 
-STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.7
+STEPS, MICROBATCHES, MAX_NORM = 2, 2, 0.7
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms of heads": ("qwen3-causal-lm", {}),

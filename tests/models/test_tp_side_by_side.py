@@ -95,7 +95,7 @@ def plain_loops(rank: int, world: int) -> None:
         reference, model = build(name), build(name)
         with keep_float64():
             model = shard(model)
-            batches = [batch(step) for step in range(3)]
+            batches = [batch(step) for step in range(2)]
             losses = train_steps(reference, adamw(reference), batches), train_steps(model, adamw(model), batches)
         compare_models(reference, model, coordinate=rank, losses=losses)
         assert reductions(model) == 2, name
@@ -118,7 +118,7 @@ def plugins(rank: int, world: int, cases: list[tuple[str, dict[str, Any], bool]]
         with keep_float64():
             model, optimizer, *_ = booster.boost(model, adamw(model))
             reference_optimizer = adamw(reference)
-            for step in range(3):
+            for step in range(2):
                 reference_optimizer.zero_grad()
                 optimizer.zero_grad()
                 expected = reference(**batch(step)).loss

@@ -46,7 +46,7 @@ class Layout:
     seed: int = 0
     checkpointing: bool = False
     habits: Habits = field(default_factory=Habits)
-    steps: int = 3
+    steps: int = 2  # of two lengths
     calls: bool = False
     zero: bool = False
 

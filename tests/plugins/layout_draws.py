@@ -113,6 +113,7 @@ def draw(seed: int, worlds: tuple[int, ...] = WORLDS) -> Layout:
         seed=seed,
         checkpointing=rng.random() < 0.25,
         calls=pp == 1 and rng.random() < 0.3,
+        steps=3,  # the first length comes again
     )
     if tp == pp == 1 and rng.random() < 0.3:
         layout = _as_zero_plugin(rng, layout)

@@ -1,4 +1,4 @@
-"""Save after two steps at one layout, load at another, three more steps: the same as one process that was never
+"""Save after two steps at one layout, load at another, two more steps: the same as one process that was never
 interrupted.
 
 The whole matrix: pytest -m sweep tests/plugins/test_checkpoint_layouts.py (about 15 minutes on two cores).

@@ -36,10 +36,10 @@ RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 # With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
 # input without a gradient are of another kind.
 LAYOUTS = [
-    (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR), 2),
-    (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True)), 4),
-    (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=2), 2),
-    (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR), 2),
+    (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR, steps=1), 1),
+    (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True), steps=1), 2),
+    (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=1), 1),
+    (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR, steps=1), 1),
     (Layout("llama-causal-lm", 2, {**ON, **ULYSSES}, calls=True, steps=2), 2),
     (Layout("gpt2-causal-lm", 2, {**ON, **RING, **CKPT}, {"n_layer": 4}, steps=2), 2),
     # gradients of another dtype than their parameters, and hooks that wait for these

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
+@cache
 @keep_float64()
 def reference(
     dtype: torch.dtype, world_size: int, max_norm: float

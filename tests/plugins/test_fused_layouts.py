@@ -1,4 +1,4 @@
-"""Operators in one under HybridParallelPlugin: three steps of whole layouts against one process, and what is said of
+"""Operators in one under HybridParallelPlugin: steps of whole layouts against one process, and what is said of
 them.
 """
 

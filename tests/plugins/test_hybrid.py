@@ -120,7 +120,7 @@ def train_by_calls(rank: int, world: int, settings: dict) -> None:
     reference, model = zoo.build("llama-tied-causal-lm"), zoo.build("llama-tied-causal-lm")
     reference_optimizer, optimizer = adamw(reference), adamw(model)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    for step in range(3):
+    for step in range(2):
         batch = zoo.inputs("llama-tied-causal-lm", batch_size=2 * mesh.size("dp"), seed=step)
         parts = [
             {name: value[2 * part : 2 * part + 2] for name, value in batch.items()} for part in range(mesh.size("dp"))

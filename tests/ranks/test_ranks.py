@@ -225,6 +225,10 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             run_ranks(speak, 2)
     with pytest.raises(ValueError, match="debug='detail' is not one of"):
         run_ranks(speak, 2, debug="detail")
+    monkeypatch.setenv("SHARDWRIGHT_PATIENCE", "1")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "some")
+    with pytest.raises(ValueError, match="debug='SOME' is not one of"):
+        run_ranks(speak, 2)
 
 
 def environment() -> dict[str, str]:

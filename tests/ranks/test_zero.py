@@ -117,7 +117,8 @@ def stages_match(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_match_one_process(world_size: int) -> None:
-    run_ranks(stages_match, world_size, timeout=200)
+    # That collectives match is checked on two ranks.
+    run_ranks(stages_match, world_size, timeout=200, debug="DETAIL" if world_size == 2 else "OFF")
 
 
 def runtime_driven(rank: int, world_size: int) -> None:
