@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.collective import gather_for_shards
 from .zigzag import Share
@@ -21,25 +22,65 @@ class Exchange:
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         self.share, self.group = share, group
         self.multiple = share.multiple
+        self._gathered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # whole -> (part, dim, their versions)
 
     @property
     def ranks(self) -> int:
-        return self.share.ranks
+        return self.share.ranks * self.share.among
 
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
         return self.share.part(whole, dim).contiguous()
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """(start, stop) of what this rank has of a sequence of `length` tokens, for its attention."""
-        return self.share.spans(length)
+        """(start, stop) of the queries of this rank's attention, of a sequence of `length` tokens: what those have that
+        share its place in a ring.
+        """
+        return self.share.shared_by(1, 0).spans(length)
+
+    def known_part(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """The same to be read only: of what was gathered that from which it was, whose gradient needs no way back."""
+        if whole in self._gathered:
+            known: Tensor
+            known, gathered_dim, versions = self._gathered[whole]
+            written = (whole._version, known._version) != versions
+            if not written and gathered_dim == dim and whole.requires_grad == known.requires_grad:
+                return known
+        return self.part(whole, dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        whole = gather_for_shards(x.contiguous(), self.group, dim)
-        if not self.share.zigzag:
-            return whole
-        length = whole.shape[dim]
-        held = [self.share.of_rank(rank).positions(length, x.device) for rank in range(self.ranks)]
-        return whole.index_select(dim, torch.cat(held).argsort())
+        x = x.contiguous()
+        whole = gather_for_shards(x, self.group, dim)
+        if self.share.zigzag:
+            length = whole.shape[dim]
+            held = [self.share.of_holder(rank).positions(length, x.device) for rank in range(self.ranks)]
+            whole = whole.index_select(dim, torch.cat(held).argsort())
+        if not whole.is_inference() and not x.is_inference():
+            self._gathered[whole] = x, dim, (whole._version, x._version)
+        return whole
+
+
+class Shapes(Exchange):
+    """Stands for the ranks where a copy without data is asked for shapes.
+
+    is_whole    a part is as long as the whole, as in one process
+    """
+
+    def __init__(self, share: Share) -> None:
+        self.share, self.multiple = share, share.multiple
+        self.is_whole = False
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.is_whole else super().ranks
+
+    def part(self, whole: Tensor, dim: int = 1) -> Tensor:
+        return whole.narrow(dim, 0, whole.shape[dim] // self.ranks).contiguous()
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        return [(0, length // (1 if self.is_whole else self.share.ranks))]
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        return torch.cat([x] * self.ranks, dim)
 
 
 class Trial(Exchange):

@@ -57,10 +57,16 @@ class TrialTrade(Trade):
 
 
 class TradedHeads(Ulysses):
-    """With the masks of whole sequences."""
+    """With the masks of whole sequences.
 
-    def __init__(self, trade: Trade, native: Callable[[nn.Module], AttentionFunction]) -> None:
+    around_ring     `native` is a ring, which knows what it has of them
+    """
+
+    def __init__(
+        self, trade: Trade, native: Callable[[nn.Module], AttentionFunction], around_ring: bool = False
+    ) -> None:
         super().__init__(trade, native, "whole")
+        self._around_ring = around_ring
 
     def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
         return View(False, None)  # the mask says who sees whom
@@ -85,7 +91,9 @@ class TradedHeads(Ulysses):
             return of_heads.narrow(dim, first, number)
 
         if options.get("position_bias") is not None:
-            bias = whole_bias(module, options["position_bias"], query.shape[SEQUENCE], key.shape[SEQUENCE])
+            bias = options["position_bias"]
+            if not self._around_ring:
+                bias = whole_bias(module, bias, query.shape[SEQUENCE], key.shape[SEQUENCE])
             options["position_bias"] = mine(bias, HEADS)
         if options.get("alibi") is not None:
             options["alibi"] = mine(options["alibi"], HEADS)

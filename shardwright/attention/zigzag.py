@@ -40,6 +40,11 @@ class Share:
     def of_rank(self, rank: int) -> Share:
         return replace(self, rank=rank)
 
+    def of_holder(self, number: int) -> Share:
+        """Of one of all `ranks * among`, those that share a place one after the other."""
+        rank, place = divmod(number, self.among)
+        return replace(self, rank=rank, place=place)
+
     def shared_by(self, among: int, place: int) -> Share:
         """What one of `among` ranks has, which share this."""
         return replace(self, among=among, place=place)

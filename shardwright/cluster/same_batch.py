@@ -4,7 +4,7 @@ used.
 A rank that meets a new description of a batch tells it to the others of its replica through the store and waits for
 theirs. Ranks that were given the same batches until now meet it in the same call, so they all do; a rank that goes on
 instead, because it knows what it was given, is found out by the number of calls in its sign of life. A description that
-is known costs a look into a set.
+is known costs a look into a set. What batches of one shape hold is looked at now and then (`same_contents`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from . import groups
 from . import job as jobs
 from .job import Job
+from .same_contents import SameContents
 
 Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 _PATIENCE = timedelta(seconds=1)
@@ -47,10 +48,11 @@ class SameBatch:
         self._known: set[Any] = set()
         self._calls = 0
         self._generation = jobs.generation()
+        self._contents = SameContents(ranks, f"contents/{self._number}")
 
-    def check(self, description: Any) -> None:
+    def check(self, description: Any, entries: Iterable[tuple[Any, Any]] = ()) -> None:
         """ValueError if another rank of the replica has something else in this call. `description`: nested tuples of
-        entries.
+        entries; `entries`: what was given, by name.
         """
         job = jobs.current()
         if job is None or job.world_size == 1:
@@ -58,6 +60,7 @@ class SameBatch:
         if self._generation != job.generation:  # after a recovery: ranks had come differently far in the failed step
             self._generation, self._calls = job.generation, 0
             self._known.clear()
+            self._contents.forget()
         if description not in self._known:
             try:
                 self._compare(job, description)
@@ -70,6 +73,7 @@ class SameBatch:
             if len(self._known) == _MOST:
                 self._known.clear()  # on all ranks of the replica in the same call
             self._known.add(description)
+        self._contents.check(job, self._calls, entries)
         self._calls += 1
         job.checks += 1
 

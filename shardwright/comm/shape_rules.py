@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Sequence
 from itertools import combinations_with_replacement
+from operator import mul
 from typing import Any, NamedTuple
 
 from .payload import Header
 
 Sizes = tuple[int, ...]
 Shapes = tuple[tuple[int, ...], ...]  # of the tensors of a message
+Divisors = Sequence[tuple[int, ...]]  # by tensor and dim
 
 
 class MessageKey(NamedTuple):
@@ -62,6 +64,7 @@ class ShapeRule:
     fixed  places of sizes that have always been the same: nothing is known for others
     most   sizes beyond which nothing is known; None: there are none
     terms  by tensor and dim what it may be
+    divisors  of what it is, by tensor and dim, where several ranks send a part each
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class ShapeRule:
         fixed: Collection[int],
         most: Sizes | None,
         terms: Sequence[Sequence[Sequence[_Term]]],
+        divisors: Divisors,
     ) -> None:
+        self._divisors = divisors
         self._base, self._header, self._fixed, self._most, self._terms = base, header, tuple(fixed), most, terms
 
     def header(self, sizes: Sizes) -> Header | None:
@@ -82,25 +87,49 @@ class ShapeRule:
             return None
         known: dict[int, int] = {}  # most tensors are alike, and share their terms
         metas = []
-        for meta, dims in zip(self._header.tensors, self._terms, strict=True):
-            for terms in dims:
+        for meta, dims, divisors in zip(self._header.tensors, self._terms, self._divisors, strict=True):
+            for terms, divisor in zip(dims, divisors, strict=True):
                 if id(terms) not in known:
                     values = {term.of(sizes) for term in terms}
                     if len(values) > 1:
                         return None
                     known[id(terms)] = values.pop()
-            metas.append(meta._replace(shape=tuple(known[id(terms)] for terms in dims)))
+                if known[id(terms)] % divisor:
+                    return None
+            shape = (known[id(terms)] // divisor for terms, divisor in zip(dims, divisors, strict=True))
+            metas.append(meta._replace(shape=tuple(shape)))
         return self._header._replace(tensors=tuple(metas))
 
 
+def find_divisors(header: Header, whole: Shapes, ranks: int) -> Divisors | None:
+    """By what dims of `whole`, the shapes of a rank that shares nothing, are divided in `header`: by nothing, or all
+    ranks; None where it is something else.
+    """
+    divisors = []
+    for meta, shape in zip(header.tensors, whole, strict=False):
+        divisors.append(tuple(ranks if size != part else 1 for part, size in zip(meta.shape, shape, strict=False)))
+        if tuple(part * divisor for part, divisor in zip(meta.shape, divisors[-1], strict=False)) != shape:
+            return None
+    shapes = [len(meta.shape) for meta in header.tensors]
+    return divisors if shapes == [len(shape) for shape in whole] else None
+
+
 def find_rule(
-    base: Sizes, header: Header, seen: Sequence[tuple[Sizes, Shapes]], most: Sizes | None = None
+    base: Sizes,
+    header: Header,
+    seen: Sequence[tuple[Sizes, Shapes]],
+    most: Sizes | None = None,
+    divisors: Divisors | None = None,
 ) -> ShapeRule | None:
-    """The rule that explains `header` and everything in `seen`; None where there is none. `most`: see `ShapeRule`."""
+    """The rule that explains `header` and everything in `seen`; None where there is none. `most`: see `ShapeRule`.
+
+    divisors    of what it explains, `seen` among it, to what `header` has
+    """
+    divisors = divisors or [(1,) * len(meta.shape) for meta in header.tensors]
     fixed = [place for place, size in enumerate(base) if all(sizes[place] == size for sizes, _ in seen)]
     varied = [place for place in range(len(base)) if place not in fixed]
     products = [places for count in (1, 2) for places in combinations_with_replacement(varied, count)]
-    shapes = tuple(meta.shape for meta in header.tensors)
+    shapes = tuple(tuple(map(mul, meta.shape, factors)) for meta, factors in zip(header.tensors, divisors, strict=True))
     ranks = tuple(map(len, shapes))
     if any(tuple(map(len, found)) != ranks for _, found in seen):
         return None
@@ -119,4 +148,4 @@ def find_rule(
                 return None
             dims.append(by_values[values])
         terms.append(dims)
-    return ShapeRule(base, header, fixed, most, terms)
+    return ShapeRule(base, header, fixed, most, terms, divisors)

@@ -28,7 +28,7 @@ from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
 from .batch.images import check_images
 from .batch.microbatch import batch_size, items_of
-from .batch.ready import as_microbatches
+from .batch.ready import Microbatches, as_microbatches
 from .batch.step_inputs import StepInputs
 from .cut.plan import CutModel
 from .hoisting.message_shapes import MessageShapes
@@ -44,6 +44,12 @@ from .settings import PipelineSettings
 from .slices.sequence_slices import SlicedInputs, SliceOutputs
 from .stage import Payload
 from .step import Step
+
+
+def _entries_of(given: Any) -> list[tuple[Any, Any]]:
+    """Of all batches that an iterator gave, by name."""
+    batches = given if isinstance(given, Microbatches) else [given]
+    return [item for batch in batches for item in items_of(batch)]
 
 
 def _as_they_are(inputs: Any) -> Any:
@@ -192,7 +198,8 @@ class PipelineExecutor:
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """For a model that is called itself: whether the ranks of the replica call it alike."""
         if self._same_batch is not None:
-            self._same_batch.check(describe([*enumerate(args), *kwargs.items()]))
+            entries = [*enumerate(args), *kwargs.items()]
+            self._same_batch.check(describe(entries), entries)
 
     def _execute(
         self,
@@ -214,7 +221,8 @@ class PipelineExecutor:
                 check_images(microbatch, self.cut.staged.towers)
         router_loss = self._router_loss.of_step(microbatches, self.cut.staged.routers, is_cut=self.runtime is not None)
         if self._same_batch is not None:
-            self._same_batch.check(tuple(describe(items_of(microbatch)) for microbatch in microbatches))
+            description = tuple(describe(items_of(microbatch)) for microbatch in microbatches)
+            self._same_batch.check(description, _entries_of(given))
         split = bool(self._split_heads)
         loss = GlobalLoss(
             batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss

@@ -35,6 +35,7 @@ from .batch.step_inputs import StepInputs
 from .checkpointing import Recomputation, run_checkpointed, run_selectively
 from .cut.entry import ENTRY
 from .cut.survey import Survey
+from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
 from .hoisting.reads import HostReads, Watch
@@ -124,6 +125,7 @@ class StagedModel:
         self._of_thread = threading.local()
         self.routers = routers
         self.towers = towers
+        self.handover = Handover()
         if routers is not None:
             routers.attach(model, lambda: self.current.router_logits if self.current is not None else None)
         self._live: dict[int, frozenset[str]] = {}
@@ -371,7 +373,7 @@ class StagedModel:
         for unit in self.survey.boundary(run.high):
             output = run.outputs[unit] if unit in run.outputs else run.received[unit]
             more, values = self.survey.template(unit).take_apart(output, self.units[unit].gate)
-            tensors += more
+            tensors += self.handover.sent(unit, more)
             numbers += values
         if numbers:
             tensors.append(_encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
@@ -390,9 +392,8 @@ class StagedModel:
             received, numbers = tuple(tensors), _decode(encoded)
         found, start, used = {}, 0, 0
         for unit, template in templates.items():
-            found[unit] = template.build(
-                received[start : start + template.num_tensors], numbers[used : used + template.num_numbers]
-            )
+            whole = self.handover.received(unit, received[start : start + template.num_tensors])
+            found[unit] = template.build(whole, numbers[used : used + template.num_numbers])
             start, used = start + template.num_tensors, used + template.num_numbers
         assert start == len(received), (start, len(received))
         return found

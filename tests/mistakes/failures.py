@@ -186,6 +186,24 @@ def another_batch_on_one_rank(rank: int, world: int) -> None:
 
 
 @mistake(
+    symptom="in mid-training, ranks of one tensor-parallel, sequence or pipeline group get other tokens or labels in "
+    "batches of equal shapes, from collators that draw with other seeds for one",
+    gets="refused a step later, with two of the ranks: looked at in the second step and in every 50th from there on",
+    fix="equal seeds for what is random in the data of one replica, and one loader for all of its ranks",
+    worlds=(4,),
+    alone=True,
+)
+def other_numbers_on_one_rank(rank: int, world: int) -> None:
+    job = _Job(rank, world, pp=1, tp=2)
+    batch = zoo.inputs(NAME, batch_size=4, seed=0)
+    batch["labels"][1, 3] = rank
+    job.step(iter([batch]))
+    with refused("must be given the same batch, but in step 2 they were given other numbers", by=Exception):
+        job.step()
+    job.settle()
+
+
+@mistake(
     symptom="one rank leaves the loop early, calls `sys.exit` or is killed while the others wait for it",
     gets="the others end within seconds and say which rank went and how",
     fix="let all ranks run equally many steps",

@@ -38,6 +38,8 @@ ATTENDED = (
     "bert-masked-lm",
     "qwen3-moe-causal-lm",
     "qwen2-tied-causal-lm",
+    "t5-conditional-generation",
+    "t5-gated-conditional-generation",
 )
 RECOMPUTED = (
     {"selective_ratio": 1.0},
@@ -165,6 +167,8 @@ def _split_over_axis(rng: random.Random, layout: Layout, dp: int) -> Layout:
     if (plugin.get("zero_group_size") or dp // sp) % plugin.get("ep_size", 1):
         plugin["ep_size"] = 1
     plugin.pop("num_sequence_slices", None)
+    if layout.model == "gpt2-causal-lm" and random.Random(f"layers {layout.seed}").random() < 0.5:
+        layout = replace(layout, model="bloom-causal-lm")  # whose layers alone are given parts
     return layout
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.hybrid.layer_axis import LayerFacts, check_layers
+from shardwright.plugins.hybrid.layer_plan import LayerPlan
 from shardwright.plugins.hybrid.sequence import probe_mode
 from shardwright.testing import keep_float64, run_ranks, zoo
 
@@ -41,12 +42,25 @@ def mixtral() -> nn.Module:
     return _made(transformers.MixtralConfig(**SMALL, **sizes, output_router_logits=True, router_aux_loss_coef=0.5))
 
 
+BART: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "forced_eos_token_id": None,
+}
+
+
 def bart() -> nn.Module:
-    sizes = {"d_model": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 101}
-    counts = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    none = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "forced_eos_token_id": None}
-    config = transformers.BartConfig(**sizes, **counts, **none, max_position_embeddings=64)
-    return _made(config, transformers.AutoModelForSeq2SeqLM)
+    return _made(transformers.BartConfig(**BART), transformers.AutoModelForSeq2SeqLM)
 
 
 def lfm2() -> nn.Module:
@@ -161,23 +175,24 @@ def mistakes(rank: int, world: int) -> None:
     refused("generate with sequence_parallelism_mode", lambda: model.generate(batch["input_ids"]))
     plugin = HybridParallelPlugin(precision="fp32", **ULYSSES)
     assert "1 Lfm2ShortConv of Lfm2ForCausalLM look along" in str(plugin.preflight(lfm2().float()).notes)
+    layout = plugin.preflight(zoo.build("bloom-causal-lm", num_hidden_layers=2, slow_but_exact=True, pretraining_tp=2))
+    assert "2 BloomAttention of BloomForCausalLM look along" in str(layout.notes)
+    assert "sp" not in {row.axis for row in layout.traffic}  # which nothing is traded over
 
 
 def test_mistakes() -> None:
     run_ranks(mistakes, 2)
 
 
-def test_pipelines_are_refused() -> None:
-    model = zoo.build("bloom-causal-lm")
-    facts = probe_mode("all_to_all", model)
-    assert isinstance(facts, LayerFacts)
+def test_what_computes_its_loss_of_whole_logits_is_refused_in_pipelines() -> None:
+    facts = LayerFacts(LayerPlan(), True, "computed", False, False)
 
     class Layout:
-        pp_size, tp_size, ulysses_size = 2, 1, None
+        pp_size, tp_size = 2, 1
 
     class Settings:
         sequence_mode, layout = "all_to_all", Layout()
         sharding = type("Sharding", (), {"enable_jit_fused": False})
 
-    with pytest.raises(ValueError, match=r"pp_size=2 .*use pp_size=1"):
-        check_layers(Settings(), facts, "BloomForCausalLM")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pp_size=2 .*takes no shift_labels.*use pp_size=1"):
+        check_layers(Settings(), facts, "OldForCausalLM")  # type: ignore[arg-type]

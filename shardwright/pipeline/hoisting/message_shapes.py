@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...comm.payload import Header
-from ...comm.shape_rules import MessageKey, ShapeRule, Shapes, Sizes, find_rule
+from ...comm.shape_rules import MessageKey, ShapeRule, Shapes, Sizes, find_divisors, find_rule
 from ...utils import pytree
 from ..batch.microbatch import OTHER_ROWS, Batch, batch_size, find_batch_dim, items_of, like
 from ..cut.entry import ENTRY
@@ -48,13 +48,23 @@ class MessageShapes:
     def find_rule(self, stage: int, microbatch: Batch, key: MessageKey, header: Header) -> ShapeRule | None:
         """The rule for messages into `stage`. `microbatch`: one whose messages are of this kind, of any sizes."""
         self._check.follow_mode(self._staged.model.training)
-        shapes = tuple(meta.shape for meta in header.tensors)
         base, look = key.sizes, key.kind[1:]  # but for the stage, see `PipelineRuntime`
 
         def run(sizes: Sizes) -> Shapes | None:
             return self._shapes(stage, _resized(microbatch, sizes), (look, sizes))
 
-        if run(base) != shapes:
+        with self._staged.handover.whole_shapes():
+            return self._from_whole(run, microbatch, base, header)
+
+    def _from_whole(
+        self, run: Callable[[Sizes], Shapes | None], microbatch: Batch, base: Sizes, header: Header
+    ) -> ShapeRule | None:
+        """As `find_rule`; `run` tells the shapes of a rank that shares nothing."""
+        whole = run(base)
+        if whole is None:
+            return None
+        divisors = find_divisors(header, whole, self._staged.handover.ranks)
+        if divisors is None:
             return None
         groups = _groups(_resized(microbatch, base))
         if run(_varied(base, groups, _near)) is None:  # some sizes are fixed by the model
@@ -69,7 +79,7 @@ class MessageShapes:
                 most = tuple(map(max, base, *(smaller for smaller, _ in seen)))
             else:
                 return None
-        return find_rule(base, header, seen, most)
+        return find_rule(base, header, seen, most, divisors)
 
     def _shapes(self, stage: int, microbatch: Batch, name: Hashable) -> Shapes | None:
         """Of the tensors of a message into `stage`, as `StagedModel` packs them; None where the model cannot be run."""

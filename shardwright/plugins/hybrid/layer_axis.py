@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from ...attention.exchange import Exchange
+from ...attention.exchange import Exchange, Shapes
 from ...models.config import config_of, follows_length, parts
+from ...models.layer_chain import Unit
+from ...pipeline.handover import Handover
 from ..settings import HybridSettings
-from .layer_plan import LayerPlan, tensors_in
+from .layer_handover import PartsOfStates
+from .layer_plan import LayerPlan
 from .sequence_axis import IGNORED, Positions, SequenceAxis, SequenceFacts
 
 _TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
@@ -53,21 +56,22 @@ class LayerAxis(SequenceAxis):
         model: nn.Module,
         facts: LayerFacts,
         pads_in_front: bool = True,
+        shapes: Shapes | None = None,
     ) -> None:
         divides = bool(facts.divides)
         known = SequenceFacts(facts.causal, facts.loss != "own", divides, Positions(0, None, True), (False,) * 3)
         super().__init__(mode, exchange.share, model, known, pads_in_front)
+        self._plan, self._shapes = facts.plan, shapes
         self._exchange, self._loss, self._divides, self._decodes = exchange, facts.loss, facts.divides, facts.decodes
         self._part_of_labels: Tensor | None = None
         self._is_entered = False
-        self._hooks = [model.register_forward_pre_hook(self._require_entered)]
-        base = getattr(model, "base_model", model)
-        if base is not model:
-            self._hooks.append(base.register_forward_hook(self._gather_routers, with_kwargs=True))
+        self._hook = model.register_forward_pre_hook(self._require_entered)
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
+
+    def handover(self, units: Sequence[Unit]) -> Handover:
+        return PartsOfStates(self._exchange, self._shapes, self._plan, units)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -83,20 +87,6 @@ class LayerAxis(SequenceAxis):
                 f"{type(model).__name__} was called itself, whose layers work on parts of sequences; call the model "
                 "that boost returned, which cuts them"
             )
-
-    def _gather_routers(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Router losses are no sums over tokens: every rank computes them from the logits of all."""
-        logits = getattr(output, "router_logits", None)
-        if logits is None:
-            return
-        samples = next(value for _, value in tensors_in((args, kwargs))).shape[0]
-
-        def of_all(each: Tensor) -> Tensor:
-            if each.dim() > 2:
-                return self._exchange.gather(each)
-            return self._exchange.gather(each.unflatten(0, (samples, -1))).flatten(0, 1)
-
-        output.router_logits = tuple(map(of_all, logits))
 
     # Batches.
 
@@ -254,26 +244,16 @@ class LayerAxis(SequenceAxis):
 def check_layers(settings: HybridSettings, facts: LayerFacts, name: str) -> None:
     """ValueError for settings that do not go with layers that are given parts by a model that sees whole sequences."""
     mode, layout = settings.sequence_mode, settings.layout
-    if (layout.ulysses_size or 1) > 1:
-        raise ValueError(
-            f"ulysses_size={layout.ulysses_size} with sequence_parallelism_mode={mode!r}: {name} has parts of "
-            "sequences within its layers alone, and its attention either goes round one ring or is traded; leave "
-            "ulysses_size out, or use 'all_to_all'"
-        )
     if settings.sharding.enable_jit_fused:
         raise ValueError(
             f"enable_jit_fused=True with sequence_parallelism_mode={mode!r}: {name} has parts of sequences within its "
             "layers alone, which are gathered and cut where no graph sees it; leave enable_jit_fused out"
         )
-    if layout.pp_size > 1:
+    if facts.loss == "computed" and layout.tp_size * layout.pp_size > 1:
+        field = "tp_size" if layout.tp_size > 1 else "pp_size"
         raise ValueError(
-            f"pp_size={layout.pp_size} with sequence_parallelism_mode={mode!r}: {name} has parts of sequences within "
-            "its layers alone, and stages of a pipeline would make masks and positions of parts; use pp_size=1"
-        )
-    if facts.loss == "computed" and layout.tp_size > 1:
-        raise ValueError(
-            f"tp_size={layout.tp_size} with sequence_parallelism_mode={mode!r}: {name} takes no shift_labels, and its "
-            "loss of parts is computed outside of it, of whole logits; use tp_size=1"
+            f"{field}={getattr(layout, field)} with sequence_parallelism_mode={mode!r}: {name} takes no shift_labels, "
+            f"and its loss of parts is computed outside of it, of whole logits; use {field}=1"
         )
 
 

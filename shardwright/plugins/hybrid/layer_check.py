@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...attention.exchange import Exchange, Trial
+from ...attention.exchange import Exchange, Shapes, Trial
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import AttentionFunction
 from ...attention.whole_masks import OfParts, RingWithMasks, TradedHeads, TrialTrade, around_trial
@@ -285,10 +285,13 @@ def warn_of_whole(model: nn.Module, plan: LayerPlan, mode: str) -> None:
 
 
 def with_layers(layout: ResolvedLayout, model: nn.Module, facts: object) -> ResolvedLayout:
-    """`layout` with a word on modules that are given whole sequences."""
+    """`layout` with a word on modules that are given whole sequences; where all attention is, nothing of it is sent."""
     words = _whole_words(native_model(model), facts.plan) if isinstance(facts, LayerFacts) else ""
     if not words:
         return layout
+    assert isinstance(facts, LayerFacts)
+    if not facts.plan.traded:
+        layout = replace(layout, traffic=tuple(row for row in layout.traffic if row.axis != "sp"))
     note = f"{words}: an all-gather and a reduce-scatter of hidden states each, which what is sent along sp leaves out"
     return replace(layout, notes=(*layout.notes, note))
 
@@ -304,8 +307,10 @@ def _whole_words(model: nn.Module, plan: LayerPlan) -> str:
 
 def split_layers(
     mode: str, native: nn.Module, exchange: Exchange, function: AttentionFunction, copies: Any, facts: LayerFacts
-) -> None:
-    """Let the layers of `native` work on parts; `function` is attention on them."""
+) -> Shapes:
+    """Let the layers of `native` work on parts; `function` is attention on them. Returns what stands for the ranks in
+    the copies without data.
+    """
     name = attention_of(native)
     if facts.plan.traded:
         own = OfParts(native_function(name), function)
@@ -313,5 +318,10 @@ def split_layers(
         masks = "sdpa" if mode == "ring_attn" and not needs_own else name
         use_attention(native, own, mode, copies, masks_of=masks)
         own.split.update(map(native.get_submodule, facts.plan.traded))
-    facts.plan.apply(native, exchange, mode == "ring_attn")
+    by_rows = mode == "ring_attn"
+    facts.plan.apply(native, exchange, by_rows)
+    shapes = Shapes(exchange.share)
+    for copied in map(native_model, copies):
+        facts.plan.apply(copied, shapes, by_rows)
     warn_of_whole(native, facts.plan, mode)
+    return shapes

@@ -69,9 +69,11 @@ class LayerPlan:
                     layer.register_forward_pre_hook(hook, with_kwargs=True)
             if stack.gathers or self.joined:
                 model.get_submodule(stack.layers[-1]).register_forward_hook(partial(_gather_first, exchange))
+        inner: nn.Module = getattr(model, "base_model", model)  # type: ignore[assignment]
         if self.joined:
-            inner: nn.Module = model.base_model  # type: ignore[assignment]
             inner.register_forward_hook(partial(_part_states, exchange))
+        if inner is not model:
+            inner.register_forward_hook(partial(_gather_routers, exchange), with_kwargs=True)
         for name, places in self.traded.items():
             module: Any = model.get_submodule(name)
             module.register_forward_pre_hook(partial(_part_inputs, exchange, places, False), with_kwargs=True)
@@ -111,6 +113,23 @@ def _part_states(exchange: Exchange, _: nn.Module, args: Any, output: Any) -> An
         return changed(output, {() if isinstance(output, Tensor) else (0,): 1}, exchange.part)
     output.last_hidden_state = exchange.part(output.last_hidden_state)
     return output
+
+
+def _gather_routers(
+    exchange: Exchange, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Router losses are no sums over tokens: every rank computes them from the logits of all."""
+    logits = getattr(output, "router_logits", None)
+    if logits is None:
+        return
+    samples = next(value for _, value in tensors_in((args, kwargs))).shape[0]
+
+    def of_all(each: Tensor) -> Tensor:
+        if each.dim() > 2:
+            return exchange.gather(each)
+        return exchange.gather(each.unflatten(0, (samples, -1))).flatten(0, 1)
+
+    output.router_logits = tuple(map(of_all, logits))
 
 
 def _whole_bias(compute: Callable[..., Tensor], exchange: Exchange, queries: int, keys: int, **options: Any) -> Tensor:

@@ -391,6 +391,8 @@ class HybridParallelPlugin(ZeroPlugin):
             groups.rebind(model)
         copies = [] if cut.loss_check is None else [cut.loss_check.model]
         sequence = split_sequences(self.settings, self.mesh, model, self._sequences, copies)
+        if sequence is not None:
+            cut.staged.handover = sequence.axis.handover(cut.staged.units)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
         wrapped, units = lay_out(
             model,

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ...attention.exchange import Exchange
 from ...attention.ring import RingAttention
@@ -145,7 +144,7 @@ def split_sequences(
         route_attention(each)
     native.generate = partial(_refuse_generate, mode)  # type: ignore[assignment]
     if isinstance(facts, LayerFacts):
-        return SequenceLoss(_split_layers(settings, mode, group, native, facts, copies), group)
+        return SequenceLoss(_split_layers(settings, mode, mesh, native, facts, copies), group)
     function: AttentionFunction
     if mode == "all_to_all":
         trade, form = Trade(group), form_of(name)
@@ -163,35 +162,44 @@ def split_sequences(
     return SequenceLoss(axis, group)
 
 
-def ring_attention(settings: HybridSettings, mesh: ParallelMesh, causal: bool) -> tuple[Share, AttentionFunction]:
-    """What a rank holds in mode ring_attn, and the attention on it."""
+def ring_attention(
+    settings: HybridSettings, mesh: ParallelMesh, causal: bool, whole_masks: bool = False
+) -> tuple[Share, AttentionFunction]:
+    """What a rank holds in mode ring_attn, and the attention on it.
+
+    whole_masks     the model makes masks of whole sequences; else they are as `attention.masks` has them
+    """
     group, ulysses = mesh.group("sp"), settings.layout.ulysses_size or 1
     share = Share(group.rank() // ulysses, group.size() // ulysses, zigzag=causal)
-    ring = RingAttention(share, rings_of(group, settings.layout.inner_ring_size, apart=ulysses))
+    rings = rings_of(group, settings.layout.inner_ring_size, apart=ulysses)
+    ring = RingWithMasks(share, rings) if whole_masks else RingAttention(share, rings)
     if ulysses == 1:
         return share, ring
     trade = Trade(mesh.neighbours("sp", ulysses))
-    return share.shared_by(ulysses, trade.rank), Ulysses(trade, lambda module: ring, "documents")
+    share = share.shared_by(ulysses, trade.rank)
+    if whole_masks:
+        return share, TradedHeads(trade, lambda module: ring, around_ring=True)
+    return share, Ulysses(trade, lambda module: ring, "documents")
 
 
 def _split_layers(
     settings: HybridSettings,
     mode: str,
-    group: ProcessGroup,
+    mesh: ParallelMesh,
     native: nn.Module,
     facts: LayerFacts,
     copies: Sequence[nn.Module],
 ) -> LayerAxis:
-    name = attention_of(native)
-    share = Share(group.rank(), group.size(), zigzag=mode == "ring_attn" and facts.causal)
+    name, group = attention_of(native), mesh.group("sp")
     function: AttentionFunction
     if mode == "all_to_all":
-        function = TradedHeads(Trade(group), native_function(name))
+        trade = Trade(group)
+        share, function = trade.share(), TradedHeads(trade, native_function(name))
     else:
-        function = RingWithMasks(share, rings_of(group, settings.layout.inner_ring_size))
+        share, function = ring_attention(settings, mesh, facts.causal, whole_masks=True)
     exchange = Exchange(share, group)
-    split_layers(mode, native, exchange, function, copies, facts)
-    return LayerAxis(mode, exchange, native, facts, pads_in_front=mode == "all_to_all" or name != "eager")
+    shapes = split_layers(mode, native, exchange, function, copies, facts)
+    return LayerAxis(mode, exchange, native, facts, mode == "all_to_all" or name != "eager", shapes)
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -26,6 +26,8 @@ from ...attention.zigzag import Share
 from ...models.caches import makes_cache
 from ...models.config import text_config
 from ...models.dry_run import forward_defaults
+from ...models.layer_chain import Unit
+from ...pipeline.handover import Handover
 
 IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -240,6 +242,10 @@ class SequenceAxis:
         if begins.device.type == "cpu" and not bool(begins.any()):
             return None
         return pad(begins.long().cumsum(1), (1, 0)) + 1
+
+    def handover(self, units: Sequence[Unit]) -> Handover:
+        """How stages of a pipeline hand on what units return."""
+        return Handover()
 
     # What `sequence_loss` asks.
 
