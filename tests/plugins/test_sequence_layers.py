@@ -187,7 +187,6 @@ def test_pipelines_are_refused() -> None:
 
     class Settings:
         sequence_mode, layout = "all_to_all", Layout()
-        sharding = type("Sharding", (), {"enable_jit_fused": False})
 
     with pytest.raises(ValueError, match=r"pp_size=2 .*use pp_size=1"):
         check_layers(Settings(), facts, "BloomForCausalLM")  # type: ignore[arg-type]

@@ -260,11 +260,6 @@ def check_layers(settings: HybridSettings, facts: LayerFacts, name: str) -> None
             "sequences within its layers alone, and its attention either goes round one ring or is traded; leave "
             "ulysses_size out, or use 'all_to_all'"
         )
-    if settings.sharding.enable_jit_fused:
-        raise ValueError(
-            f"enable_jit_fused=True with sequence_parallelism_mode={mode!r}: {name} has parts of sequences within its "
-            "layers alone, which are gathered and cut where no graph sees it; leave enable_jit_fused out"
-        )
     if layout.pp_size > 1:
         raise ValueError(
             f"pp_size={layout.pp_size} with sequence_parallelism_mode={mode!r}: {name} has parts of sequences within "
