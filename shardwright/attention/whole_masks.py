@@ -6,8 +6,7 @@ does: [B, 1 or H, S, T], or none. They are honoured as they are.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -26,8 +25,6 @@ from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade, Ulysses
 from .zigzag import Share
 
 _BIAS = "a bias by relative position is not computed in a ring"
-_SPLIT = "_shardwright_split_attention"
-_numbers = itertools.count()
 _HIDDEN = 0.5  # of the least number: a term that hides a key
 
 
@@ -37,23 +34,13 @@ class OfParts:
     """
 
     def __init__(self, native: Callable[[nn.Module], AttentionFunction], parts: AttentionFunction) -> None:
-        self._split: WeakSet[nn.Module] = WeakSet()
-        self._number = next(_numbers)
+        self.split: WeakSet[nn.Module] = WeakSet()
         self._native, self._parts = native, parts
-
-    def split(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            self._split.add(module)
-            setattr(module, _SPLIT, self._number)  # what a graph can look at
 
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            if not isinstance(self._parts, TradedHeads):
-                no_graph("a ring with the masks of whole sequences looks at their numbers")
-            is_split = getattr(module, _SPLIT, None) == self._number
-        else:
-            is_split = module in self._split
-        if not is_split:
+            no_graph("attention with the masks of whole sequences sends what no graph holds")
+        if module not in self.split:
             return self._native(module)(module, query, *args, **options)
         return self._parts(module, query, *args, **options)
 

@@ -155,7 +155,7 @@ class _Copies:
         if plan.traded:
             function = OfParts(native, parts)
             use_attention(self._other, function, "trial", masks_of=self._name)
-            function.split(map(self._other.get_submodule, plan.traded))
+            function.split.update(map(self._other.get_submodule, plan.traded))
         if plan.joined and getattr(self._other, "base_model", self._other) is self._other:
             raise CannotSplit("what follows its layers wants whole sequences")
         plan.apply(self._other, exchange)
@@ -321,6 +321,6 @@ def split_layers(
         own = OfParts(native_function(name), function)
         masks = "sdpa" if mode == "ring_attn" and not facts.plan.whole else name
         use_attention(native, own, mode, copies, masks_of=masks)
-        own.split(map(native.get_submodule, facts.plan.traded))
+        own.split.update(map(native.get_submodule, facts.plan.traded))
     facts.plan.apply(native, exchange)
     warn_of_whole(native, facts.plan, mode)
