@@ -197,7 +197,7 @@ def join_linears(graph: fx.Graph) -> None:
 
 def _is_linear_of(node: fx.Node, x: fx.Node) -> bool:
     """A linear whose input is x, and neither its weight nor its bias."""
-    is_linear = node.op == "call_function" and node.target in (F.linear, torch._C._nn.linear)
+    is_linear = node.op == "call_function" and node.target is F.linear
     return is_linear and not node.kwargs and node.args[0] is x and x not in node.args[1:]
 
 
