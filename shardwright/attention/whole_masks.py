@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.ring import Ring
+from ..ops.compiled_sequence import no_graph
 from .exchange import Exchange
 from .extra_terms import with_alibi
 from .heads import HeadShares
@@ -38,6 +39,8 @@ class OfParts:
         self._native, self._parts = native, parts
 
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            no_graph("attention with the masks of whole sequences sends what no graph holds")
         if module not in self.split:
             return self._native(module)(module, query, *args, **options)
         return self._parts(module, query, *args, **options)

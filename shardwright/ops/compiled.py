@@ -29,7 +29,10 @@ from ..comm.collectives import all_reduce_in_place
 # With the place of `after`.
 _COLLECTIVES = {
     "sum_over_group": 2,
-    "gather_sequence": 5,
+    "gather_sequence": 7,
+    "gathered_linears": 9,
+    "scattered_linear": 4,
+    "scattered_linear_backward": 5,
     "deal_sequence": 4,
     "trade_heads": 5,
     "ring_attention": 9,

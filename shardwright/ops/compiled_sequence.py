@@ -40,7 +40,17 @@ def no_graph(reason: str) -> None:
 
 
 @torch.library.custom_op("shardwright::gather_sequence", mutates_args=())
-def _gather(x: Tensor, group: str, dim: int, length: int, for_shards: bool, after: Tensor | None = None) -> Tensor:
+def _gather(
+    x: Tensor,
+    group: str,
+    dim: int,
+    length: int,
+    for_shards: bool,
+    again: bool,
+    in_parts: bool,
+    after: Tensor | None = None,
+) -> Tensor:
+    """`again` and `in_parts` are for linears that read what is gathered, see `compiled_products`."""
     members = group_of(group)
     return all_gather(x.contiguous(), members, dim, even_sizes(length, members.size())).contiguous()
 
@@ -55,14 +65,19 @@ def _deal(x: Tensor, group: str, dim: int, summed: bool, after: Tensor | None = 
 
 
 @_gather.register_fake
-def _(x: Tensor, group: str, dim: int, length: int, for_shards: bool, after: Tensor | None = None) -> Tensor:
+def _(x: Tensor, group: str, dim: int, length: int, for_shards: bool, *_: Any, **__: Any) -> Tensor:
     return _with_length(x, dim, length)
 
 
 @_deal.register_fake
 def _(x: Tensor, group: str, dim: int, summed: bool, after: Tensor | None = None) -> Tensor:
+    return _with_length(x, dim, own_size(x.shape[dim], group))
+
+
+def own_size(length: int, group: str) -> int:
+    """Of `length` positions those of this rank."""
     members = group_of(group)
-    return _with_length(x, dim, (x.shape[dim] + members.size() - 1 - members.rank()) // members.size())
+    return (length + members.size() - 1 - members.rank()) // members.size()
 
 
 def _with_length(x: Tensor, dim: int, length: int) -> Tensor:
@@ -81,15 +96,28 @@ def _keep_deal(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 _gather.register_autograd(
-    lambda ctx, dy: (_deal(dy, ctx.group, ctx.dim, ctx.for_shards), *[None] * 5), setup_context=_keep_gather
+    lambda ctx, dy: (_deal(dy, ctx.group, ctx.dim, ctx.for_shards), *[None] * 7), setup_context=_keep_gather
 )
 _deal.register_autograd(
-    lambda ctx, dy: (_gather(dy, ctx.group, ctx.dim, ctx.length, False), *[None] * 4), setup_context=_keep_deal
+    lambda ctx, dy: (_gather(dy, ctx.group, ctx.dim, ctx.length, False, False, False), *[None] * 4),
+    setup_context=_keep_deal,
 )
 
 
-def gather_sequence(x: Tensor, group: str, dim: int, length: int) -> Tensor:
-    return _gather(x, group, dim, length, False)
+def gather_sequence(
+    x: Tensor, group: str, dim: int, length: int, again: bool = False, in_parts: bool = False
+) -> Tensor:
+    return _gather(x, group, dim, length, False, again, in_parts)
+
+
+def gather_again(x: Tensor, group: str, dim: int, length: int, gradient: Tensor) -> Tensor:
+    """In a backward: it waits for `gradient`, or what is gathered would be kept from the forward instead."""
+    return _gather(x, group, dim, length, False, False, False, gradient)
+
+
+def deal_sum(x: Tensor, group: str, dim: int) -> Tensor:
+    """Of a gradient, without one of its own."""
+    return _deal(x, group, dim, True)
 
 
 def scatter_sequence(x: Tensor, group: str, dim: int) -> Tensor:
@@ -104,12 +132,13 @@ def read_by_shards(graph: fx.Graph) -> None:
     """Let copies of what was gathered be gathers whose gradients are dealt out as they are summed. For graphs of
     forwards.
     """
+    share_gathers(graph, differentiated=False)
     for node in list(graph.nodes):
         if not (calls(node, "copy_to_group") and isinstance(gathered := node.args[0], fx.Node)):
             continue
         if calls(gathered, "gather_sequence") and gathered.args[1] == node.args[1]:
             with graph.inserting_before(node):
-                other = graph.call_function(gathered.target, (*gathered.args[:4], True))  # type: ignore[arg-type]
+                other = graph.call_function(gathered.target, (*gathered.args[:4], True, *gathered.args[5:7]))  # type: ignore[arg-type]
             other.meta.update(node.meta)
             node.replace_all_uses_with(other)
             graph.erase_node(node)
@@ -117,12 +146,14 @@ def read_by_shards(graph: fx.Graph) -> None:
                 graph.erase_node(gathered)
 
 
-def share_gathers(graph: fx.Graph) -> None:
-    """Let gathers of the same tensor be one. For graphs that autograd has been through."""
+def share_gathers(graph: fx.Graph, differentiated: bool = True) -> None:
+    """Let gathers of the same tensor be one: of readers that count alike, and of all in graphs that autograd has been
+    through.
+    """
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if calls(node, "gather_sequence"):
-            kept = first.setdefault(node.args[:4], node)
+            kept = first.setdefault(node.args[: 4 if differentiated else 5], node)
             if kept is not node:
                 node.replace_all_uses_with(kept)
                 graph.erase_node(node)

@@ -9,8 +9,11 @@ A graph is traced for the first inputs. What another call does otherwise (anothe
 on for any length, so that lengths that change cost two compilations and not one each.
 
 Layers run as they are where a graph has no place: in eval mode, with a cache of keys and values, under a mode that
-looks at every operator, with hooks inside of them (`hooks_inside`). And layers that cannot be one graph always do, with
-a warning that names them and the reason.
+looks at every operator. Layers that cannot be one graph (`layer_parts`: with hooks inside of them, or experts whose
+tokens are counted) run their own forward, and the modules that they call are compiled, each for itself.
+
+[Note: what watches the first time] A layer is recomputed as it ran. Who records outputs (`hooks_inside`) does so in a
+forward alone, and the layer remembers that it was watched.
 
 [Note: the same way twice]
 A checkpoint runs a layer once more in the backward, and what it saves must be what it saved before. So what has been
@@ -38,16 +41,21 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..comm.compat import runs_backward
 from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..utils.device import get_current_device
 from .compiled import keep_order, share_copies
+from .compiled_products import join_linears
 from .compiled_sequence import read_by_shards, share_gathers, traced
 from .hooks_inside import hooks_inside
+from .layer_parts import IN_PARTS, parts_of
 
 _LOGGER = logging.getLogger(__name__)
 backend = "inductor"  # what tests that need no fast code replace
 MOST_GRAPHS = 32  # of one kind of layers
+_WATCHED = "_shardwright_watched"
+_GRAPH = "_shardwright_graph"
 _numbers = itertools.count()
 
 
@@ -109,6 +117,8 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
 
     share_copies(graph.graph)
     read_by_shards(graph.graph)
+    if not torch.is_autocast_enabled(get_current_device().type):  # of which operators of ours know nothing
+        join_linears(graph.graph)
     graph.recompile()
     compiled: Any
     # A backward that cannot be compiled is found out here, where there is another way.
@@ -141,9 +151,14 @@ class LayerGraph:
     layers that each compute with a number of their own would be compiled one by one.
     """
 
-    def __init__(self, cls: type[nn.Module]) -> None:
+    def __init__(self, layer: nn.Module, kinds: Kinds, is_part: bool = False) -> None:
+        cls = type(layer)
         method = getattr(cls, "compiled_method", "forward")
         self.native: Callable[..., Any] = getattr(cls, method)
+        self._kinds, self._is_part = kinds, is_part
+        self._but = ", but for modules inside of them" if any(True for _ in parts_of(layer)) else ""
+        told = (path for path, module in layer.named_modules() if hasattr(module, "split_length"))
+        self._tells = next(told, None)  # the module that knows how long the sequences are
         self._refused: set[Any] = set()
         self._num_graphs = 0
         self._is_full = False
@@ -175,9 +190,12 @@ class LayerGraph:
         if has_cache or any(map(is_past, values)) or _get_current_dispatch_mode() is not None or _on_meta(values):
             return self.native(layer, *args, **kwargs)
         inside = hooks_inside(layer)
-        if inside.watched:
+        state = vars(layer)
+        watched = state.get(_WATCHED, inside.watched) if runs_backward() else inside.watched
+        state[_WATCHED] = watched  # see [Note: what watches the first time]
+        if watched:
             self._say("hooks on modules inside of them see what no graph shows")
-            return self.native(layer, *given, **named)
+            return self._in_parts(layer, given, named)
         for module, hook in inside.ahead:
             hook(module, ())
         form = _form(given, named)
@@ -192,9 +210,25 @@ class LayerGraph:
                     self._refused.add(form)
                     self._say(_first_words(error))
         if not self._num_graphs:
-            return self.native(layer, *given, **named)
+            return self._in_parts(layer, given, named)
         with torch.compiler.set_stance("eager_on_recompile"):  # see [Note: the same way twice]
-            return self._compiled(self._twin(layer), _split_length(layer), *given, **named)
+            return self._compiled(self._twin(layer), self._split_length(layer), *given, **named)
+
+    def _in_parts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = vars(layer)
+        if IN_PARTS not in state:
+            state[IN_PARTS] = True
+            for part in parts_of(layer):
+                self._kinds.compile(part, is_part=True)
+        return self.native(layer, *args, **kwargs)
+
+    def _split_length(self, layer: nn.Module) -> int | None:
+        """How long the sequences are of which the layer is given parts."""
+        if self._tells is None:
+            return None
+        told: Any = layer.get_submodule(self._tells)
+        length: int | None = told.split_length()
+        return length
 
     def _run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo import config
@@ -202,7 +236,7 @@ class LayerGraph:
         may_be_last = self._num_graphs + 1 >= min(config.recompile_limit, MOST_GRAPHS)
         with config.patch(recompile_limit=MOST_GRAPHS) if may_be_last else nullcontext():
             try:
-                return self._compiled(self._twin(layer), _split_length(layer), *args, **kwargs)
+                return self._compiled(self._twin(layer), self._split_length(layer), *args, **kwargs)
             except _refusals():
                 others = _with_gradients_of_other_dtypes(layer)
                 if not others:
@@ -212,7 +246,7 @@ class LayerGraph:
             for param in others:
                 param.grad = None
             try:
-                return self._compiled(self._twin(layer), _split_length(layer), *args, **kwargs)
+                return self._compiled(self._twin(layer), self._split_length(layer), *args, **kwargs)
             finally:
                 for param, gradient in zip(others, gradients, strict=True):
                     param.grad = gradient
@@ -226,10 +260,11 @@ class LayerGraph:
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
+            what = "modules inside of layers" if self._is_part else "layers"
             some = " where graphs do not fit" if self._num_graphs else ""
             _LOGGER.warning(
-                f"enable_jit_fused=True: layers of class {self._name} are not compiled{some} and run as they are: "
-                f"{reason}"
+                f"enable_jit_fused=True: {what} of class {self._name} are not compiled{some} and run as they "
+                f"are{self._but}: {reason}"
             )
 
     def _twin(self, layer: nn.Module) -> nn.Module:
@@ -247,28 +282,36 @@ def compile_layers(model: nn.Module) -> dict[str, LayerGraph]:
     Layers keep their identity, names and parameters; their class becomes a subclass of what it was.
     """
     require_compiler()
-    kinds: dict[Any, LayerGraph] = {}
-    found = {}
-    for name, layer in layers_of(model):
+    kinds = Kinds()
+    return {name: kinds.compile(layer) for name, layer in layers_of(model)}
+
+
+class Kinds:
+    """The graphs of a model's layers, and of modules inside of layers, those of one kind sharing theirs."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, LayerGraph] = {}
+
+    def compile(self, layer: nn.Module, is_part: bool = False) -> LayerGraph:
+        if isinstance(known := getattr(type(layer), _GRAPH, None), LayerGraph):  # of two layers that share a module
+            return known
         kind = _kind(layer)
-        if kind not in kinds:
-            kinds[kind] = LayerGraph(type(layer))
-        found[name] = kinds[kind]
-        layer.__class__ = kinds[kind].layer_class
-    return found
-
-
-def _split_length(layer: nn.Module) -> int | None:
-    """How long the sequences are of which the layer is given parts."""
-    asked = getattr(layer, "split_length", None)
-    return None if asked is None else asked()
+        if kind not in self._graphs:
+            self._graphs[kind] = LayerGraph(layer, self, is_part)
+        graph = self._graphs[kind]
+        layer.__class__ = graph.layer_class
+        return graph
 
 
 def _class_with(base: type[nn.Module], graph: LayerGraph, method: str) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return graph(self, args, kwargs)
 
-    return type(base.__name__, (base,), {method: forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    return type(
+        base.__name__,
+        (base,),
+        {method: forward, _GRAPH: graph, "__module__": base.__module__, "__doc__": base.__doc__},
+    )
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -289,7 +332,11 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _with_gradients_of_other_dtypes(layer: nn.Module) -> list[nn.Parameter]:
-    return [param for param in layer.parameters() if param.grad is not None and param.grad.dtype != param.dtype]
+    return [
+        param
+        for param in layer.parameters()
+        if param.is_leaf and param.grad is not None and param.grad.dtype != param.dtype
+    ]
 
 
 def _is_limit(error: Exception) -> bool:

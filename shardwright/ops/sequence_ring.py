@@ -120,6 +120,20 @@ def product_of_parts(parts: Parts, weight: Tensor, bias: Tensor | None) -> Tenso
     return torch.cat(cast(list[Tensor], found), parts.dim)
 
 
+def deal_products(x: Tensor, weight: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    """This rank's part of the sum over ranks of x W^T, reduced to each while the product of the next is computed."""
+    ranks = dist.get_process_group_ranks(group)
+    works, summands = [], []
+    for rank, part in enumerate(x.split(list(sizes), dim)):
+        summand = F.linear(part, weight).contiguous()
+        works.append(dist.reduce(summand, dst=ranks[rank], group=group, async_op=True))
+        summands.append(summand)
+    for work, summand in zip(works, summands, strict=True):
+        if work is not None:
+            turns.wait(work, summand)
+    return summands[group.rank()]
+
+
 def scattered_linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
     """This rank's part along `dim` of the sum over ranks of x W^T; x [.., S, i], W [O, i] -> [.., s_k, O]."""
     return cast(Tensor, _ScatteredLinear.apply(x, weight, group, dim, sizes))
@@ -131,19 +145,7 @@ class _ScatteredLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
 
-        def compute() -> Tensor:
-            ranks = dist.get_process_group_ranks(group)
-            works, summands = [], []
-            for rank, part in enumerate(x.split(list(sizes), dim)):
-                summand = F.linear(part, weight).contiguous()
-                works.append(dist.reduce(summand, dst=ranks[rank], group=group, async_op=True))
-                summands.append(summand)
-            for work, summand in zip(works, summands, strict=True):
-                if work is not None:
-                    turns.wait(work, summand)
-            return summands[group.rank()]
-
-        return cast(Tensor, keep_result(compute))
+        return cast(Tensor, keep_result(lambda: deal_products(x, weight, group, dim, sizes)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

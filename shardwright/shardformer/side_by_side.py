@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..models.dry_run import meta_copy, run_dry
 from ..models.example_inputs import training_batches
+from ..ops.layer_parts import runs_in_parts
 from ..spec import ParamSpec
 from ..utils.pytree import TorchDispatchMode, tree_leaves
 from .adapters import has_adapters
@@ -81,6 +82,7 @@ class _TogetherForward(ParallelModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         apart = (
             torch.compiler.is_compiling()
+            or runs_in_parts(self)  # of which one may be a graph
             or any(dropout.training and cast(Any, dropout).p > 0 for dropout in self.dropouts)
             or any(module._forward_hooks or module._backward_hooks for module in self.passed)
         )

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ..comm.compat import runs_backward
 from ..ops.collective import copy_all_to_group, gather_for_shards, reduce_from_group, reduce_scatter_to_group
+from ..ops.compiled_sequence import no_graph
 from ..spec import ParamSpec, get_spec
 from ..utils.pytree import tree_leaves
 from ..utils.tensors import map_tensors
@@ -193,9 +194,13 @@ class _Shown(ParallelModule):
 
     _outputs: tuple[Any, Any] | None = None
     _inputs: tuple[Any, Any] | None = None
+    _is_shown = False  # whether hooks look at outputs; what a graph can look at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._inputs = None
+        is_shown = bool(self._forward_hooks)
+        if is_shown != self._is_shown:
+            self._is_shown = is_shown
         if self._forward_pre_hooks:
             inside = (args, kwargs)
             args, kwargs = map_tensors(lambda tensor: _once(tensor, self.parallel.group), inside)
@@ -212,6 +217,8 @@ class _Shown(ParallelModule):
         return inside
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and (self._is_shown or self._inputs is not None):
+            no_graph("hooks look at a module of a block that is reduced once")
         if self._inputs is not None:
             ((inside_args, inside_kwargs), shown), self._inputs = self._inputs, None
             given, left = tree_leaves((args, kwargs)), tree_leaves(shown)
@@ -228,7 +235,7 @@ class _Shown(ParallelModule):
                 "checkpoint(..., use_reentrant=False), checkpoint the whole block, or give a policy without SumAtExit"
             )
         inside = super().forward(*args, **kwargs)
-        if not self._forward_hooks:
+        if not self._is_shown:
             return inside
         shown = map_tensors(lambda tensor: _once(tensor, self.parallel.group), inside)
         self._outputs = inside, shown

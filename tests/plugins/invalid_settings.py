@@ -226,19 +226,6 @@ SETTINGS: dict[str, Case] = {
         {"enable_jit_fused": True, "pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4},
         ["enable_jit_fused=True", "pp_style='zbv'", "'1f1b'"],
     ),
-    "compiled layers and sequences in parts": Case(
-        {
-            "enable_jit_fused": True,
-            "tp_size": 2,
-            "enable_sequence_parallelism": True,
-            "sequence_parallelism_mode": "ring",
-        },
-        ["enable_jit_fused=True", "sequence_parallelism_mode='ring'", "use 'split_gather'"],
-    ),
-    "compiled layers and sequences gathered again": Case(
-        {"enable_jit_fused": True, "tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
-        ["enable_jit_fused=True", "enable_sequence_overlap=True", "use enable_sequence_overlap=False"],
-    ),
     "compiled layers recomputed in part": Case(
         {
             "enable_jit_fused": True,

@@ -175,11 +175,6 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Refused(True, "pp_style='auto'", {**PIPE, "pp_style": "auto"}),
         Refused(True, "num_sequence_slices=2", {**PIPE, "num_sequence_slices": 2}),
         Refused(True, "selective recomputation", {"gradient_checkpoint_config": PARTLY}),
-        Refused(
-            True,
-            "enable_sequence_overlap=True",
-            {**TP, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
-        ),
     ],
     "enable_sequence_parallelism": [
         Changes(see.traffic, True, {**TP, **F32}),

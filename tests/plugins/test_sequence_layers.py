@@ -192,7 +192,6 @@ def test_what_computes_its_loss_of_whole_logits_is_refused_in_pipelines() -> Non
 
     class Settings:
         sequence_mode, layout = "all_to_all", Layout()
-        sharding = type("Sharding", (), {"enable_jit_fused": False})
 
     with pytest.raises(ValueError, match=r"pp_size=2 .*takes no shift_labels.*use pp_size=1"):
         check_layers(Settings(), facts, "OldForCausalLM")  # type: ignore[arg-type]

@@ -28,17 +28,6 @@ def check_compiled(settings: HybridSettings, pp_size: int) -> None:
             "keys and values of earlier slices would be compiled once per layer and slice; use num_sequence_slices=1, "
             "or leave enable_jit_fused out"
         )
-    if settings.sequence_mode == "ring":
-        raise ValueError(
-            "enable_jit_fused=True with sequence_parallelism_mode='ring': what it sends in parts beside the products "
-            "is no operator that a graph can hold; use 'split_gather', "
-            "enable_sequence_parallelism=False, or leave enable_jit_fused out"
-        )
-    if settings.sharding.enable_sequence_overlap:
-        raise ValueError(
-            "enable_jit_fused=True with enable_sequence_overlap=True: which inputs are gathered again in the backward "
-            "is for a graph to say; use enable_sequence_overlap=False, or leave enable_jit_fused out"
-        )
     config = pipeline.gradient_checkpoint_config
     if config is not None and (config.selective_ratio or any(config.num_selective_layers_per_stage or ())):
         raise ValueError(

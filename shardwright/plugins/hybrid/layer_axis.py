@@ -244,11 +244,6 @@ class LayerAxis(SequenceAxis):
 def check_layers(settings: HybridSettings, facts: LayerFacts, name: str) -> None:
     """ValueError for settings that do not go with layers that are given parts by a model that sees whole sequences."""
     mode, layout = settings.sequence_mode, settings.layout
-    if settings.sharding.enable_jit_fused:
-        raise ValueError(
-            f"enable_jit_fused=True with sequence_parallelism_mode={mode!r}: {name} has parts of sequences within its "
-            "layers alone, which are gathered and cut where no graph sees it; leave enable_jit_fused out"
-        )
     if facts.loss == "computed" and layout.tp_size * layout.pp_size > 1:
         field = "tp_size" if layout.tp_size > 1 else "pp_size"
         raise ValueError(

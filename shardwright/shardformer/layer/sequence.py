@@ -28,7 +28,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ...comm.collectives import even_sizes
-from ...ops import compiled, compiled_sequence
+from ...ops import compiled, compiled_products, compiled_sequence
 from ...ops.collective import gather_from_group, reduce_scatter_to_group, split_to_group
 from ...ops.compiled_sequence import no_graph, traced
 from ...ops.linear import row_linear
@@ -106,7 +106,7 @@ class Stack:
     def sizes(self, ranks: int) -> list[int] | None:
         """Positions of every rank; None while nothing is split."""
         if torch.compiler.is_compiling():
-            no_graph("a module that gathers sequences for itself, or sums at its exit, is in the layer")
+            no_graph("a module that sums at its exit, or gathers tokens in one dim, is in the layer")
         length = facts().get(self._key)
         return None if length is None else even_sizes(length, ranks)
 
@@ -132,6 +132,17 @@ class _InStack(ParallelModule):
     @property
     def _sizes(self) -> list[int] | None:
         return self.stack.sizes(self.parallel.size)
+
+    def split_length(self) -> int | None:
+        """For graphs that this module is in (`ops.layer_graphs`)."""
+        sizes = self._sizes
+        return None if sizes is None else sum(sizes)
+
+    def _gather_in_graph(self, x: Tensor) -> Tensor:
+        assert traced.length is not None
+        return compiled_sequence.gather_sequence(
+            x, self._group_name, 1, traced.length, self.stack.again, self.stack.ring
+        )
 
 
 class SplitLayer(_InStack):
@@ -168,10 +179,6 @@ class SplitLayer(_InStack):
         """On this rank's part of the sequence."""
         return super().forward(*args, **kwargs)
 
-    def split_length(self) -> int | None:
-        sizes = self._sizes
-        return None if sizes is None else sum(sizes)
-
 
 class GatheringModule(_InStack):
     """
@@ -194,6 +201,8 @@ class GatheringModule(_InStack):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if traced.length is not None:
+                if self.draws and self.training:
+                    no_graph("dropout in a module that sees whole sequences asks the generator for a seed")
                 args, kwargs = with_first(self._gather_in_graph, args, kwargs)
             return super().forward(*args, **kwargs)
         sizes = self._sizes
@@ -224,15 +233,13 @@ class GatheringModule(_InStack):
         finally:
             finish(first_tensor(args, kwargs))
 
-    def _gather_in_graph(self, x: Tensor) -> Tensor:
-        assert traced.length is not None
-        return compiled_sequence.gather_sequence(x, self._group_name, 1, traced.length)
-
 
 class GatheringColumn(_InStack):
     """x [B, s_k, I], or [B s_k, I]; columns that are called with the same x gather it once."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and (x.dim() > 2 or traced.length is None):
+            return super().forward(x if traced.length is None else self._gather_in_graph(x))  # type: ignore[misc,no-any-return]
         sizes = self._sizes
         if sizes is None:
             return super().forward(x)  # type: ignore[misc,no-any-return]
@@ -303,6 +310,10 @@ class ScatteringRow(_InStack):
             return super().forward(x)  # type: ignore[misc,no-any-return]
         if row.split_input or (x.dim() == 2 and self.by_rank):
             no_graph("a row linear of sequences that are split takes whole features, or tokens in one dim")
+        if self.stack.ring and row._plain and x.dim() > 2 and not _is_cast(x):
+            weight = row.weight.t() if is_conv1d(row) else row.weight
+            y = compiled_products.scattered_linear(x, weight, self._group_name, 1)
+            return y if row.bias is None else y + row.bias.to(y.dtype)
         summand = row._computed_alone(x, None)
         if x.dim() == 2:
             y = compiled_sequence.scatter_sequence(summand.unflatten(0, (-1, length)), self._group_name, 1)
@@ -316,6 +327,8 @@ class WholeModule(_InStack):
     """Every rank gathers the sequence and keeps its part of the result: gradients of the parameters are whole."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._in_graph(args, kwargs)
         sizes, group = self._sizes, self.parallel.group
         if sizes is None:
             return super().forward(*args, **kwargs)
@@ -326,6 +339,19 @@ class WholeModule(_InStack):
                 return split_to_group(y, group, 1, sizes)
             tokens = y.unflatten(0, (-1, sum(sizes)))  # by their sample
             return split_to_group(tokens, group, 1, sizes).flatten(0, 1)
+
+        return of_first(split, super().forward(*args, **kwargs))
+
+    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        length, name = traced.length, self._group_name
+        if length is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = with_first(lambda x: compiled_sequence.gather_sequence(x, name, 1, length), args, kwargs)
+
+        def split(y: Tensor) -> Tensor:
+            if y.dim() > 2:
+                return compiled_sequence.split_sequence(y, name, 1)
+            return compiled_sequence.split_sequence(y.unflatten(0, (-1, length)), name, 1).flatten(0, 1)
 
         return of_first(split, super().forward(*args, **kwargs))
 
