@@ -39,6 +39,7 @@ _OWN = {
     "chatglm": ("chatglm", "ChatGLMPolicy"),
     "gpt_neox": ("gpt_neox", "GPTNeoXPolicy"),
     "gptj": ("gpt_neox", "GPTJPolicy"),
+    "jetmoe": ("jetmoe", "JetMoePolicy"),
     "gpt_oss": ("gpt_oss", "GptOssPolicy"),
     "phi": ("phi", "PhiPolicy"),
     "phi3": ("phi", "Phi3Policy"),
