@@ -299,13 +299,7 @@ class _PartialSumForward(ParallelModule):
         if not isinstance(output, tuple):
             return reduce_from_group(output, group)
         first, *others = output
-        return (reduce_from_group(first, group), *(self._alike(other) for other in others))
-
-    def _alike(self, value: Any) -> Any:
-        """What all ranks compute alike gives each of them its share of the gradient, as the inputs' are summed."""
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
-            return value
-        return value.detach() + (value - value.detach()) / self.parallel.size
+        return (reduce_from_group(first, group), *others)
 
 
 def _zeros_of(param: Any) -> Any:

@@ -1,18 +1,29 @@
-"""JetMoE: experts in attention too, each with the queries and the outputs of all heads."""
+"""JetMoE: experts in attention too, each with the queries and the outputs of all heads.
+
+Attention and MLP return the ranks' parts of a sum, of heads and of features. What a router says of a token is alike on
+all ranks, and so is its gradient: that of the gates, which weigh parts, is summed over the ranks, that of the tokens is
+given in shares, as the block around sums it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...ops.collective import copy_to_group
+from ...spec import ParamSpec
 from ..attention import LocalHeads
 from ..heads import HeadGeometry
+from ..layer.parallel_module import ParallelModule
 from ..rules import Rules
 from ..splits import Packed
-from ..styles import PartialSum, ShardedParameter
+from ..styles import PartialSum, ShardedParameter, Site, Style
 from .base import Policy
 
 
 class JetMoePolicy(Policy):
-    """Both blocks add up parts, of heads and of features; routers see all of a token on every rank."""
-
     def rules(self) -> Rules:
         heads = self.config.num_key_value_heads
         attention = "layers.*.self_attention"
@@ -41,5 +52,21 @@ def _experts(path: str, inner: ShardedParameter) -> Rules:
     return {
         f"{path}.input_linear.weight": inner,
         f"{path}.output_linear.weight": ShardedParameter(2),
-        f"{path}.router": "partial_gradient",
+        f"{path}.router": _Routing(),
     }
+
+
+class _Routing(Style):
+    """A router, whole on every rank, inside of a module that sums its gradients."""
+
+    def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
+        super().convert(site, specs)
+        _Router.adopt(site.module, site.parallel)
+
+
+class _Router(ParallelModule):
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """x [tokens, hidden] -> where tokens go, where they come from, gates, tokens per expert, logits."""
+        x = x.detach() + (x - x.detach()) / self.parallel.size
+        places, tokens, gates, sizes, logits = super().forward(x)
+        return places, tokens, copy_to_group(gates, self.parallel.group), sizes, logits
