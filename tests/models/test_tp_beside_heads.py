@@ -19,7 +19,6 @@ SHORT = {"num_hidden_layers": 2}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("bitnet", {**SHORT, "intermediate_size": 87}),  # norms over all heads and over 44 and 43 features
     ("jetmoe", {**SHORT, "output_router_logits": True}),  # experts in attention, and their loss
-    ("musicgen", {**SHORT}),  # a vocabulary for each codebook
     ("codegen", {"n_layer": 1}),  # fused in an order of its own: computed from gathered features
     ("cpmant", {**SHORT}),  # an MLP in two modules
 ]

@@ -143,6 +143,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"n_head": 8},
     "cpmant": {"dim_head": 16},
+    "gemma3": {"mm_tokens_per_image": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8},
