@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..utils.tensors import map_tensors
-from .config import text_part
+from .config import HIDDEN, first_int, text_part
 
 Batch = dict[str, Any]
 SAMPLES, CHOICES = 2, 2
@@ -26,6 +26,7 @@ _PLAIN_LENGTH, _LENGTH = 8, 12
 _FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token in any usual vocabulary
 _IGNORE = -100
 _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
+_ACROSS = ("encoder_attn", "cross_attn", "crossattention", "cross_attention")
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
 _FRAMES_OF_SOUND = 32
@@ -132,6 +133,7 @@ class _Maker:
             if one.default is one.empty and one.kind < one.VAR_KEYWORD and one.kind != one.VAR_POSITIONAL
         ]
         self.head = getattr(type(model), "native_class", type(model)).__name__
+        self.looks_across = any(name.endswith(_ACROSS) for name, _ in model.named_modules())
         param = next(model.parameters())
         self.device = param.device
         self.dtype = next(
@@ -157,7 +159,10 @@ class _Maker:
     def full(self) -> Iterator[Batch]:
         """Everything that the model takes, then less and less of it."""
         for made in self._all():
-            yield {**made, **self._further_ids(made)}
+            further = self._further_ids(made)
+            if (states := self._encoder_states(made)) is not None:
+                yield {**made, **further, **states}
+            yield {**made, **further}
 
     def _all(self) -> Iterator[Batch]:
         takes_text = "input_ids" in self.arguments
@@ -335,6 +340,16 @@ class _Maker:
         """Other texts that the forward insists on."""
         missing = [name for name in self.required if name.endswith("input_ids") and name not in made]
         return {name: self._random_ids(SAMPLES, _PLAIN_LENGTH) for name in missing}
+
+    def _encoder_states(self, made: Batch) -> Batch | None:
+        """What a decoder with cross-attention reads of an encoder that it is used without."""
+        width = first_int(self.text, ("cross_attention_hidden_size", "encoder_hidden_size", *HIDDEN))
+        if not self.looks_across or width is None or "encoder_hidden_states" not in self.arguments:
+            return None
+        if "input_ids" not in made:
+            return None
+        states = torch.randn(len(made["input_ids"]), _PLAIN_LENGTH, width, generator=self._generator)
+        return {"encoder_hidden_states": states}
 
     def _image_places(self, seen: Batch) -> int:
         """How many ids of a text stand for one image; 0 where none do."""

@@ -32,7 +32,20 @@ _ATTENTION = [
     ("Wq", "Wk", "Wv"),
     ("project_q", "project_k", "project_v"),
 ]
-_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "w_o", "o", "out_lin", "output_proj", "Wo")
+_OUTPUT = (
+    "o_proj",
+    "out_proj",
+    "dense",
+    "c_proj",
+    "proj",
+    "wo",
+    "w_o",
+    "o",
+    "out_lin",
+    "output_proj",
+    "Wo",
+    "attention_out",
+)
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv", "att_proj", "in_proj")
 _UP = (
     "gate_proj",
@@ -52,9 +65,10 @@ _UP = (
     "w_0",
     "gate",
     "up",
+    "layer_1",
+    "intermediate",
 )
 _DOWN = (
-    "output_linear",
     "down_proj",
     "fc2",
     "fc_out",
@@ -69,13 +83,16 @@ _DOWN = (
     "w_1",
     "down",
     "Wo",
+    "layer_2",
+    "output",
+    "output_linear",
 )
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 
 
 def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
-    """Regions of modules that none of the `known` regions covers."""
+    """Regions of modules in which no name is `known` to have a rule."""
     regions: dict[str, Proposal] = {}
     for name, module in model.named_modules():
         shape = shape_of_name(name)
@@ -83,11 +100,16 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
             kind = f"{shape} ({native_class(module).__name__})"
             regions.setdefault(kind, Proposal(kind if shape in known else shape, [rules]))
             continue
-        if not name or shape in known or any(shape.startswith(f"{other}.") for other in known):
+        if not name:
             continue
         for region in _proposals(shape, module):
-            regions.setdefault(region.name, region)
+            if not any(_overlap(pattern, other) for pattern in region.alternatives[0] for other in known):
+                regions.setdefault(region.name, region)
     return list(regions.values())
+
+
+def _overlap(pattern: str, known: str) -> bool:
+    return pattern == known or pattern.startswith(f"{known}.") or known.startswith(f"{pattern}.")
 
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
@@ -100,11 +122,13 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
         _latent_attention(name, module, linears),
         _attention(name, module, linears),
         _mlp(name, linears),
+        _sequential_mlp(name, module),
+        _nested_mlp(name, module, linears),
     ):
         if recognised:
             yield Proposal(name, recognised)
             break
-    if alternatives := _experts(name, module):
+    if alternatives := expert_alternatives(name, module):
         yield Proposal(name, alternatives)
 
 
@@ -205,7 +229,33 @@ def _mlp(name: str, linears: dict[str, nn.Module]) -> list[Rules]:
     return [{f"{name}.{packed}": "packed_colwise", f"{name}.{down}": "rowwise"}] if packed else []
 
 
-def _experts(name: str, module: nn.Module) -> list[Rules]:
+def _sequential_mlp(name: str, module: nn.Module) -> list[Rules]:
+    """Linears in a row, with nothing between two of them that has parameters."""
+    if not isinstance(module, nn.Sequential):
+        return []
+    parts = [(local, child) for local, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(parts) != 2 or not all(is_linear(child) for _, child in parts):
+        return []
+    (up, first), (down, last) = parts
+    if output_size(first) != input_size(last):
+        return []
+    return [{f"{name}.{up}": "colwise", f"{name}.{down}": "rowwise"}]
+
+
+def _nested_mlp(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> list[Rules]:
+    """One linear that reads what the linears of the module beside it make."""
+    if len(linears) != 1:
+        return []
+    ((down, last),) = linears.items()
+    for inner, child in module.named_children():
+        ups = {local: up for local, up in child.named_children() if is_linear(up)}
+        sizes = {(input_size(up), output_size(up)) for up in ups.values()}
+        if sizes == {(output_size(last), input_size(last))}:
+            return [{**{f"{name}.{inner}.{local}": "colwise" for local in ups}, f"{name}.{down}": "rowwise"}]
+    return []
+
+
+def expert_alternatives(name: str, module: nn.Module) -> list[Rules]:
     """Fused experts: [E, 2I, H] and [E, H, I], or the transposed [E, H, 2I] and [E, I, H]."""
     up = module._parameters.get("gate_up_proj")
     down = module._parameters.get("down_proj")

@@ -24,6 +24,8 @@ from .styles import Column, LatentKeyValue, Row, ShardedParameter, Style
 _QUERY = ("q_proj", "q_b_proj", "query", "q_gate_proj", "g_proj", "gate_proj", "kv_b_proj", "sinks")
 _KEY_VALUE = ("k_proj", "v_proj", "key", "value")
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv")
+# styles of modules whose parameters have rules too
+_OF_WHOLE_MODULES = ("moe_tp_experts", "local_params", "all_reduce")
 
 
 @dataclass
@@ -56,7 +58,7 @@ def plan_regions(model: Any) -> list[Proposal]:
     groups: dict[str, dict[str, str]] = {}
     for pattern, style in plan.items():
         if (pattern in modules or pattern in params) and id(modules.get(pattern)) not in outputs:
-            region = pattern if style in ("moe_tp_experts", "local_params") else pattern.rpartition(".")[0]
+            region = pattern if style in _OF_WHOLE_MODULES else pattern.rpartition(".")[0]
             groups.setdefault(region, {})[pattern] = style
     regions = []
     for name, styles in groups.items():
@@ -105,6 +107,7 @@ def _translate(style: str, param: nn.Parameter | None, module: nn.Module | None,
         "embedding_rowwise": "vocab_embedding",
         "replicated_with_grad_allreduce": "partial_gradient",
         "moe_tp_experts": "partial_sum",
+        "all_reduce": "partial_sum",
         "local_params": LocalHeads(),
         "replicate": "replicated",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,7 +56,7 @@ class SelfCheck:
     def _take(self, copies: Iterable[nn.Module], example_inputs: Any) -> None:
         failures: dict[str, None] = {}
         name = ""
-        for whole in copies:
+        for whole in _in_both_precisions(copies):
             name = type(whole).__name__
             for batch in (
                 training_batches(whole)
@@ -91,7 +91,8 @@ class SelfCheck:
         them.
         """
         trained = [shape_of(name) for name, gradient in self._gradients.items() if gradient is not None]
-        return any(name == pattern or name.startswith(f"{pattern}.") for pattern in patterns for name in trained)
+        shapes = {shape_of(pattern) for pattern in patterns}
+        return any(name == shape or name.startswith(f"{shape}.") for shape in shapes for name in trained)
 
     def _run(self, model: nn.Module) -> tuple[torch.Tensor, bool]:
         """The loss, whose gradients are left on the parameters, and whether the model computed it itself."""
@@ -216,6 +217,16 @@ def _described(batch: Any) -> str:
         batch = dict(sorted(batch.items(), key=lambda entry: str(entry[0])))
     words = map_tensors(lambda tensor: f"{list(tensor.shape)} {tensor.dtype} ({hash_of(tensor)})", batch)
     return str(words).replace("torch.", "")
+
+
+def _in_both_precisions(copies: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The copies as they are, then in single precision, as a forward may make tensors in no other."""
+    tried = []
+    for whole in copies:
+        yield whole
+        tried.append(whole)
+    for whole in tried:
+        yield whole.float()
 
 
 class _DryRunError(Exception):

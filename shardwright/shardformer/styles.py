@@ -247,10 +247,11 @@ class PartialSum(Style):
     """A module that every rank runs on its own shards of the parameters (which other rules shard) from whole inputs,
     and whose outputs are the ranks' parts of a sum: experts whose intermediate features are dealt to the ranks.
 
-    The gradients of all floating-point inputs are summed, and so is the output.
+    The gradients of all floating-point inputs are summed, and so is the output, or the first of several; the others
+    (router logits) are alike on all ranks.
 
-    once    parameters that every rank holds and that only the first may add (biases of the outputs); the style decides
-            on these
+    once    parameters that every rank holds and that only the first may add (biases of the outputs), by their names in
+            the module; the style decides on these
     """
 
     once: tuple[str, ...] = ()
@@ -273,12 +274,16 @@ class _PartialSumForward(ParallelModule):
     once: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held: dict[str, Any] = {name: self._parameters[name] for name in self.once if self.parallel.rank}
-        self._parameters.update({name: _zeros_of(param) for name, param in held.items()})
+        names = self.once if self.parallel.rank else ()
+        owners = [(self.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in names]
+        held: list[Any] = [of[name] for of, name in owners]
+        for (of, name), param in zip(owners, held, strict=True):
+            of[name] = _zeros_of(param)
         try:
             return self._summed(*args, **kwargs)
         finally:
-            self._parameters.update(held)
+            for (of, name), param in zip(owners, held, strict=True):
+                of[name] = param
 
     def _summed(self, *args: Any, **kwargs: Any) -> Any:
         group = self.parallel.group
@@ -291,7 +296,10 @@ class _PartialSumForward(ParallelModule):
         for place, value in zip(places, copy_all_to_group([values[place] for place in places], group), strict=True):
             values[place] = value
         output = super().forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-        return reduce_from_group(output, group)
+        if not isinstance(output, tuple):
+            return reduce_from_group(output, group)
+        first, *others = output
+        return (reduce_from_group(first, group), *others)
 
 
 def _zeros_of(param: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.nn import functional
 # torch function mode is not active while a checkpointed forward is recomputed inside backward.
 _CASTING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("float", "to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")),
-    (torch, ("softmax", "log_softmax", "sum", "mean", "cumsum")),
+    (torch, ("softmax", "log_softmax", "sum", "mean", "cumsum", "zeros_like")),
     (functional, ("softmax", "log_softmax")),
 )
 # What refuses operands of two dtypes, one of which was kept (transformers 5.17 multiplies rotary frequencies with

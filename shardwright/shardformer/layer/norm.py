@@ -75,7 +75,7 @@ class FusedRMSNorm(_Norm):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _is_one_tensor(args, kwargs, self.weight) or _is_cast(self, args[0]):
             return super().forward(*args, **kwargs)
-        return norms.rms_norm(args[0], self.weight, _epsilon(self), self.offset)
+        return norms.rms_norm(args[0], self.weight, epsilon_of(self), self.offset)
 
     @classmethod
     def _from_native(cls, module: nn.Module, parallel: ParallelGroup) -> nn.Module:
@@ -101,14 +101,15 @@ def _is_cast(module: nn.Module, x: Tensor) -> bool:
 
 def rms_offset(module: nn.Module) -> float | None:
     """Of an RMS norm with one weight, what is added to the weight, 0 or 1, found by comparing a copy of it on random
-    numbers; None of any other module.
+    numbers; None of any other module, and of one whose features are dealt to ranks.
     """
     weight: Any = getattr(module, "weight", None)
-    epsilon: Any = _epsilon(module)
+    epsilon: Any = epsilon_of(module)
     if (
         "RMSNorm" not in native_class(module).__name__
         or not isinstance(epsilon, float)
         or list(module._parameters) != ["weight"]
+        or getattr(module, "is_wide", False)
         or not isinstance(weight, Tensor)
         or weight.ndim != 1
     ):
@@ -198,5 +199,5 @@ def _settings(module: nn.Module) -> Iterator[Any]:
         yield name, None if parameter is None else parameter.shape
 
 
-def _epsilon(module: nn.Module) -> float:
+def epsilon_of(module: nn.Module) -> float:
     return getattr(module, "variance_epsilon", getattr(module, "eps", getattr(module, "epsilon", None)))  # type: ignore[return-value]

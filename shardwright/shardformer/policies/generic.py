@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch.nn as nn
 
+from ..alternatives import further, of_vocabulary, tables
 from ..apply import apply_plan
 from ..attention import LocalHeads
 from ..conventions import conventional_regions
@@ -49,16 +50,19 @@ class GenericPolicy(Policy):
     def plan(self) -> Plan:
         model = self.model
         regions = plan_regions(model)
-        planned = {region.name for region in regions}
+        planned = {pattern for region in regions for pattern in region.alternatives[0]}
         regions += conventional_regions(model, planned)
         vocabulary = self.vocabulary_rules()
-        if not regions:
+        if not regions and not vocabulary:
             raise ValueError(
                 f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs "
                 "that are recognised; pass policy=, to the plugin custom_policy="
             )
+        for region in regions:
+            region.alternatives = further(model, region)
+        regions += tables(model, vocabulary, {pattern for region in regions for pattern in region.alternatives[0]})
         if vocabulary:
-            regions.append(Proposal("vocabulary", [vocabulary]))
+            regions.append(Proposal("vocabulary", of_vocabulary(vocabulary)))
         self.findings = self._find(regions)
         return Plan(self.findings.rules, type(self).__name__)
 

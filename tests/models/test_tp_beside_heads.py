@@ -1,0 +1,53 @@
+"""Attention that is more than four projections, and what is sharded beside attention and MLPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.shardformer import ModelSharder, Plan, ShardConfig
+from shardwright.shardformer.layer.norm import rms_offset
+from shardwright.shardformer.wide_norm import WideNorm
+from shardwright.testing import run_ranks
+from tests.models import tiny_causal_lm
+from tests.models.tp_sweep import verify
+
+SHORT = {"num_hidden_layers": 2}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("bitnet", {**SHORT, "intermediate_size": 87}),  # norms over all heads and over 44 and 43 features
+    ("jetmoe", {**SHORT, "output_router_logits": True}),  # experts in attention, and their loss
+    ("codegen", {"n_layer": 1}),  # fused in an order of its own: computed from gathered features
+    ("cpmant", {**SHORT}),  # an MLP in two modules
+]
+
+
+def verified(rank: int, world_size: int) -> list[str]:
+    results = [(name, verify(rank, world_size, name, settings)) for name, settings in CASES]
+    return [f"{name}: {result}" for name, result in results if result.get("share", 0) < 0.9 or result["dropped"]]
+
+
+def test_attention_of_other_forms_is_sharded_and_has_the_gradients_of_one_process() -> None:
+    assert run_ranks(verified, 2, timeout=110) == [[], []]
+
+
+def refused(rank: int, world_size: int) -> None:
+    config = ShardConfig(make_vocab_size_divisible_by=8)
+    model = tiny_causal_lm.build("jetmoe", {**SHORT, "num_key_value_heads": 1, "num_attention_heads": 2})
+    with pytest.raises(ValueError, match="num_key_value_heads=1 of JetMoE is not a multiple of tp_size=2"):
+        ModelSharder(model, None, config).shard()
+    model = tiny_causal_lm.build("bitnet", SHORT)
+    sharder = ModelSharder(model, None, config)
+    sharder.shard()
+    norm = model.get_submodule("model.layers.0.self_attn.attn_sub_norm")
+    assert rms_offset(norm) is None  # no kernel for whole norms may take it
+    plan = Plan({"0": "colwise", "1": WideNorm(), "2": "rowwise"})
+    with pytest.raises(ValueError, match="WideNorm applies to an RMS norm with one weight"):
+        plan.decide(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)), config.parallel)
+    dist.barrier()
+
+
+def test_what_cannot_be_dealt_is_refused() -> None:
+    run_ranks(refused, 2, timeout=60)
