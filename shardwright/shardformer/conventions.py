@@ -13,8 +13,10 @@ import torch.nn as nn
 from ..models.config import QUERY_HEADS, first_int
 from .attention import LocalHeads
 from .heads import HeadGeometry
-from .hf_plan import Proposal, shape_of_name
+from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
+from .mixers import mixer_rules
+from .patterns import shape_of_name
 from .rules import Rules, latent_attention_rules
 from .splits import Heads, Packed
 from .styles import Column, Row, ShardedParameter
@@ -50,6 +52,8 @@ _UP = (
     "w_0",
     "gate",
     "up",
+    "proj_up_gate",
+    "proj_up",
 )
 _DOWN = (
     "down_proj",
@@ -66,21 +70,38 @@ _DOWN = (
     "w_1",
     "down",
     "Wo",
+    "proj_down",
 )
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
+_GATES = ("g_proj", "gate_proj", "q_gate_proj")  # of what every head returns
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 
 
 def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
     """Regions of modules that none of the `known` regions covers."""
-    regions: dict[str, Proposal] = {}
+    found: dict[str, dict[str, list[Proposal]]] = {}  # by name, and by class
     for name, module in model.named_modules():
-        shape = shape_of_name(name)
-        if not name or shape in known or any(shape.startswith(f"{other}.") for other in known):
+        shape, kind = shape_of_name(name), type(module).__name__
+        covered = {shape, f"{shape}[{kind}]"} & known
+        if not name or covered or any(shape.startswith(f"{other}.") for other in known):
             continue
-        for region in _proposals(shape, module):
-            regions.setdefault(region.name, region)
+        of_name = found.setdefault(shape, {})
+        if not of_name.get(kind):
+            of_name[kind] = list(_proposals(shape, module))
+    regions: dict[str, Proposal] = {}
+    for shape, kinds in found.items():
+        recognised = {kind: proposals for kind, proposals in kinds.items() if proposals}
+        for kind, proposals in recognised.items():
+            bracketed = shape if len(recognised) == 1 and not _is_planned(shape, known) else f"{shape}[{kind}]"
+            for region in proposals:
+                named = region.of_class(shape, bracketed)
+                regions.setdefault(named.name, named)
     return list(regions.values())
+
+
+def _is_planned(shape: str, known: set[str]) -> bool:
+    """Whether there is a region for another class of modules of this name."""
+    return any(other.startswith(f"{shape}[") for other in known)
 
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
@@ -90,6 +111,7 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
     if rules := _bert_mlp(name, module):
         yield Proposal(f"{name}.intermediate", [rules])
     for recognised in (
+        mixer_rules(name, module),
         _latent_attention(name, module, linears),
         _attention(name, module, linears),
         _mlp(name, linears),
@@ -108,6 +130,7 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
     if output is None or (parts is None and fused is None):
         return []
     out: Rules = {f"{name}.{output}": Row(Heads("q"))}
+    out |= {f"{name}.{gate}": Column(Heads("q")) for gate in _GATES if gate in linears}
     if "sinks" in module._parameters:
         out[f"{name}.sinks"] = ShardedParameter(0, Heads("q"))
     found: list[Rules] = []
@@ -148,6 +171,7 @@ def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module
         return []
     rules = latent_attention_rules(name, heads, rotary, None)
     rules[f"{name}.{query}"] = rules.pop(f"{name}.q_proj")
+    rules |= {f"{name}.{gate}": rules[f"{name}.kv_b_proj"] for gate in _GATES if gate in linears}
     return [{pattern: style for pattern, style in rules.items() if style != "replicated"}]
 
 

@@ -93,6 +93,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "xlm": {"n_words": 128, "emb_dim": 64, "n_langs": 1},
     "flaubert": {"n_words": 128, "emb_dim": 64, "n_langs": 1},
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
+    "deepseek_v4": {
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "moe_intermediate_size": 256,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+    "lfm2": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
 }
 
