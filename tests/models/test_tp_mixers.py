@@ -31,7 +31,7 @@ from tests.models import tiny_causal_lm as tiny
 KINDS: dict[str, dict[str, Any]] = {
     "minimax": {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2, "hidden_size": 48},
     "recurrent_gemma": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "num_hidden_layers": 3},
-    "xlstm": {"num_hidden_layers": 2, "max_inference_chunksize": 3},
+    "xlstm": {"num_heads": 3, "hidden_size": 192, "qk_dim_factor": 1.0, "num_hidden_layers": 2},
     "rwkv": {"hidden_size": 45, "attention_hidden_size": 45, "num_hidden_layers": 2, "rescale_every": 1},
     "olmo_hybrid": {
         "num_attention_heads": 3,
@@ -113,7 +113,7 @@ def _problems(rank: int, name: str, folder: Path, sequence: AlongTensor | None) 
     return found
 
 
-@pytest.mark.parametrize("names", [["minimax", "xlstm", "rwkv"]])
+@pytest.mark.parametrize("names", [["minimax", "recurrent_gemma", "rwkv"]])
 def test_mixers_are_dealt(names: list[str], tmp_path: Path) -> None:
     results = run_ranks(proven, 2, names, str(tmp_path))
     assert results == [[], []]
@@ -152,8 +152,9 @@ def lazily(rank: int, world: int, names: list[str]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+# The others begin with weights that are computed from one another, which is refused whatever the layout.
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["minimax", "zaya", "deepseek_v4", "lfm2", "lfm2_moe", "lfm3"])
 def test_lazy(name: str) -> None:
     run_ranks(lazily, 2, [name])
 
