@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
+from ..spec import ParamSpec
 from .attention import LocalHeads
 from .layer.linear import input_size, is_linear, output_size
 from .mixer_styles import (
@@ -31,7 +32,7 @@ from .mixer_styles import (
 from .patterns import has_all
 from .rules import Rules
 from .splits import Heads, Packed
-from .styles import Column, Row, ShardedParameter, Style
+from .styles import Column, Row, ShardedParameter, Site, Style
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def _kimi_delta_attention() -> Mixer:
 class _DecayOfHeads(ShardedParameter):
     """One number for each head, in a parameter whose other dims are 1: [H] or [1, 1, H, 1]."""
 
-    def specs(self, site):  # type: ignore[no-untyped-def]
+    def specs(self, site: Site) -> dict[str, ParamSpec]:
+        assert site.parameter is not None
         shape = site.module.get_parameter(site.parameter).shape
         dim = max(range(len(shape)), key=shape.__getitem__)
         return ShardedParameter(dim, self.split).specs(site)
