@@ -17,9 +17,10 @@ import torch.nn as nn
 from .attention import LocalHeads
 from .conventions import expert_alternatives
 from .heads import HeadGeometry
-from .hf_plan import Proposal, shape_of_name
+from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
 from .layer.norm import rms_offset
+from .patterns import patterns_of, shape_of_name
 from .rules import Rules
 from .splits import EVEN, Heads, Split
 from .styles import NAMED, Column, Row, ShardedParameter, Style, VocabEmbedding, VocabHead
@@ -28,7 +29,7 @@ from .wide_norm import WideNorm, weight_of
 
 def further(model: nn.Module, region: Proposal) -> list[Rules]:
     """All alternatives of a region, best first."""
-    modules = {shape_of_name(name): module for name, module in model.named_modules()}
+    modules = {pattern: module for name, module in model.named_modules() for pattern in patterns_of(model, name)}
     known = region.alternatives
     found = [
         grown

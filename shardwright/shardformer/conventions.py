@@ -13,12 +13,12 @@ import torch.nn as nn
 from ..models.config import QUERY_HEADS, first_int
 from .attention import LocalHeads
 from .heads import HeadGeometry
-from .hf_plan import Proposal, shape_of_name
+from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
-from .layer.parallel_module import native_class
+from .mixers import mixer_rules
+from .patterns import shape_of_name
 from .rules import Rules, latent_attention_rules
 from .splits import Heads, Packed
-from .state_space import state_space_rules
 from .styles import Column, Row, ShardedParameter
 
 _ATTENTION = [
@@ -67,6 +67,8 @@ _UP = (
     "up",
     "layer_1",
     "intermediate",
+    "proj_up_gate",
+    "proj_up",
 )
 _DOWN = (
     "down_proj",
@@ -86,30 +88,38 @@ _DOWN = (
     "layer_2",
     "output",
     "output_linear",
+    "proj_down",
 )
 _PACKED_UP = ("gate_up_proj", "fc1", "wi", "Wi", "input_linear", "w1", "gate_up", "w_in")
+_GATES = ("g_proj", "gate_proj", "q_gate_proj")  # of what every head returns
 _SIZES = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size", "d_model", "attn_dim")
 
 
 def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
-    """Regions of modules in which no name is `known` to have a rule."""
-    regions: dict[str, Proposal] = {}
+    """Regions of modules that none of the `known` regions covers."""
+    found: dict[str, dict[str, list[Proposal]]] = {}  # by name, and by class
     for name, module in model.named_modules():
-        shape = shape_of_name(name)
-        if name and (rules := state_space_rules(shape, module)):  # mixers of several kinds may go by one name
-            kind = f"{shape} ({native_class(module).__name__})"
-            regions.setdefault(kind, Proposal(kind if shape in known else shape, [rules]))
+        shape, kind = shape_of_name(name), type(module).__name__
+        covered = {shape, f"{shape}[{kind}]"} & known
+        if not name or covered or any(shape.startswith(f"{other}.") for other in known):
             continue
-        if not name:
-            continue
-        for region in _proposals(shape, module):
-            if not any(_overlap(pattern, other) for pattern in region.alternatives[0] for other in known):
-                regions.setdefault(region.name, region)
+        of_name = found.setdefault(shape, {})
+        if not of_name.get(kind):
+            of_name[kind] = list(_proposals(shape, module))
+    regions: dict[str, Proposal] = {}
+    for shape, kinds in found.items():
+        recognised = {kind: proposals for kind, proposals in kinds.items() if proposals}
+        for kind, proposals in recognised.items():
+            bracketed = shape if len(recognised) == 1 and not _is_planned(shape, known) else f"{shape}[{kind}]"
+            for region in proposals:
+                named = region.of_class(shape, bracketed)
+                regions.setdefault(named.name, named)
     return list(regions.values())
 
 
-def _overlap(pattern: str, known: str) -> bool:
-    return pattern == known or pattern.startswith(f"{known}.") or known.startswith(f"{pattern}.")
+def _is_planned(shape: str, known: set[str]) -> bool:
+    """Whether there is a region for another class of modules of this name."""
+    return any(other.startswith(f"{shape}[") for other in known)
 
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
@@ -119,6 +129,7 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
     if rules := _bert_mlp(name, module):
         yield Proposal(f"{name}.intermediate", [rules])
     for recognised in (
+        mixer_rules(name, module),
         _latent_attention(name, module, linears),
         _attention(name, module, linears),
         _mlp(name, linears),
@@ -179,6 +190,7 @@ def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module
         return []
     rules = latent_attention_rules(name, heads, rotary, None)
     rules[f"{name}.{query}"] = rules.pop(f"{name}.q_proj")
+    rules |= {f"{name}.{gate}": rules[f"{name}.kv_b_proj"] for gate in _GATES if gate in linears}
     return [{pattern: style for pattern, style in rules.items() if style != "replicated"}]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch.nn as nn
 
-from .hf_plan import shape_of_name
 from .layer.parallel_module import ParallelGroup
+from .patterns import patterns_of
 from .plan import Plan
 from .regions import list_element
 from .rules import Rules
@@ -35,7 +35,7 @@ def _blocks(model: nn.Module, rules: Rules, rows: list[str]) -> Rules:
     for experts in _matched(model, rules, PartialSum, "partial_sum"):
         block = experts.rpartition(".")[0]
         parts = [name.removeprefix(f"{block}.") for name in (experts, *rows) if name.startswith(f"{block}.")]
-        free = block and not {block, shape_of_name(block)} & rules.keys()
+        free = block and not {block, *patterns_of(model, block)} & rules.keys()
         if free and len(parts) > 1 and why_not(model.get_submodule(block), parts) is None:
             found[block] = SumAtExit(tuple(parts))
     return found
@@ -46,7 +46,7 @@ def _layers(model: nn.Module, rules: Rules, rows: list[str], parallel: ParallelG
     of_layers: dict[str, list[str]] = {}
     for name in rows:
         layer = list_element(model, name)
-        if layer and not {layer, shape_of_name(layer)} & rules.keys():
+        if layer and not {layer, *patterns_of(model, layer)} & rules.keys():
             of_layers.setdefault(layer, []).append(name.removeprefix(f"{layer}."))
     pairs = {layer: names for layer, names in of_layers.items() if len(names) == 2}
     claimed: Rules = {layer: SideBySide(first, last) for layer, (first, last) in pairs.items()}
@@ -64,4 +64,4 @@ def _matched(model: nn.Module, rules: Mapping[str, Style | str], style: type[Sty
         for pattern, given in rules.items()
         if given == named or (isinstance(given, style) and given.role != "inside")
     }
-    return [name for name, _ in model.named_modules() if shape_of_name(name) in patterns]
+    return [name for name, _ in model.named_modules() if patterns_of(model, name) & patterns]

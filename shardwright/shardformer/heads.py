@@ -90,7 +90,8 @@ class HeadGeometry:
 
     def rows(self, kind: str) -> int:
         """Heads along the sharded dim of a projection."""
-        return {"q": self.num_heads, "kv": self.num_kv_heads}.get(kind, self.num_heads + 2 * self.num_kv_heads)
+        keys = {"q": 0, "qk": 1}.get(kind, 2) * self.num_kv_heads
+        return self.num_kv_heads if kind == "kv" else self.num_heads + keys
 
     def local(self, kind: str, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
         """(first head or PADDING, count) runs of a projection's heads on `rank`, in the order that the forward
@@ -104,14 +105,15 @@ class HeadGeometry:
                 yield from _keys(group, base + per_key)
                 yield from _keys(group, base + per_key + 1)
             return
-        if kind in ("q", "packed"):
+        if kind in ("q", "qk", "packed"):
             for group in groups:
                 yield from _queries(group, 0)
         if kind == "kv":
             for group in groups:
                 yield from _keys(group, group.kv)
-        if kind == "packed":
-            for base in (self.num_heads, self.num_heads + self.num_kv_heads):
+        if kind in ("qk", "packed"):
+            bases = (self.num_heads, self.num_heads + self.num_kv_heads)
+            for base in bases[: 1 if kind == "qk" else 2]:
                 for group in groups:
                     yield from _keys(group, base + group.kv)
 

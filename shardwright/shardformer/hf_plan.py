@@ -8,7 +8,6 @@ Rules that match nothing are left out (some plans carry such), and so are region
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,8 @@ import torch.nn as nn
 
 from ..models.config import text_part
 from .attention import LocalHeads
+from .mixers import mixer_rules
+from .patterns import classes_at, has_all, shape_of_name, with_class
 from .rules import Rules
 from .splits import Heads, Packed
 from .styles import Column, LatentKeyValue, Row, ShardedParameter, Style
@@ -39,10 +40,13 @@ class Proposal:
     name: str
     alternatives: list[Rules] = field(default_factory=list)
 
-
-def shape_of_name(name: str) -> str:
-    """The name with every number replaced by `*`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    def of_class(self, around: str, bracketed: str) -> Proposal:
+        """The same for those of the modules `around` that are of a class; `bracketed` is their pattern."""
+        alternatives = [
+            {with_class(pattern, around, bracketed): style for pattern, style in rules.items()}
+            for rules in self.alternatives
+        ]
+        return Proposal(with_class(self.name, around, bracketed), alternatives)
 
 
 def plan_regions(model: Any) -> list[Proposal]:
@@ -55,6 +59,7 @@ def plan_regions(model: Any) -> list[Proposal]:
         for module in (_call(model, "get_output_embeddings"), _call(model, "get_input_embeddings"))
         if module is not None
     }
+    classes = classes_at(model)
     groups: dict[str, dict[str, str]] = {}
     for pattern, style in plan.items():
         if (pattern in modules or pattern in params) and id(modules.get(pattern)) not in outputs:
@@ -70,8 +75,21 @@ def plan_regions(model: Any) -> list[Proposal]:
             continue
         plain: Rules = {pattern: style for pattern, style in translated.items() if style is not None}
         alternatives = [rules for upgrade in (_heads, _fused_heads, _packed) for rules in upgrade(name, styles, plain)]
-        regions.append(Proposal(name, [*alternatives, plain]))
+        regions.append(_with_mixers(Proposal(name, [*alternatives, plain]), styles, classes.get(name, {})))
     return regions
+
+
+def _with_mixers(region: Proposal, styles: Iterable[str], classes: dict[str, nn.Module]) -> Proposal:
+    """The region with what is known about mixers of its kind, which a plan may gather; under its class where modules
+    of other classes go by the same name and the plan is not about them.
+    """
+    named = _children(region.name, styles)
+    meant = {kind: module for kind, module in classes.items() if has_all(module, named)}
+    if len(meant) != 1:
+        return region
+    ((kind, module),) = meant.items()
+    region.alternatives = [*mixer_rules(region.name, module), *region.alternatives]
+    return region.of_class(region.name, f"{region.name}[{kind}]") if len(classes) > 1 else region
 
 
 def _call(model: nn.Module, method: str) -> Any:

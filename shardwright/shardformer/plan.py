@@ -1,6 +1,7 @@
 """Plans: which rule applies to which module of a model, and whether the rules cover it.
 
-A plan is a dict from module-name patterns to styles. `*` stands for exactly one component of a name:
+A plan is a dict from module-name patterns to styles. `*` stands for exactly one component of a name, and `name[Class]`
+for one at which the module is of this class:
 
     Plan({"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"})
 
@@ -18,6 +19,7 @@ import torch.nn as nn
 
 from .adapters import parts_of
 from .layer.parallel_module import ParallelGroup
+from .patterns import of_class, without_classes
 from .regions import Region, find_regions, unclosed, undecided_parameters
 from .side_by_side import proven
 from .styles import NAMED, Decision, Site, Style
@@ -94,11 +96,14 @@ class Plan:
             shapes.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), []).append(name)
         found: dict[str, str] = {}
         for pattern in styles:
+            bare = without_classes(pattern)
             expression = re.compile(
-                "".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern))
+                "".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", bare))
             )
-            exact = shapes.get(pattern)
+            exact = shapes.get(bare)
             hits = exact if exact is not None else [name for name in names if expression.fullmatch(name)]
+            if bare != pattern:
+                hits = list(filter(of_class(pattern, model), hits))
             if not hits and pattern not in self.optional:
                 raise ValueError(
                     f"rule {pattern!r} of {self.source} matches no module or parameter of {type(model).__name__}; "

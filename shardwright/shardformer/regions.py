@@ -75,8 +75,8 @@ def unclosed(model: nn.Module, regions: Sequence[Region], decisions: Sequence[De
 
 def ends(model: nn.Module, regions: Sequence[Region], decisions: Sequence[Decision]) -> list[tuple[Region, str | None]]:
     """Where regions end that open and have no closing modules of their own: the name of the smallest module around
-    such a region and one that closes without opening, within one element of a list of layers. None where there is
-    none; its own name where a layer of the user's is near by, which may close it.
+    such a region that closes what is inside, or that holds one that closes without opening, within one element of a
+    list of layers. None where there is none; its own name where a layer of the user's is near by, which may close it.
     """
     unknown = {decision.site.name for decision in decisions if decision.style.role == "unknown"}
     closing = {
@@ -85,6 +85,7 @@ def ends(model: nn.Module, regions: Sequence[Region], decisions: Sequence[Decisi
         if region.closes and not region.opens
     }
     lists = _lists(model)
+    whole = {region.name for region in regions if region.opens and region.closes}
     taken: set[str] = set()
     found: list[tuple[Region, str | None]] = []
     for region in sorted(regions, key=lambda region: -region.name.count(".")):
@@ -95,6 +96,9 @@ def ends(model: nn.Module, regions: Sequence[Region], decisions: Sequence[Decisi
         for around in _ancestors(region.name, lists):
             if any(is_within(name, around) for name in unknown):
                 end = region.name
+                break
+            if around in whole:
+                end = around
                 break
             near = [
                 name for name in closing if is_within(name, around) and (name not in taken or closing[name] & widths)

@@ -18,6 +18,7 @@ from ..spec import get_spec
 from ..utils.tensors import map_tensors
 from .layer.parallel_module import ParallelGroup
 from .model import gathered_logits
+from .patterns import without_classes
 from .same_weights import hash_of
 
 TOLERANCE = 1e-4  # relative; models cast to single precision inside
@@ -91,7 +92,7 @@ class SelfCheck:
         them.
         """
         trained = [shape_of(name) for name, gradient in self._gradients.items() if gradient is not None]
-        shapes = {shape_of(pattern) for pattern in patterns}
+        shapes = {shape_of(without_classes(pattern)) for pattern in patterns}
         return any(name == shape or name.startswith(f"{shape}.") for shape in shapes for name in trained)
 
     def _run(self, model: nn.Module) -> tuple[torch.Tensor, bool]:

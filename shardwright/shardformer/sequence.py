@@ -213,6 +213,8 @@ class _Walk:
                 self._compute_whole(name)
             else:
                 self._gather(name, region)
+        elif region is not None and region.closes and inner and not any(self._regions[other].closes for other in inner):
+            self._compute_whole(name)  # a mixer whose parts open by themselves: it views what they return as whole
         elif region is not None or inner or any(is_within(other, name) for other in self._sums):
             self._open(name, module)
         elif any(is_within(other, name) for other in self._sharded) or not is_by_token(module):

@@ -19,6 +19,7 @@ _HEADS = (*QUERY_HEADS, "encoder_attention_heads", "decoder_attention_heads")
 _HIDDEN = (
     *HIDDEN,
     *("embed_dim", "encoder_hidden_size", "pooler_hidden_size", "projection_size", "output_channels"),
+    *("lru_width", "attention_hidden_size"),
 )
 _WIDTHS = {
     **dict.fromkeys((*_HIDDEN, "word_embed_proj_dim"), 64),
@@ -26,8 +27,9 @@ _WIDTHS = {
         ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96
     ),
     "shared_expert_intermediate_size": 96,
-    **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "q_lora_rank"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "o_lora_rank"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim"), 16),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(EXPERTS, 4),
     **dict.fromkeys(EXPERTS_PER_TOKEN, 2),
     **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input"), 8),
@@ -36,6 +38,8 @@ _WIDTHS = {
 }
 # Layers of a state space: their heads, the features of one; all heads together are as wide as the layer inside.
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
+# Heads of linear attention: of keys, and of values, several of which may share a key.
+_LINEAR_HEADS = (("linear_num_heads", "linear_num_heads"), ("linear_num_key_heads", "linear_num_value_heads"))
 # What inputs have to fit.
 _VOCABULARY, _PIXELS = 128, 64
 _LENGTHS = {"max_position_embeddings": 64, "n_positions": 64, "max_source_positions": 32}
@@ -177,6 +181,7 @@ def _narrow(config: Any, ranks: int) -> None:
     if latent:  # the size of a head is that of its rotary part, by another name
         config.head_dim = config.qk_rope_head_dim
     _narrow_states(config)
+    _narrow_linear_attention(config, heads)
     # sine and cosine of every feature make a channel
     if hasattr(config, "output_channels") and hasattr(config, "num_pos_feats"):
         config.num_pos_feats = config.output_channels // 2
@@ -200,3 +205,16 @@ def _narrow_states(config: Any) -> None:
             if isinstance(values.get("mamba_d_ssm"), int):
                 config.mamba_d_ssm = expand * hidden
             return
+
+
+def _narrow_linear_attention(config: Any, heads: int) -> None:
+    """Also output projections in groups of heads, of which none may be a part of a head."""
+    values = vars(config)
+    for keys, of_values in _LINEAR_HEADS:
+        before = values.get(keys)
+        if isinstance(before, int) and isinstance(values.get(of_values), int) and before > heads:
+            ratio = values[of_values] // before
+            setattr(config, keys, heads)
+            setattr(config, of_values, heads * ratio)
+    if isinstance(values.get("o_groups"), int):
+        config.o_groups = min(config.o_groups, heads)

@@ -90,6 +90,7 @@ class Heads:
 
     kind        "q"     query heads (and the rows of the output projection that reads them)
                 "kv"    key or value heads
+                "qk"            [all q | all k]
                 "packed"        [all q | all k | all v]
                 "interleaved"   for every key/value head: its q heads, k, v
     geometry    head counts; None reads them from the attention module that the layer belongs to
@@ -97,7 +98,7 @@ class Heads:
     Features per head follow from the size: key heads and value heads may differ, a gate may be fused to every head.
     """
 
-    kind: Literal["q", "kv", "packed", "interleaved"]
+    kind: Literal["q", "kv", "qk", "packed", "interleaved"]
     geometry: HeadGeometry | None = None
 
     def pieces(self, size: int, ranks: int, parent: nn.Module) -> Pieces:

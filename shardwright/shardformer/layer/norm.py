@@ -108,6 +108,7 @@ def rms_offset(module: nn.Module) -> float | None:
     if (
         "RMSNorm" not in native_class(module).__name__
         or not isinstance(epsilon, float)
+        or hasattr(module, "mean_over")  # of features that other ranks have
         or list(module._parameters) != ["weight"]
         or getattr(module, "is_wide", False)
         or not isinstance(weight, Tensor)

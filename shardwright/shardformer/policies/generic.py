@@ -16,8 +16,9 @@ from ..apply import apply_plan
 from ..attention import LocalHeads
 from ..conventions import conventional_regions
 from ..fewer_sums import summed_together
-from ..hf_plan import Proposal, plan_regions, shape_of_name
+from ..hf_plan import Proposal, plan_regions
 from ..layer.linear import is_linear
+from ..patterns import patterns_of, shape_of_name
 from ..plan import Plan
 from ..regions import find_regions, undecided_parameters
 from ..rules import Rules
@@ -204,8 +205,6 @@ def _guess(model: nn.Module, name: str, rules: Rules) -> str:
     owner = model.get_submodule(owner_name)
     if is_linear(owner) or model.get_parameter(name).ndim > 1 or "_a_" in owner_name.rpartition(".")[2]:
         return "replicated"
-    parent = shape_of_name(owner_name.rpartition(".")[0])
-    in_attention = isinstance(rules.get(parent), LocalHeads) or isinstance(
-        rules.get(shape_of_name(owner_name)), LocalHeads
-    )
+    around = patterns_of(model, owner_name) | patterns_of(model, owner_name.rpartition(".")[0])
+    in_attention = any(isinstance(rules.get(pattern), LocalHeads) for pattern in around)
     return "partial_gradient" if in_attention or "act" in owner_name.rpartition(".")[2] else "replicated"

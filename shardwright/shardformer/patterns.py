@@ -1,0 +1,78 @@
+"""Names of modules and parameters, and the patterns that rules are written in.
+
+`*` stands for one component of a name, `name[Class]` for a component at which the module is of that class: layers of
+one list may keep different mixers under one name.
+
+    "model.layers.*.self_attn[MiniMaxLightningAttention].out_proj"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import torch.nn as nn
+
+_CLASS = re.compile(r"\[(\w+)\]")
+
+
+def shape_of_name(name: str) -> str:
+    """The name with every number replaced by `*`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def without_classes(pattern: str) -> str:
+    return _CLASS.sub("", pattern)
+
+
+def patterns_of(model: nn.Module, name: str) -> set[str]:
+    """What a rule for all that is named and made like this may be called: with no class, or with one."""
+    parts = name.split(".") if name else []
+    shape = shape_of_name(name).split(".")
+    found = {".".join(shape)}
+    for index in range(len(parts)):
+        try:
+            module = model.get_submodule(".".join(parts[: index + 1]))
+        except AttributeError:  # a parameter
+            break
+        found.add(".".join([*shape[:index], f"{shape[index]}[{type(module).__name__}]", *shape[index + 1 :]]))
+    return found
+
+
+def of_class(pattern: str, model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name that a pattern without its classes matches has them too."""
+    wanted = [(index, found[1]) for index, part in enumerate(pattern.split(".")) if (found := _CLASS.search(part))]
+
+    def fits(name: str) -> bool:
+        parts = name.split(".")
+        return all(type(model.get_submodule(".".join(parts[: index + 1]))).__name__ == known for index, known in wanted)
+
+    return fits
+
+
+def with_class(pattern: str, around: str, bracketed: str) -> str:
+    """`pattern`, in which `bracketed` stands in the place of `around` where it lies at or below that."""
+    return bracketed + pattern[len(around) :] if f"{pattern}.".startswith(f"{around}.") else pattern
+
+
+def classes_at(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
+    """Shape of a name -> names of the classes that modules there have, each with the first such module."""
+    found: dict[str, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        found.setdefault(shape_of_name(name), {}).setdefault(type(module).__name__, module)
+    return found
+
+
+def has_all(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether there are modules or parameters of these names below the module."""
+    return all(part_of(module, name) is not None for name in names)
+
+
+def part_of(module: nn.Module, name: str) -> nn.Module | nn.Parameter | None:
+    owner_name, _, local = name.rpartition(".")
+    try:
+        owner = module.get_submodule(owner_name)
+    except AttributeError:
+        return None
+    found = owner._parameters.get(local)
+    return found if found is not None else owner._modules.get(local)
