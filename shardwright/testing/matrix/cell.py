@@ -55,12 +55,12 @@ def is_refusal(error: BaseException) -> bool:
 class Side:
     """The boosted model and its plugin."""
 
-    def __init__(self, axis: Axis, model: nn.Module, built: Built, change: dict[str, Any] | None = None) -> None:
+    def __init__(self, axis: Axis, model: nn.Module, built: Built) -> None:
         settings = {
             "precision": "fp32",
             "make_vocab_size_divisible_by": _VOCABULARY_MULTIPLE,
             **axis.plugin,
-            **(change or {}),
+            **({"example_inputs": built.batch} if built.given else {}),
         }
         if settings.get("pp_size", 1) > 1 and not built.separable:
             settings["num_microbatches"] = 1

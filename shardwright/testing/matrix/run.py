@@ -28,7 +28,7 @@ from .subject import Built, NotBuilt, Subject, build
 SECONDS = 60.0  # of one cell
 _BUILD_SECONDS = 60.0
 _OTHERS = 5.0  # how long a rank that was refused waits for the others to be refused too
-_WORST = ("failed", "wrong", "refused", "not built", "not applicable", "verified")
+_BAD = ("failed", "wrong", "refused")
 _LONGEST = 600  # characters of a reason
 
 
@@ -73,17 +73,22 @@ def _run_world(subject: Subject, names: list[str], world: int, seconds: float) -
             else:
                 break
         thread.join()
-        if told < len(names):
-            partly = [one for one in _read(Path(folder), names[told], world) if one is not None]
+        if told == len(names):
+            return
+        partly = [one for one in _read(Path(folder), names[told], world) if one is not None]
+        if partly or not told:  # else it has not begun, and has its turn in the next world
             error = ended[0] if ended else None
             unsaid: Result = {"outcome": "failed", "why": _first_error(error), "trace": str(error)[-3000:]}
             yield _judged(names[told], partly or [unsaid])
 
 
 def _judged(name: str, said: list[Result]) -> Result:
-    """What all ranks together say: the worst."""
-    worst = min(said, key=lambda one: _WORST.index(one["outcome"]))
-    return {"axis": name, **worst, "why": " ".join(worst.get("why", "").split())[:_LONGEST]}
+    """What all ranks together say: the first that has come to grief takes the others with it."""
+    bad = [one for one in said if one["outcome"] in _BAD]
+    chosen = min(bad, key=lambda one: one.get("at", 0.0)) if bad else said[0]
+    found: Result = {"axis": name, "seconds": 0.0, **chosen}
+    found.pop("at", None)
+    return found | {"why": " ".join(found.get("why", "").split())[:_LONGEST]}
 
 
 def _first_error(error: RankError | None) -> str:
@@ -150,7 +155,7 @@ class _Told:
     def say(self, name: str, result: dict[str, Any]) -> None:
         path = self.folder / f"{name}.{self.rank}.json"
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(result))
+        draft.write_text(json.dumps({**result, "at": time.time()}))
         draft.rename(path)
 
     def all_refused(self, name: str) -> bool:

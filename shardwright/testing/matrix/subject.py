@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from ...models.config import parts
 from ...models.dry_run import call_model
 from ...models.example_inputs import has_loss, loss_of, training_batches
 from ...shardformer.small_copy import build_small
+from ...utils.tensors import map_tensors
 from .. import zoo
 from ..exact import keep_float64
+from ..rank_process import load_module
 from .modalities import CONFIGS
 from .sizes import sizes_of
 
@@ -37,18 +41,29 @@ class NotBuilt(Exception):
 class Subject:
     """What a row is about; small, so that it can be sent to rank processes.
 
-    model_class     name of a class in `module`
+    model_class     name of a class in `module`, or of a function in it that returns a model and a batch
+    file            where the module is, for one that is not on the path
     settings        of its config, over the tiny ones
     config          directory or name on the hub of a config to make small, in place of a tiny one
     """
 
     model_class: str
     module: str = "transformers"
+    file: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
 
+    @staticmethod
+    def of(make: Callable[[], tuple[nn.Module, Batch]]) -> Subject:
+        """`make` stands at the top level of a file; it returns a tiny model and a batch of a few samples, always the
+        same ones.
+        """
+        module = sys.modules[make.__module__]
+        return Subject(make.__name__, make.__module__, getattr(module, "__file__", None))
+
     def native(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.model_class)
+        load_module(self.module, self.file)
+        return getattr(sys.modules[self.module], self.model_class)
 
 
 @dataclass
@@ -58,12 +73,14 @@ class Built:
     batch       four samples of different lengths and numbers of labels
     own_loss    whether the model computes its loss itself
     separable   whether samples can be computed apart from each other
+    given       whether the batch is a user's, which layouts are told as example_inputs
     """
 
     model: nn.Module
     batch: Batch
     own_loss: bool
     separable: bool
+    given: bool = False
 
     def criterion(self, outputs: Any, inputs: Any = None) -> torch.Tensor:
         return loss_of(outputs) if self.own_loss else sample_mean(outputs)
@@ -71,6 +88,9 @@ class Built:
 
 def build(subject: Subject) -> Built:
     """Equal in every process. Raises NotBuilt."""
+    native = subject.native()
+    if not inspect.isclass(native):
+        return _given(native)
     failures: dict[str, None] = {}
     best: Built | None = None
     with keep_float64(), torch.random.fork_rng(devices=[]):
@@ -92,6 +112,19 @@ def build(subject: Subject) -> Built:
             if best is not None:
                 return best
     raise NotBuilt("; ".join(list(failures)[:3]) or "no tiny config and no batch is known")
+
+
+def _given(make: Callable[[], tuple[nn.Module, Batch]]) -> Built:
+    """What a function of a user returns, in float64."""
+    with keep_float64(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, batch = make()
+        model = model.double()
+        batch = map_tensors(lambda one: one.double() if one.is_floating_point() else one, batch)
+        try:
+            return replace(_try(model, batch), given=True)
+        except Exception as error:
+            raise NotBuilt(_line(error)) from error
 
 
 # --- models ---

@@ -13,8 +13,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from shardwright.models.verified import line_of, load
 from shardwright.testing.matrix import AXES, Axis, pick_axes, run_cells
 from tests.models.matrix.rows import FAMILIES, Row, family_rows, sweep_rows
+from tests.models.matrix.write import PAGE, page, write_data
 
 OTHERS = ("tp2", "pp2")  # axes of classes that do not stand for a family
 
@@ -29,16 +31,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="one line per cell; cells that it holds are not run again")
     parser.add_argument("--again", action="append", default=[], help="outcomes in --json that are run again")
     parser.add_argument("--timeout", type=float, default=60, help="seconds of one cell")
+    parser.add_argument(
+        "--write", action="store_true", help="run nothing: make the package's data and docs/models.md of --json"
+    )
     parser.add_argument("--trace", action="store_true", help="show where a cell failed")
     options = parser.parse_args()
     known = _read(options.json, options.again)
     results = list(known.values())
+    if options.write:
+        if results:
+            write_data(results)
+        PAGE.write_text(page(load()))
+        return
     for row, axes in _chosen(options):
         missing = [axis for axis in axes if (row.subject.model_class, axis.name) not in known]
         for result in run_cells(row.subject, missing, options.timeout) if missing else ():
             result |= {"family": row.family, "model_type": row.model_type, "first": row.first}
             trace = result.pop("trace", "")
-            print(_line(result), flush=True)
+            print(f"{result['model_class']:36} {line_of(result)}"[:400], flush=True)
             if options.trace and trace:
                 print(trace)
             results.append(result)
@@ -78,13 +88,6 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
         raise SystemExit(f"--family {options.family}: no family's name has it; families are {', '.join(FAMILIES)}")
     for family in chosen:
         yield from family_rows(family)
-
-
-def _line(cell: dict[str, Any]) -> str:
-    share = f" {cell['share']:.0%} sharded" if "share" in cell else ""
-    whole = f", whole: {', '.join(cell['whole'])}" if cell.get("whole") else ""
-    said = f"{share}{whole} {cell.get('note', '')} {cell.get('why', '')}"
-    return f"{cell['model_class']:36} {cell['axis']:12} {cell['outcome']:14} {cell['seconds']:6.1f} s {said}"[:400]
 
 
 def summary(results: list[dict[str, Any]]) -> str:
