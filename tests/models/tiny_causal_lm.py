@@ -12,89 +12,9 @@ from transformers.models.auto import modeling_auto
 
 from shardwright.shardformer.modeling.chatglm2_6b.configuration_chatglm import ChatGLMConfig
 from shardwright.shardformer.modeling.chatglm2_6b.modeling_chatglm import ChatGLMForConditionalGeneration
+from shardwright.testing.matrix.sizes import sizes_of
 
-LAYERS = 4
 LARGEST = 20_000_000  # parameters
-
-# Field of a config class -> value. Lists of names share a value.
-_NAMES: dict[int | float, str] = {
-    64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size model_dim hidden_dim "
-    "input_embedding_size "
-    "decoder_hidden_size attention_hidden_size moe_intermediate_size",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads heads "
-    "attention_heads "
-    "num_encoder_attention_heads num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers "
-    "encoder_layers decoder_layers "
-    "num_decoder_layers num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads mamba_n_heads "
-    "mamba_num_heads",
-    2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k "
-    "mamba_expand",
-    128: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_size "
-    "dense_intermediate_size "
-    "shared_expert_intermediate_size intermediate_size_mlp mlp_dim dff shared_intermediate_size dim_ff "
-    "intermediate_dim block_ff_dim "
-    "ffn_intermediate_size max_position_embeddings n_positions n_ctx max_seq_len max_seq_length max_target_positions "
-    "seq_length "
-    "context_length max_sequence_length seq_len mamba_d_ssm",
-    120: "vocab_size padded_vocab_size",
-    16: "head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim mamba_d_state mamba_chunk_size "
-    "ssm_state_size num_mel_bins",
-    32: "kv_lora_rank q_lora_rank mamba_d_head mamba_head_dim image_size max_source_positions",
-    8: "qk_rope_head_dim rotary_dim patch_size",
-    1: "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts mamba_n_groups n_groups",
-    0.0: "attention_dropout dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop "
-    "hidden_dropout "
-    "activation_dropout dropout_rate resid_dropout embed_dropout embedding_dropout layerdrop encoder_layerdrop "
-    "decoder_layerdrop "
-    "classifier_dropout drop_path_rate attn_dropout emb_pdrop residual_dropout embedding_dropout_prob ffn_dropout "
-    "residual_dropout_prob "
-    "hidden_act_dropout router_jitter_noise input_jitter_noise",
-    0.05: "initializer_range",
-}
-_SIZES = {name: value for value, names in _NAMES.items() for name in names.split()} | {"sliding_window": 64}
-_TOKENS = {
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "sep_token_id": 3,
-    "cls_token_id": 1,
-}
-_TOKENS |= {
-    "mask_token_id": 4,
-    "unk_token_id": 3,
-    "unk_index": 3,
-    "image_token_id": 100,
-    "audio_token_id": 104,
-    "video_token_id": 103,
-}
-_TOKENS |= {
-    "vision_start_token_id": 101,
-    "vision_end_token_id": 102,
-    "boi_token_id": 105,
-    "eoi_token_id": 106,
-    "image_token_index": 100,
-}
-_KEEP_NONE = {
-    "q_lora_rank",
-    "n_inner",
-    "sliding_window",
-    "rotary_dim",
-    "ffn_hidden_size",
-    "classifier_dropout",
-    "word_embed_proj_dim",
-}
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "chatglm": {"multi_query_attention": True, "multi_query_group_num": 2, "add_qkv_bias": True},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
-    "zaya": {"num_experts_per_tok": 1},
-    "mpt": {"attn_pdrop": 0},
-    "mamba2": {"head_dim": 32},
-    "xlm": {"n_words": 128, "emb_dim": 64, "n_langs": 1},
-    "flaubert": {"n_words": 128, "emb_dim": 64, "n_langs": 1},
-    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},
-    "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
-}
 
 
 def causal_language_models() -> dict[str, str]:
@@ -103,27 +23,9 @@ def causal_language_models() -> dict[str, str]:
     return {**modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **own}
 
 
-def _arguments(config_class: type) -> dict[str, Any]:
-    fields = {name: None for base in reversed(config_class.__mro__) for name in getattr(base, "__annotations__", {})}
-    values: dict[str, Any] = {}
-    for name in fields:
-        default = getattr(config_class, name, None)
-        if name in _TOKENS:
-            values[name] = _TOKENS[name]
-        elif name in _SIZES and not isinstance(default, (list, tuple)) and not (default is None and name in _KEEP_NONE):
-            values[name] = _SIZES[name]
-    if "kv_lora_rank" in fields and "num_key_value_heads" in values:
-        values["num_key_value_heads"] = values.get("num_attention_heads", 4)
-    return values
-
-
 def config(model_type: str, settings: Mapping[str, Any] | None = None) -> Any:
     config_class = CONFIG_MAPPING[model_type]
-    values = _arguments(config_class)
-    for name, sub_class in (getattr(config_class, "sub_configs", None) or {}).items():
-        if sub_class.__name__ != "AutoConfig":
-            values[name] = _arguments(sub_class)
-    return config_class(**{**values, **_SPECIAL.get(model_type, {}), **(settings or {})})
+    return config_class(**{**sizes_of(config_class), **(settings or {})})
 
 
 def build(model_type: str, settings: Mapping[str, Any] | None = None, seed: int = 0) -> nn.Module:
