@@ -47,7 +47,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["shardwright", "shardwright.*"]),
-    package_data={"shardwright": ["py.typed"]},
+    package_data={"shardwright": ["py.typed", "models/verified.json"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "transformers>=5.17", "safetensors>=0.5", "numpy>=1.26", "rich>=13"],
     extras_require=EXTRAS,

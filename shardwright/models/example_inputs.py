@@ -55,9 +55,12 @@ def example_batches(model: nn.Module) -> Iterator[Batch]:
         yield maker.placed(inputs)
 
 
-def training_batches(model: nn.Module) -> Iterator[Batch]:
-    """Batches with labels where the model takes some, the fullest first; all but plain text with a padded sample."""
-    maker = _Maker(model)
+def training_batches(model: nn.Module, seed: int = 2) -> Iterator[Batch]:
+    """Batches with labels where the model takes some, the fullest first; all but plain text with a padded sample.
+
+    Other seeds give other numbers in batches of the same shapes and order.
+    """
+    maker = _Maker(model, seed)
     for inputs in maker.full():
         for labels in maker.labels(inputs):
             yield maker.placed({**inputs, **labels, **maker.switches()})
@@ -122,7 +125,7 @@ class _Maker:
     text, vision, audio     the configs of these parts, the model's own where it has no such part
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, seed: int = 2) -> None:
         self.config: Any = getattr(model, "config", None)
         self.main: str = getattr(model, "main_input_name", "input_ids")
         parameters = inspect.signature(model.forward).parameters
@@ -142,7 +145,7 @@ class _Maker:
         self.text = text_part(self.config)
         self.vision = _part(self.config, "vision_config")
         self.audio = _part(self.config, "audio_config")
-        self._generator = torch.Generator().manual_seed(2)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def placed(self, batch: Batch) -> Batch:
         """On the model's device; images and sounds in its dtype."""

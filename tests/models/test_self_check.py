@@ -21,6 +21,7 @@ from shardwright.shardformer.self_check import SelfCheck
 from shardwright.shardformer.small_copy import small_copies
 from shardwright.spec import get_spec
 from shardwright.testing import compare_models, keep_float64, run_ranks
+from shardwright.testing.matrix.modalities import CONFIGS
 from tests.models import tiny_modalities as tiny
 
 SHARDED_AT_LEAST = {
@@ -146,11 +147,7 @@ class SteeredConfig(transformers.LlamaConfig):
 
 def steered() -> nn.Module:
     torch.manual_seed(0)
-    arguments = {
-        key: value
-        for key, value in tiny.MODELS["LlavaForConditionalGeneration"][1]["text_config"].items()
-        if key != "model_type"
-    }
+    arguments = {key: value for key, value in CONFIGS["LlavaConfig"]["text_config"].items() if key != "model_type"}
     return Steered(SteeredConfig(**arguments)).double().eval()
 
 

@@ -12,25 +12,25 @@ from shardwright.shardformer import ModelSharder, Plan, ShardConfig
 from shardwright.shardformer.layer.norm import rms_offset
 from shardwright.shardformer.wide_norm import WideNorm
 from shardwright.testing import run_ranks
+from shardwright.testing.matrix.axes import AXES
+from shardwright.testing.matrix.run import run_cells
+from shardwright.testing.matrix.subject import Subject
 from tests.models import tiny_causal_lm
-from tests.models.tp_sweep import verify
 
 SHORT = {"num_hidden_layers": 2}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("bitnet", {**SHORT, "intermediate_size": 87}),  # norms over all heads and over 44 and 43 features
-    ("jetmoe", {**SHORT, "output_router_logits": True}),  # experts in attention, and their loss
-    ("codegen", {"n_layer": 1}),  # fused in an order of its own: computed from gathered features
-    ("cpmant", {**SHORT}),  # an MLP in two modules
+    ("BitNetForCausalLM", {**SHORT, "intermediate_size": 87}),  # norms over all heads and over 44 and 43 features
+    ("JetMoeForCausalLM", {**SHORT, "output_router_logits": True}),  # experts in attention, and their loss
+    ("CodeGenForCausalLM", {"n_layer": 1}),  # fused in an order of its own: computed from gathered features
+    ("CpmAntForCausalLM", SHORT),  # an MLP in two modules
 ]
 
 
-def verified(rank: int, world_size: int) -> list[str]:
-    results = [(name, verify(rank, world_size, name, settings)) for name, settings in CASES]
-    return [f"{name}: {result}" for name, result in results if result.get("share", 0) < 0.9 or result["dropped"]]
-
-
-def test_attention_of_other_forms_is_sharded_and_has_the_gradients_of_one_process() -> None:
-    assert run_ranks(verified, 2, timeout=110) == [[], []]
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=[name for name, _ in CASES])
+def test_attention_of_other_forms_is_sharded_and_trains_like_one_process(name: str, settings: dict[str, Any]) -> None:
+    [result] = run_cells(Subject(name, settings=settings), [AXES["tp2"]])
+    assert result["outcome"] == "verified", result
+    assert result["share"] > 0.9, result
 
 
 def refused(rank: int, world_size: int) -> None:

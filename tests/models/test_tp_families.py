@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from shardwright.testing import run_ranks, zoo
-from tests.models import tiny_causal_lm
+from shardwright.testing.matrix import Subject, pick_axes, run_cells
 from tests.models.tp_ranks import train_against_reference
-from tests.models.tp_sweep import FULLY, run, summary, verify
 
+FULLY = 0.75  # share of the parameters
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5"]
 LANGUAGE_MODELS = [
     "llama-causal-lm",
@@ -44,36 +42,21 @@ def test_more_families_train_like_one_process():
     check(run_ranks(train_against_reference, 2, names, timeout=110))
 
 
-TINY = [
-    *[("falcon", {"new_decoder_architecture": new, "multi_query": multi, "alibi": alibi,
-                  "num_kv_heads": 2 if new else 4})
+VARIANTS = [
+    *[("FalconForCausalLM", {"new_decoder_architecture": new, "multi_query": multi, "alibi": alibi,
+                             "num_kv_heads": 2 if new else 4})
       for new, multi, alibi in [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]],
-    ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False, "num_kv_heads": 4}),
-    *[(name, {}) for name in ("gpt_neox", "gptj", "phi3", "deepseek_v2", "deepseek_v3", "qwen2_moe", "gpt_oss",
-                              "gemma2", "glm4", "olmo2")],
-    ("phi", {"qk_layernorm": True}),
-    ("deepseek_v3", {"q_lora_rank": None}),
+    ("FalconForCausalLM", {"multi_query": False, "bias": True, "parallel_attn": False, "num_kv_heads": 4}),
+    ("PhiForCausalLM", {"qk_layernorm": True}),
+    ("DeepseekV3ForCausalLM", {"q_lora_rank": None}),
 ]  # fmt: skip
 
 
-def verify_all(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    results = [(name, settings, verify(rank, world_size, name, settings)) for name, settings in cases]
-    return [
-        f"{name} {settings}: {result}"
-        for name, settings, result in results
-        if result.get("share", 0) < FULLY or result["dropped"]
-    ]
-
-
-def test_families_without_a_zoo_entry_have_the_gradients_of_one_process():
-    check(run_ranks(verify_all, 2, TINY, timeout=110))
-
-
-@pytest.mark.sweep
-def test_most_causal_language_models_are_sharded():
-    results = [run(name) for name in tiny_causal_lm.causal_language_models()]
-    built = [result for result in results if result["status"] != "not built"]
-    assert len([result for result in built if result["status"] == "verified"]) >= 0.8 * len(built), summary(results)
+@pytest.mark.parametrize(("name", "settings"), VARIANTS)
+def test_options_of_families_change_how_they_are_sharded(name, settings):
+    (cell,) = run_cells(Subject(name, settings=settings), pick_axes(["tp2"]))
+    assert cell["outcome"] == "verified", cell
+    assert cell["share"] >= FULLY, cell
 
 
 def test_four_ranks_train_like_one_process():

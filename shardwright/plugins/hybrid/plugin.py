@@ -34,6 +34,7 @@ from ...shardformer.documents import DocumentProbe
 from ...shardformer.fused import fused_operators
 from ...shardformer.fused_head import let_losses_do_without_logits
 from ...shardformer.model import split_heads
+from ...shardformer.policies.auto import is_registered
 from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
 from ...spec import EXPERT_AXES, ParamSpec, get_spec, set_spec
@@ -428,7 +429,7 @@ class HybridParallelPlugin(ZeroPlugin):
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
         wanted = options.enable_flash_attention or options.attention_backend is not None or fused_operators(options)
-        if self.tp_size == 1 and not wanted and options.custom_policy is None:
+        if self.tp_size == 1 and not wanted and options.custom_policy is None and not is_registered(model):
             return None  # any model will do, also one that no policy knows
         config = ShardConfig(
             tensor_parallel_process_group=self._layer_group,

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from ..layer.parallel_module import native_class
 from .base import Policy
-from .generic import GenericPolicy
+from .generic import ADVICE, GenericPolicy
 
 _LOGGER = logging.getLogger(__name__)
 # model_type of the config -> module of this package, class
@@ -140,16 +140,28 @@ def get_autopolicy(model: nn.Module) -> Policy:
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    classes = native_class(model).__mro__
-    for key in (*(key for cls in classes for key in (cls, cls.__name__, f"{cls.__module__}.{cls.__name__}")), kind):
-        if key in _registered:
-            return _built(_registered[key], key)
+    key = _registered_key(model)
+    if key is not None:
+        return _built(_registered[key], key)
     if kind in _OWN:
         module, name = _OWN[kind]
         return getattr(import_module(f"shardwright.shardformer.policies.{module}"), name)()
     if kind is None:
         raise ValueError(
             f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the "
-            "plugin custom_policy=, or name one for its class with shardwright.shardformer.register_policy"
+            f"plugin custom_policy=, or name one for its class with shardwright.shardformer.register_policy. {ADVICE}"
         )
     return GenericPolicy()
+
+
+def is_registered(model: nn.Module) -> bool:
+    """Whether `register_policy` named a policy for this model."""
+    return _registered_key(model) is not None
+
+
+def _registered_key(model: nn.Module) -> Any:
+    """Its class, the name of one, or its model type, whichever comes first; None where none was named."""
+    classes = native_class(model).__mro__
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    keys = (*(key for cls in classes for key in (cls, cls.__name__, f"{cls.__module__}.{cls.__name__}")), kind)
+    return next((key for key in keys if key in _registered), None)

@@ -27,6 +27,10 @@ from ..small_copy import small_copies
 from .base import Policy
 
 _LOGGER = logging.getLogger(__name__)
+ADVICE = (
+    "`shardwright models` lists the models that are known to work, `shardwright models --check NAME` tries one here, "
+    "and docs/adding_a_model.md says how to write a policy"
+)
 
 
 @dataclass
@@ -57,7 +61,7 @@ class GenericPolicy(Policy):
         if not regions and not vocabulary:
             raise ValueError(
                 f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs "
-                "that are recognised; pass policy=, to the plugin custom_policy="
+                f"that are recognised; pass policy=, to the plugin custom_policy=. {ADVICE}"
             )
         for region in regions:
             region.alternatives = further(model, region)
@@ -105,7 +109,7 @@ class GenericPolicy(Policy):
         if rules is None:
             raise ValueError(
                 f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give "
-                "its gradients; pass policy=, to the plugin custom_policy="
+                f"its gradients; pass policy=, to the plugin custom_policy=. {ADVICE}"
             )
         _LOGGER.warning(
             f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed "

@@ -1,0 +1,110 @@
+"""What is known of models on layouts, from runs that were compared with one process. Needs no torch.
+
+`verified.json` is written by `python -m tests.models.matrix --write`:
+
+    {"transformers": version, "torch": version, "dates": ...,
+     "axes": {name: {"title": ..., "group": ...}}, "groups": {name: title},
+     "reasons": [text, ...],
+     "rows": [{"family", "model_type", "model_class", "first", "cells": {axis: [outcome, reason number or -1]},
+               "share", "whole"}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("verified.json")
+OUTCOMES = ("verified", "refused", "wrong", "failed", "not applicable", "not built")
+
+
+@dataclass(frozen=True)
+class Cell:
+    outcome: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class.
+
+    family  of models, or the mapping of transformers' auto classes that has it
+    first   whether it stands for its model type, and was run on every axis
+    share   of the parameters that two tensor-parallel ranks share, `whole` the larger ones that they do not
+    """
+
+    family: str
+    model_type: str
+    model_class: str
+    first: bool
+    cells: Mapping[str, Cell]
+    share: float | None = None
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verified:
+    """All results and with which versions they were found; `axes` are (name, title, group)."""
+
+    versions: Mapping[str, str]
+    axes: tuple[tuple[str, str, str], ...]
+    groups: Mapping[str, str]
+    rows: tuple[Row, ...] = field(default=())
+
+    def matching(self, text: str) -> list[Row]:
+        """Rows whose family, model type or class has the text in it, in any case."""
+        wanted = text.lower()
+        return [
+            row
+            for row in self.rows
+            if any(wanted in name.lower() for name in (row.family, row.model_type, row.model_class))
+        ]
+
+
+def load(file: Path = FILE) -> Verified:
+    data = json.loads(file.read_text())
+    reasons = data["reasons"]
+
+    def cell(said: list[Any]) -> Cell:
+        return Cell(said[0], reasons[said[1]] if said[1] >= 0 else "")
+
+    rows = tuple(
+        Row(
+            one["family"],
+            one["model_type"],
+            one["model_class"],
+            one["first"],
+            {axis: cell(said) for axis, said in one["cells"].items()},
+            one.get("share"),
+            tuple(one.get("whole", ())),
+        )
+        for one in data["rows"]
+    )
+    axes = tuple((name, one["title"], one["group"]) for name, one in data["axes"].items())
+    return Verified(data["versions"], axes, data["groups"], rows)
+
+
+def line_of(cell: Mapping[str, Any]) -> str:
+    """One line about a cell that has just been run."""
+    share = f"{cell['share']:.0%} sharded" if "share" in cell else ""
+    whole = f"whole: {', '.join(cell['whole'])}" if cell.get("whole") else ""
+    said = "; ".join(filter(None, (share, whole, cell.get("note", ""), cell.get("why", ""))))
+    return f"{cell['axis']:13} {cell['outcome']:14} {cell['seconds']:6.1f} s  {said}".rstrip()
+
+
+def as_json(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        shared = {} if row.share is None else {"share": row.share, "whole": list(row.whole)}
+        yield {
+            "family": row.family,
+            "model_type": row.model_type,
+            "model_class": row.model_class,
+            **shared,
+            "axes": {
+                name: {"outcome": cell.outcome, **({"why": cell.why} if cell.why else {})}
+                for name, cell in row.cells.items()
+            },
+        }

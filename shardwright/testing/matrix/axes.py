@@ -1,0 +1,83 @@
+"""The ways to train (or to use) a model that a cell can try, and where one makes no sense."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...utils.errors import nearest
+
+_TP: dict[str, Any] = {"tp_size": 2}
+_PP: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2}
+_SPLIT: dict[str, Any] = {**_TP, "enable_sequence_parallelism": True}
+
+
+def _along(mode: str) -> dict[str, Any]:
+    return {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One column of the matrix.
+
+    plugin      arguments of HybridParallelPlugin
+    kind        what is done under it: see `cell.KINDS`
+    group       columns that a page shows in one table
+    """
+
+    name: str
+    title: str
+    plugin: Mapping[str, Any] = field(default_factory=lambda: _TP)
+    world: int = 2
+    kind: str = "train"
+    dtype: str = "float64"
+    group: str = "layouts"
+
+
+_ALL = (
+    Axis("tp2", "tensor parallel"),
+    Axis("pp2", "1F1B", _PP),
+    Axis("interleaved", "interleaved", {**_PP, "pp_style": "interleaved", "num_model_chunks": 2}),
+    Axis("zbv", "ZBV", {**_PP, "pp_style": "zbv", "num_model_chunks": 2}),
+    Axis("tp2_pp2", "tp2 x pp2", {**_TP, **_PP}, world=4),
+    Axis("fp32", "fp32", dtype="float32"),
+    Axis("split_gather", "split_gather", _SPLIT, group="sequences"),
+    Axis("ring", "ring", {**_SPLIT, "sequence_parallelism_mode": "ring"}, group="sequences"),
+    Axis("overlap", "sequence overlap", {**_SPLIT, "enable_sequence_overlap": True}, group="sequences"),
+    Axis("all_to_all", "Ulysses", _along("all_to_all"), group="sequences"),
+    Axis("ring_attn", "ring attention", _along("ring_attn"), group="sequences"),
+    Axis("tp2_sp2", "tp2 x Ulysses", {**_TP, **_along("all_to_all")}, world=4, group="sequences"),
+    Axis("flash", "flash attention", {**_TP, "enable_flash_attention": True}, group="uses"),
+    Axis("jit", "fused by JIT", {**_TP, "enable_jit_fused": True}, group="uses"),
+    Axis("fused_norm", "fused norm", {**_TP, "enable_fused_normalization": True}, group="uses"),
+    Axis("lazy", "lazy", kind="lazy", group="uses"),
+    Axis("lora", "LoRA", kind="lora", group="uses"),
+    Axis("round_trip", "HF round trip", kind="round_trip", group="uses"),
+    Axis("generate", "generate", kind="generate", group="uses"),
+)
+AXES: dict[str, Axis] = {axis.name: axis for axis in _ALL}
+GROUPS = {"layouts": "Layouts", "sequences": "Split sequences", "uses": "Options and uses, at tp2"}
+# What users say for short.
+_SHORT = {"tp": ("tp2",), "pp": ("pp2",), "sp": ("split_gather", "all_to_all"), "all": tuple(AXES)}
+
+
+def pick_axes(names: Iterable[str]) -> list[Axis]:
+    """By name; `tp`, `pp`, `sp` and `all` stand for the usual ones."""
+    found: dict[str, Axis] = {}
+    for name in names:
+        if name not in _SHORT and name not in AXES:
+            known = [*_SHORT, *AXES]
+            raise ValueError(f"axis {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+        found |= {each: AXES[each] for each in _SHORT.get(name, (name,))}
+    return list(found.values())
+
+
+def not_applicable(axis: Axis, model: Any) -> str:
+    """Why this cell makes no sense for the model in one process; "" where it does. All such reasons stand here."""
+    if axis.kind == "generate" and not (hasattr(model, "can_generate") and model.can_generate()):
+        return "the class does not generate"
+    if axis.kind == "lora" and importlib.util.find_spec("peft") is None:
+        return "peft is not installed"
+    return ""
