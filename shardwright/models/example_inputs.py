@@ -294,8 +294,9 @@ class _Maker:
         per_token: Batch = {}
         if text is not None and text.dim() == 2:
             per_token = {"labels": self._next_words(inputs)}
-        if text is not None and "next_sentence_label" in self.arguments and per_token:
-            yield {**per_token, "next_sentence_label": torch.tensor([0, 1])}
+        for name in ("next_sentence_label", "sentence_order_label"):
+            if name in self.arguments and per_token:
+                yield {**per_token, name: torch.tensor([0, 1])}
         if "TokenClassification" in self.head and text is not None:
             yield {
                 "labels": (torch.arange(text.numel()).view(text.shape) % classes).masked_fill(

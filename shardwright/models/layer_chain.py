@@ -6,22 +6,52 @@ encoder's final norm stays with its last layer and the decoder's stages receive 
 
     decoder or encoder   layers.0, layers.1, ...                     gates: the same
     encoder-decoder      encoder.0, ..., encoder.n, decoder.0, ...   gates: the same, but `encoder` for encoder.n
+
+A layer that the model applies several times is a unit for each of its applications.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from .blocks import declared_by
 from .config import LAYERS, config_of, first_int, is_encoder_decoder
+from .shared_layers import repeated_applications
 
 
 class Unit(NamedTuple):
     layer: str  # full module name
     gate: str
+    call: int = 0  # which application of the layer in a forward
+
+
+def applied(layers: Iterable[str]) -> list[Unit]:
+    """Units of layers in the order in which they are applied, the same one perhaps several times."""
+    counts: Counter[str] = Counter()
+    units = []
+    for layer in layers:
+        units.append(Unit(layer, layer, counts[layer]))
+        counts[layer] += 1
+    return units
+
+
+def numbers_by_module(names: Iterable[str]) -> dict[str, list[int]]:
+    """For every name the numbers of the units that have it as their layer, or their gate: those of its calls, in
+    order.
+    """
+    found: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        found.setdefault(name, []).append(number)
+    return found
+
+
+def are_shared(units: Iterable[Unit]) -> bool:
+    """Whether some layer is applied more than once."""
+    return any(unit.call for unit in units)
 
 
 def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Unit]:
@@ -34,8 +64,17 @@ def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Uni
         chosen = [(name, _module_list(model, name)) for name in lists]
         if not chosen:
             raise ValueError("layer lists of a pipeline: at least one ModuleList must be named")
-    else:
+    elif layer_lists(model):
         chosen = _find_lists(model)
+    elif (applications := repeated_applications(model)) is not None:
+        return applied(applications)
+    else:
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a "
+            "class named in _no_split_modules, derived from GradientCheckpointingLayer, or of config.num_hidden_layers "
+            "equal children, and none whose children are applied several times in a forward. Use pp_size=1, or name "
+            "the lists in layer_lists of a policy: custom_policy="
+        )
     units = [Unit(f"{name}.{index}", f"{name}.{index}") for name, layers in chosen for index in range(len(layers))]
     if len(chosen) > 1:
         end = len(chosen[0][1]) - 1
@@ -58,12 +97,6 @@ def _module_list(model: nn.Module, name: str) -> nn.ModuleList:
 
 def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     candidates = layer_lists(model)
-    if not candidates:
-        raise ValueError(
-            f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a "
-            "class named in _no_split_modules, derived from GradientCheckpointingLayer, or of config.num_hidden_layers "
-            "equal children. Use pp_size=1, or name the lists in layer_lists of a policy: custom_policy="
-        )
     if is_encoder_decoder(model):
         encoders = [item for item in candidates if "encoder" in item[0].split(".")]
         decoders = [item for item in candidates if "decoder" in item[0].split(".")]

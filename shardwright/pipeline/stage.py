@@ -15,11 +15,11 @@ used by two stages of one rank is therefore one parameter.
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -27,14 +27,16 @@ from torch import nn
 
 from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
-from ..models.layer_chain import Unit
+from ..models.layer_chain import Unit, numbers_by_module
 from ..utils import pytree
 from ..utils.tensors import map_tensors
+from .applications import Applications
 from .batch.images import without_patches
 from .batch.step_inputs import StepInputs
 from .checkpointing import Recomputation, run_checkpointed, run_selectively
 from .cut.entry import ENTRY
 from .cut.survey import Survey
+from .encoded_numbers import decode, encode
 from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
@@ -78,6 +80,7 @@ class StageRun:
     begin: int = 0  # first unit that runs: what the ones before returned is there
     watch: Watch | None = None  # of what the model's forward reads off tensors
     past: Any = None  # keys and values of the slices before this one
+    applications: Applications = field(default_factory=Applications)
 
     def output_before(self, unit: int) -> Any:
         """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads
@@ -221,6 +224,7 @@ class StagedModel:
             )
             if calls is not None:
                 run.in_model, self.current = False, run
+                run.applications.start(unit.layer for unit in self.units[: self.stages[stage].start])
                 try:
                     run.outputs, alive = self._calls.run(self.stages[stage], calls, run.received, run.wanted, run.past)
                 finally:
@@ -352,6 +356,8 @@ class StagedModel:
 
     def _call(self, batch: Any) -> Any:
         run, defaults = self.current, self._defaults
+        if run is not None:
+            run.applications.start()
         if run is not None and run.past is not None:
             defaults = {**defaults, "past_key_values": run.past}
         if isinstance(batch, Mapping):
@@ -376,7 +382,7 @@ class StagedModel:
             tensors += self.handover.sent(unit, more)
             numbers += values
         if numbers:
-            tensors.append(_encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
+            tensors.append(encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
         if run.router_logits is not None:
             tensors[:0] = [logits for _, logits in sorted(run.router_logits.items())]
         return tuple(tensor.contiguous() for tensor in tensors)
@@ -389,7 +395,7 @@ class StagedModel:
         numbers: list[bool | int | float] = []
         if any(template.num_numbers for template in templates.values()):
             *tensors, encoded = received
-            received, numbers = tuple(tensors), _decode(encoded)
+            received, numbers = tuple(tensors), decode(encoded)
         found, start, used = {}, 0, 0
         for unit, template in templates.items():
             whole = self.handover.received(unit, received[start : start + template.num_tensors])
@@ -408,7 +414,8 @@ class StagedModel:
         held = {name for stage in self.held for name in survey.parameters(self.stages, stage)}
         kept = {alias for name in held for alias in survey.names[name]}
         own = {unit for stage in self.held for unit in self.stages[stage]}
-        foreign = tuple(f"{unit.layer}." for index, unit in enumerate(self.units) if index not in own)
+        run_here = {self.units[index].layer for index in own}
+        foreign = tuple(f"{unit.layer}." for unit in self.units if unit.layer not in run_here)
         for prefix, module in self.model.named_modules():
             path = f"{prefix}." if prefix else ""
             for name, parameter in list(module._parameters.items()):
@@ -431,17 +438,25 @@ class StagedModel:
                 module.__dict__[name] = stand_in(tensor, tensor.device, dtypes[full_name])
 
     def _install_gates(self) -> None:
-        for index, unit in enumerate(self.units):
-            layer, gate = self.model.get_submodule(unit.layer), self.model.get_submodule(unit.gate)
-            change_class(layer, self._unit_call(index, is_layer=True, is_gate=layer is gate))
-            if layer is not gate:
-                change_class(gate, self._unit_call(index, is_layer=False, is_gate=True))
+        for layer, numbers in numbers_by_module(unit.layer for unit in self.units).items():
+            gate = self.units[numbers[0]].gate
+            change_class(
+                self.model.get_submodule(layer), self._unit_call(layer, numbers, is_layer=True, is_gate=layer == gate)
+            )
+            if layer != gate:
+                change_class(
+                    self.model.get_submodule(gate), self._unit_call(gate, numbers, is_layer=False, is_gate=True)
+                )
         for name in dict.fromkeys(unit.layer.rpartition(".")[0] for unit in self.units):
             keep_slices(self.model.get_submodule(name))
 
-    def _unit_call(self, index: int, *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
+    def _unit_call(self, name: str, numbers: Sequence[int], *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
+        """numbers: of the units that the calls of the module `name` are."""
+        alone = cycle(numbers)
+
         def call_unit(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             run = self.current
+            index = next(alone) if run is None else run.applications.next(name, numbers)
             if run is None:  # the model was called by itself
                 return self._run_layer(0, index if is_layer and self.num_stages == 1 else -1, call, args, kwargs)
             if run.trace is not None:
@@ -565,28 +580,6 @@ class StagedModel:
             return pytree.tree_unflatten(zeros, structure)
 
         return call_stub
-
-
-def _encode(numbers: Sequence[bool | int | float], device: torch.device) -> torch.Tensor:
-    """[n, 2] of int64: 0 and the number, 1 and the bits of a float, 2 and a truth value."""
-    rows = []
-    for number in numbers:
-        if isinstance(number, bool):
-            rows.append((2, int(number)))
-        elif isinstance(number, int):
-            rows.append((0, int(number)))
-        else:
-            rows.append((1, struct.unpack("<q", struct.pack("<d", number))[0]))
-    return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def _decode(encoded: torch.Tensor) -> list[bool | int | float]:
-    read: dict[int, Callable[[int], bool | int | float]] = {
-        0: int,
-        1: lambda bits: struct.unpack("<d", struct.pack("<q", bits))[0],
-        2: bool,
-    }
-    return [read[kind](value) for kind, value in encoded.tolist()]
 
 
 def _discard(_: Any) -> None:

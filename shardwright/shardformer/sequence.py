@@ -139,8 +139,8 @@ def plan_sequence(
     careful     compute all regions whole and split what they return
     """
     plan = SequencePlan()
-    for unit in find_units(model, lists):
-        plan.stacks.setdefault(unit.layer.rpartition(".")[0], []).append(unit.layer)
+    for layer in dict.fromkeys(unit.layer for unit in find_units(model, lists)):
+        plan.stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
     walk = _Walk(model, decisions, regions, plan, careful)
     for name, layers in plan.stacks.items():
         for layer in layers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import cycle
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ...models.dry_run import meta_copy, run_dry
-from ...models.layer_chain import Unit
+from ...models.layer_chain import Unit, numbers_by_module
 from ...ops.keeping import ATTENTION, Region, Selection, keep_result
 from ...utils.pytree import tree_leaves
 from ..batch.microbatch import items_of
@@ -107,11 +108,12 @@ def _count(
     if dtype is not None:
         copied.to(dtype)
     counter = _Counter(copied, len(units), selection or Selection())
-    for index, unit in enumerate(units):
-        layer = copied.get_submodule(unit.layer)
-        layer.register_forward_pre_hook(counter.enter(index), with_kwargs=True)
-        layer.register_forward_hook(counter.left(index), prepend=True)
-        copied.get_submodule(unit.gate).register_forward_hook(counter.leave)
+    for name, numbers in numbers_by_module(unit.layer for unit in units).items():
+        layer = copied.get_submodule(name)
+        layer.register_forward_pre_hook(counter.enter(numbers), with_kwargs=True)
+        layer.register_forward_hook(counter.left, prepend=True)
+    for name in dict.fromkeys(unit.gate for unit in units):
+        copied.get_submodule(name).register_forward_hook(counter.leave)
     for module in copied.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
@@ -142,9 +144,12 @@ class _Counter(TorchFunctionMode):
             self.kept[self._unit] += self._saved.add(tensor)
         return tensor
 
-    def enter(self, index: int) -> Any:
+    def enter(self, numbers: Sequence[int]) -> Any:
+        """numbers: of the units that the calls of a layer are."""
+        calls = cycle(numbers)
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._unit = index
+            self._unit = index = next(calls)
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor) and leaf not in self._fixed:
                     self.recomputed[index] += self._inputs.add(leaf)
@@ -160,11 +165,8 @@ class _Counter(TorchFunctionMode):
             self._partly.add(tensor) for tensor in region.tensors() if tensor not in self._fixed
         )
 
-    def left(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.region.close()
-
-        return hook
+    def left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.region.close()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._unit += 1  # what runs between two layers counts with the second one

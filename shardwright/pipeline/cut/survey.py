@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 
 from ...models.dry_run import forward_defaults, meta_copy, run_dry, weight_sharing_copy
 from ...models.example_inputs import example_batches
-from ...models.layer_chain import Unit, find_units
+from ...models.layer_chain import Unit, applied, are_shared, find_units, numbers_by_module
 from ...utils import pytree
 from .entry import ENTRY, Entry, find_place
 
@@ -93,6 +94,14 @@ def _kind_of(leaf: Any) -> type:
 
 class CutError(ValueError):
     """The model ran, but it cannot be cut."""
+
+
+class _AppliedAgain(Exception):
+    """The model applies its layers several times; `units` are their applications in order."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        super().__init__()
+        self.units = units
 
 
 class _Tensor:
@@ -214,9 +223,8 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     examples = [example_inputs] if example_inputs is not None else list(example_batches(model))
     failures: list[str] = []
     for example in examples:
-        copied = meta_copy(model)
         try:
-            return replace(_Surveyor(copied, units).run(partial(run_dry, copied, example)), example=example)
+            return _survey(_survey_without_numbers, model, units, example)
         except CutError:
             raise
         except Exception as error:  # the model's own code: anything can happen on a guessed batch
@@ -224,7 +232,7 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     if not any(parameter.is_meta for parameter in model.parameters()):
         for example in examples:
             try:
-                return replace(_survey_on_numbers(model, units, example), example=example)
+                return _survey(_survey_on_numbers, model, units, example)
             except CutError:
                 raise
             except Exception as error:
@@ -234,6 +242,21 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
         f"({'; '.join(dict.fromkeys(failures))}); pass example_inputs=, a batch like the real ones, to the plugin, or "
         "use pp_size=1"
     )
+
+
+def _survey(
+    learn: Callable[[nn.Module, list[Unit], Any], Survey], model: nn.Module, units: list[Unit], example: Any
+) -> Survey:
+    try:
+        found = learn(model, units, example)
+    except _AppliedAgain as again:
+        found = learn(model, again.units, example)
+    return replace(found, example=example)
+
+
+def _survey_without_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
+    copied = meta_copy(model)
+    return _Surveyor(copied, units).run(partial(run_dry, copied, example))
 
 
 def _survey_on_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
@@ -271,8 +294,8 @@ class _Surveyor:
 
     def run(self, call: Callable[[], Any]) -> Survey:
         handles = [
-            self.model.get_submodule(unit.gate).register_forward_hook(self._gate_hook(index))
-            for index, unit in enumerate(self.units)
+            self.model.get_submodule(gate).register_forward_hook(self._gate_hook(numbers))
+            for gate, numbers in numbers_by_module(unit.gate for unit in self.units).items()
         ]
         first = self.model.get_submodule(self.units[0].layer)
         handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -285,10 +308,13 @@ class _Surveyor:
             for handle in handles:
                 handle.remove()
         if self.order != list(range(len(self.units))):
+            whole = all(unit.layer == unit.gate for unit in self.units)
+            if whole and not are_shared(self.units) and {*self.order} == {*range(len(self.units))}:
+                raise _AppliedAgain(applied(self.units[number].layer for number in self.order))
             raise CutError(
                 f"{type(self.model).__name__} cannot be cut into stages: its layers {self.units[0].layer} to "
-                f"{self.units[-1].layer} ran in the order {self.order}, not once each from first to last (layers "
-                "shared by several depths cannot be split); use pp_size=1"
+                f"{self.units[-1].layer} ran in the order {self.order}, which is neither all of them from first "
+                "to last nor some of them several times; use pp_size=1"
             )
         return self._evaluate(
             [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)], outside
@@ -305,8 +331,11 @@ class _Surveyor:
                 found.append(name)
         return found
 
-    def _gate_hook(self, index: int) -> Callable[..., Any]:
+    def _gate_hook(self, numbers: Sequence[int]) -> Callable[..., Any]:
+        calls = cycle(numbers)
+
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            index = next(calls)
             self.order.append(index)
             leaves, spec = pytree.tree_flatten(output)
             self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))

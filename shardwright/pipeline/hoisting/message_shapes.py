@@ -20,6 +20,7 @@ from torch import nn
 
 from ...comm.payload import Header
 from ...comm.shape_rules import MessageKey, ShapeRule, Shapes, Sizes, find_divisors, find_rule
+from ...models.layer_chain import are_shared
 from ...utils import pytree
 from ..batch.microbatch import OTHER_ROWS, Batch, batch_size, find_batch_dim, items_of, like
 from ..cut.entry import ENTRY
@@ -104,6 +105,8 @@ class MessageShapes:
 
     def _run(self, microbatch: Batch) -> _Run | None:
         staged = self._staged
+        if are_shared(staged.units):  # what each application returns is not noted
+            return None
         gates = [unit.gate for unit in staged.units]
         wanted = staged.routers is not None and staged.routers.are_wanted(microbatch)
         taps = staged.routers.taps if staged.routers is not None and wanted else ()

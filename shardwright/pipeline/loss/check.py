@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -130,8 +131,9 @@ class LossCheck:
         for parameter, requires_grad in zip(self._model.parameters(), trained, strict=True):
             parameter.requires_grad_(requires_grad)
         self._gate = units[-1].gate if units else None
+        self._gate_calls = units[-1].call + 1 if units else 0  # of the gate in a forward, up to the end of the layers
         self._known_layers: dict[Hashable, Any] = {}  # of one run: output by what a layer is and gets
-        for unit in units[:-1]:
+        for unit in [unit for unit in units[:-1] if unit.layer != units[-1].layer]:
             self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
@@ -311,9 +313,11 @@ class LossCheck:
             stack.enter_context(without_data())
             stack.enter_context(torch.set_grad_enabled(asked.training))
             if watched and self._gate is not None:
-                gate = self._model.get_submodule(self._gate)
+                gate, calls = self._model.get_submodule(self._gate), count(1)
 
                 def enter(module: nn.Module, args: Any, output: Any) -> None:
+                    if next(calls) != self._gate_calls:
+                        return
                     watcher.seed(output)
                     stack.enter_context(watcher)
                     stack.enter_context(self._router_loss.weighed(watcher))

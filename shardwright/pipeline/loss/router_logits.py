@@ -155,7 +155,7 @@ def _find(model: nn.Module, units: Sequence[Unit], example: Any, on_meta: bool) 
 
         return see
 
-    for unit, (layer, _) in enumerate(units):
+    for unit, (layer, *_) in enumerate(units):
         for name, module in copied.get_submodule(layer).named_modules(prefix=layer):
             module.register_forward_hook(hook_of(unit, name))
     if on_meta:

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...models.config import config_of, is_encoder_decoder, text_config
 from ...models.dry_run import forward_defaults, meta_copy, weight_sharing_copy, without_data
-from ...models.layer_chain import find_units
+from ...models.layer_chain import are_shared, find_units
 from ...utils import pytree
 from ...utils.tensors import map_tensors
 from ..batch.microbatch import batch_size
@@ -51,6 +51,8 @@ class _Check:
         self._model, self._name, self._survey, self._rule = model, type(model).__name__, survey, rule
 
     def run(self, probes: Callable[[], Iterable[nn.Module]]) -> SliceRule:
+        if are_shared(self._survey.units):
+            raise self._refusal("it applies the same layer several times, whose keys are not told apart")
         self._refuse_from_outside()
         fits = self._run_slices()
         if not self._try_numbers(probes):
