@@ -33,7 +33,8 @@ class WideNorm(DealtRows):
     """
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
-        if site.parameter is not None or weight_of(site.module) is None:
+        is_other = site.parameter is not None or isinstance(site.module, nn.LayerNorm)
+        if is_other or weight_of(site.module) is None:
             raise ValueError("WideNorm applies to an RMS norm with one weight")
         return super().specs(site)
 
