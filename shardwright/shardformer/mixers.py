@@ -10,7 +10,7 @@ parts are summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch.nn as nn
@@ -258,20 +258,21 @@ def _short_convolution(name: str, module: nn.Module) -> Rules | None:
     return Mixer({"in_proj": Column(Packed(3)), "conv": DealtRows(), "out_proj": "rowwise"}).rules(name, module)
 
 
-_KINDS = (
-    *_gated_delta_net(),
-    _kimi_delta_attention(),
-    _lightning_attention(),
-    _recurrent_block(),
-    *_xlstm(),
-    *_rwkv(),
-    _compressed_convolutions(),
-    _shared_latent_attention(),
+# Every kind that is known, best first.
+_KINDS: tuple[Callable[[str, nn.Module], Rules | None], ...] = (
+    *(kind.rules for kind in _gated_delta_net()),
+    _kimi_delta_attention().rules,
+    _lightning_attention().rules,
+    _recurrent_block().rules,
+    *(kind.rules for kind in _xlstm()),
+    *(kind.rules for kind in _rwkv()),
+    _compressed_convolutions().rules,
+    _shared_latent_attention().rules,
+    state_space_rules,
+    _short_convolution,
 )
 
 
 def mixer_rules(name: str, module: nn.Module) -> list[Rules]:
     """Rules for a module that is a mixer of a known kind, best first; none for others."""
-    found = [rules for kind in _KINDS if (rules := kind.rules(name, module)) is not None]
-    others = (state_space_rules(name, module), _short_convolution(name, module))
-    return found + [rules for rules in others if rules]
+    return [rules for recognise in _KINDS if (rules := recognise(name, module))]
