@@ -134,6 +134,14 @@ def _computed_whole(rules: Rules) -> Rules | None:
     return found if any(isinstance(style, Column | Row) for style in found.values()) else None
 
 
+def is_computed_whole(rules: Rules) -> bool:
+    """Whether the ranks hold parts of the linears, and all compute what is between them."""
+    linears = [style for style in map(_style, rules.values()) if isinstance(style, Column | Row)]
+    columns = [style.gather_output for style in linears if isinstance(style, Column)]
+    rows = [style.split_input for style in linears if isinstance(style, Row)]
+    return bool(columns and rows) and all(columns + rows)
+
+
 def of_vocabulary(rules: Rules) -> list[Rules]:
     """The rules of a vocabulary; with whole logits; the head alone; the embeddings alone."""
     gathered: Rules = {

@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from ..ops.collective import copy_to_group, reduce_from_group
+from ..ops import compiled
+from ..ops.collective import copy_to_group
 from ..spec import PADDING, ParamSpec, Piece, joined_pieces
 from ..utils.tensors import map_tensors
 from .attention import LocalConfig, LocalHeadIndex
 from .heads import HeadGeometry
 from .layer.linear import output_size, require_linear
 from .layer.parallel_module import ParallelModule, native_class
-from .splits import EVEN, Pieces, Split
-from .styles import Role, ShardedParameter, Site, Style
+from .splits import Pieces, Split
+from .styles import ShardedParameter, Site, Style
 
 
 def number_at(module: nn.Module, path: str) -> int:
@@ -186,126 +186,6 @@ class _LocalForward(ParallelModule):
 
 
 @dataclass(frozen=True)
-class Channels(Style):
-    """A convolution along tokens whose output channels are dealt to the ranks, with the input channels that they
-    read: one of each (depthwise), or as many for every head.
-    """
-
-    split: Split = EVEN
-
-    @property
-    def role(self) -> Role | None:
-        return "inside"
-
-    def specs(self, site: Site) -> dict[str, ParamSpec]:
-        conv = site.module
-        if not isinstance(conv, nn.Conv1d) or conv.in_channels != conv.out_channels or conv.groups == 1:
-            raise ValueError("the style deals the channels of a grouped nn.Conv1d with as many inputs as outputs")
-        pieces = site.pieces(self.split, conv.out_channels)
-        features = conv.out_channels // conv.groups
-        if any(piece.length % features or (piece.start % features and not piece.is_padding) for piece in _all(pieces)):
-            raise ValueError(f"groups of {features} channels cannot be divided")
-        return {
-            name: ParamSpec(f"{site.name}.{name}", tuple(param.shape), 0, pieces)
-            for name, param in conv.named_parameters()
-        }
-
-    def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
-        super().convert(site, specs)
-        conv: Any = site.module
-        features = conv.out_channels // conv.groups
-        conv.in_channels = conv.out_channels = conv.weight.shape[0]
-        conv.groups = conv.out_channels // features
-
-
-@dataclass(frozen=True)
-class Groups(Style):
-    """A linear that takes whole groups of features, each with weights of its own, [groups * outputs, inputs]: a rank
-    has its groups, and takes and returns what belongs to them.
-
-    groups  where the linear keeps their number
-    """
-
-    split: Split
-    groups: str = "n_groups"
-
-    @property
-    def role(self) -> Role | None:
-        return "inside"
-
-    def specs(self, site: Site) -> dict[str, ParamSpec]:
-        params = dict(site.module.named_parameters())
-        pieces = site.pieces(self.split, site.module.get_parameter("weight").shape[0])
-        number_at(site.module, self.groups)
-        return {name: ParamSpec(f"{site.name}.{name}", tuple(param.shape), 0, pieces) for name, param in params.items()}
-
-    def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
-        linear: Any = site.module
-        features = linear.weight.shape[0] // number_at(linear, self.groups)
-        super().convert(site, specs)
-        linear.out_features = linear.weight.shape[0]
-        setattr(linear, self.groups, linear.out_features // features)
-
-
-def _all(pieces: Pieces) -> list[Piece]:
-    return [piece for rank in pieces for piece in rank]
-
-
-@dataclass(frozen=True)
-class WideNorm(Style):
-    """An RMS norm over the features of all heads, of which a rank has some: the mean is that over all ranks.
-
-    Only the mean takes part in that: what else the norm does is its own forward's.
-    """
-
-    split: Split = EVEN
-
-    @property
-    def role(self) -> Role | None:
-        return "inside"
-
-    def specs(self, site: Site) -> dict[str, ParamSpec]:
-        params = dict(site.module.named_parameters())
-        if not params or any(param.ndim != 1 for param in params.values()):
-            raise ValueError(f"{type(site.module).__name__} has no weight of one dim")
-        size = next(iter(params.values())).shape[0]
-        # of the module that the norm is in
-        pieces = self.split.pieces(size, site.parallel.size, site.parent)
-        return {name: ParamSpec(f"{site.name}.{name}", tuple(param.shape), 0, pieces) for name, param in params.items()}
-
-    def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
-        super().convert(site, specs)
-        _WideForward.adopt(site.module, site.parallel).mean_over = next(iter(specs.values())).full_shape[0]
-
-
-class _WideForward(ParallelModule):
-    mean_over: int  # features of all ranks
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _MeanOverRanks(self.parallel.group, self.mean_over):
-            return super().forward(*args, **kwargs)
-
-
-class _MeanOverRanks(TorchFunctionMode):
-    """mean(x, -1) = sum over ranks and their features of x / number of all features"""
-
-    def __init__(self, group: dist.ProcessGroup, features: int) -> None:
-        super().__init__()
-        self.group, self.features = group, features
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") != "mean":
-            return func(*args, **kwargs)
-        x, dim = args[0], kwargs.pop("dim", None) if len(args) < 2 else args[1]
-        if dim not in (-1, x.ndim - 1, [-1], (-1,)):
-            raise ValueError(f"a norm over all heads takes the mean over dim {dim}, not over features")
-        total = x.sum(-1, *args[2:], **kwargs)
-        # every rank goes on with the mean for features of its own
-        return copy_to_group(reduce_from_group(total, self.group), self.group) / self.features
-
-
-@dataclass(frozen=True)
 class SharedOutput(Style):
     """A module that every rank holds whole and applies to whole activations, and of whose output every rank's own
     heads compute: keys and values that all heads share. Their gradient is summed.
@@ -313,15 +193,26 @@ class SharedOutput(Style):
 
     def convert(self, site: Site, specs: Mapping[str, ParamSpec]) -> None:
         super().convert(site, specs)
-        _SharedForward.adopt(site.module, site.parallel)
+        share_output(site)
+
+
+def share_output(site: Site) -> None:
+    """Every rank goes on with the module's whole output, for heads of its own."""
+    _SharedForward.adopt(site.module, site.parallel).group_name = compiled.name_of(site.parallel.group)
 
 
 class _SharedForward(ParallelModule):
+    group_name: str
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return map_tensors(
-            lambda tensor: copy_to_group(tensor, self.parallel.group) if tensor.requires_grad else tensor,
-            super().forward(*args, **kwargs),
-        )
+        return map_tensors(self._shared, super().forward(*args, **kwargs))
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if torch.compiler.is_compiling():
+            return compiled.copy_in(tensor, self.group_name)
+        return copy_to_group(tensor, self.parallel.group)
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,21 @@ parts are summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch.nn as nn
 
 from ..spec import ParamSpec
 from .attention import LocalHeads
+from .dealt_rows import DealtRows
 from .layer.linear import input_size, is_linear, output_size
 from .mixer_styles import (
     ByHeads,
-    Channels,
-    Groups,
     HalfOfHeads,
     LocalSizes,
     OwnOutput,
     SharedOutput,
-    WideNorm,
     of_heads,
 )
 from .patterns import has_all
@@ -34,6 +32,7 @@ from .rules import Rules
 from .splits import Heads, Packed
 from .state_space import state_space_rules
 from .styles import Column, Row, ShardedParameter, Site, Style
+from .wide_norm import WideNorm
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def _gated_delta_net() -> Iterator[Mixer]:
     one = ByHeads(heads)
     common: dict[str, Style | str] = {
         "": LocalSizes(heads, ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")),
-        "conv1d": Channels(qkv),
+        "conv1d": DealtRows(qkv),
         "A_log": of_heads(heads),
         "dt_bias": of_heads(heads),
     }
@@ -106,7 +105,7 @@ def _kimi_delta_attention() -> Mixer:
         {
             "": LocalSizes(heads, ("num_heads", "qkv_dim", "conv_dim")),
             **_columns(one, "q_proj", "k_proj", "v_proj", "b_proj"),
-            "conv1d": Channels(ByHeads(heads, ("qkv_dim",) * 3)),
+            "conv1d": DealtRows(ByHeads(heads, ("qkv_dim",) * 3)),
             "forget_gate": gate,
             "forget_gate.dt_bias": of_heads(heads),
             "forget_gate.A_log": _DecayOfHeads(0, one),
@@ -157,7 +156,7 @@ def _recurrent_block() -> Mixer:
         {
             "": LocalSizes(heads, ("lru_width", "hidden_size")),
             **_columns(one, "linear_x", "linear_y"),
-            "conv_1d": Channels(one),
+            "conv_1d": DealtRows(one),
             "rg_lru": LocalSizes(inner, (inner,)),
             "rg_lru.recurrent_param": of_heads(inner),
             **{f"rg_lru.{kind}_gate_{part}": of_heads(inner) for kind in ("input", "recurrent") for part in _AFFINE},
@@ -223,8 +222,8 @@ def _compressed_convolutions() -> Mixer:
             "qkv_proj.k_proj": Column(kv),
             "qkv_proj.v_proj_current": OwnOutput(HalfOfHeads(second=False)),
             "qkv_proj.v_proj_delayed": OwnOutput(HalfOfHeads(second=True)),
-            "qkv_proj.conv_qk_depthwise": Channels(both),
-            "qkv_proj.conv_qk_grouped": Channels(both),
+            "qkv_proj.conv_qk_depthwise": DealtRows(both),
+            "qkv_proj.conv_qk_grouped": DealtRows(both),
             "qk_norm.temp": ShardedParameter(0),
             "o_proj": Row(q),
         }
@@ -242,7 +241,7 @@ def _shared_latent_attention() -> Mixer:
             "q_b_proj": Column(one),
             "sinks": of_heads(heads),
             "kv_norm": SharedOutput(),
-            "o_a_proj": Groups(one),
+            "o_a_proj": DealtRows(one),
             "o_b_proj": Row(one),
         },
         {"compressor": SharedOutput()},
@@ -256,23 +255,24 @@ def _short_convolution(name: str, module: nn.Module) -> Rules | None:
         return None
     if output_size(three) != 3 * input_size(out):
         return None
-    return Mixer({"in_proj": Column(Packed(3)), "conv": Channels(), "out_proj": "rowwise"}).rules(name, module)
+    return Mixer({"in_proj": Column(Packed(3)), "conv": DealtRows(), "out_proj": "rowwise"}).rules(name, module)
 
 
-_KINDS = (
-    *_gated_delta_net(),
-    _kimi_delta_attention(),
-    _lightning_attention(),
-    _recurrent_block(),
-    *_xlstm(),
-    *_rwkv(),
-    _compressed_convolutions(),
-    _shared_latent_attention(),
+# Every kind that is known, best first.
+_KINDS: tuple[Callable[[str, nn.Module], Rules | None], ...] = (
+    *(kind.rules for kind in _gated_delta_net()),
+    _kimi_delta_attention().rules,
+    _lightning_attention().rules,
+    _recurrent_block().rules,
+    *(kind.rules for kind in _xlstm()),
+    *(kind.rules for kind in _rwkv()),
+    _compressed_convolutions().rules,
+    _shared_latent_attention().rules,
+    state_space_rules,
+    _short_convolution,
 )
 
 
 def mixer_rules(name: str, module: nn.Module) -> list[Rules]:
     """Rules for a module that is a mixer of a known kind, best first; none for others."""
-    found = [rules for kind in _KINDS if (rules := kind.rules(name, module)) is not None]
-    others = (state_space_rules(name, module), _short_convolution(name, module))
-    return found + [rules for rules in others if rules]
+    return [rules for recognise in _KINDS if (rules := recognise(name, module))]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import torch.nn as nn
 
+from .dealt_rows import DealtRows
 from .layer.linear import is_linear
 from .rules import Rules
 from .state_layout import StateLayout, StateSplit, without_adapters
-from .state_styles import FEATURES, DealtNorm, DealtRows, InnerRow, StateInput
+from .state_styles import FEATURES, InnerRow, StateInput
 from .styles import Row, ShardedParameter
+from .wide_norm import WideNorm
 
 _HEADS = StateSplit(("heads",))
 
@@ -50,5 +52,5 @@ def state_space_rules(name: str, mixer: nn.Module) -> Rules:
             continue
         # Those of dt, B and C see whole ones, for the rank's own channels.
         is_whole = layout.kind == "mamba"
-        rules[f"{name}.{local}"] = "partial_gradient" if is_whole else DealtNorm()
+        rules[f"{name}.{local}"] = "partial_gradient" if is_whole else WideNorm(FEATURES)
     return rules

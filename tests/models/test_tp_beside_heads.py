@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwright.shardformer import ModelSharder, Plan, ShardConfig
+from shardwright.shardformer.apply import apply_plan
 from shardwright.shardformer.layer.norm import rms_offset
 from shardwright.shardformer.wide_norm import WideNorm
-from shardwright.testing import run_ranks
+from shardwright.testing import compare_models, run_ranks
 from shardwright.testing.matrix.axes import AXES
 from shardwright.testing.matrix.run import run_cells
 from shardwright.testing.matrix.subject import Subject
@@ -46,8 +49,42 @@ def refused(rank: int, world_size: int) -> None:
     plan = Plan({"0": "colwise", "1": WideNorm(), "2": "rowwise"})
     with pytest.raises(ValueError, match="WideNorm applies to an RMS norm with one weight"):
         plan.decide(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)), config.parallel)
+    with pytest.raises(ValueError, match="WideNorm applies to an RMS norm with one weight"):
+        _sharded(nn.LayerNorm(9, bias=False))
     dist.barrier()
 
 
-def test_what_cannot_be_dealt_is_refused() -> None:
-    run_ranks(refused, 2, timeout=60)
+def _sharded(norm: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 9), norm, nn.Linear(9, 4))
+    for param in model.parameters():
+        nn.init.normal_(param)
+    plan = Plan({"0": "colwise", "1": WideNorm(), "2": "rowwise"})
+    apply_plan(model.double(), plan, ShardConfig().parallel)
+    return model
+
+
+def dealt(rank: int, world_size: int) -> None:
+    """torch's own norm, in one kernel elsewhere, over nine features; what is computed whole is told of."""
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(4, 9), nn.RMSNorm(9, eps=0.1), nn.Linear(9, 4))
+    for param in whole.parameters():
+        nn.init.normal_(param)
+    whole, model = whole.double(), _sharded(nn.RMSNorm(9, eps=0.1))
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    losses = [one(x).square().sum() for one in (whole, model)]
+    for loss in losses:
+        loss.backward()
+    compare_models(whole, model, coordinate=rank, losses=(losses[0].detach(), losses[1].detach()), tolerance=1e-10)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright").addHandler(handler)
+    ModelSharder(tiny_causal_lm.build("codegen", {"n_layer": 1}), None, ShardConfig()).shard()
+    logging.getLogger("shardwright").removeHandler(handler)
+    assert [line for line in told if "attn are computed whole on every rank" in line], told
+    refused(rank, world_size)
+
+
+def test_what_is_dealt_computed_whole_and_refused() -> None:
+    run_ranks(dealt, 2, timeout=60)

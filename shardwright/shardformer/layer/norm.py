@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...kernels import norms
 from .parallel_module import ParallelGroup, ParallelModule, combined_class, native_class, own_forward
+from .wide_norm import NormOverRanks
 
 
 class _Norm(ParallelModule):
@@ -108,9 +109,8 @@ def rms_offset(module: nn.Module) -> float | None:
     if (
         "RMSNorm" not in native_class(module).__name__
         or not isinstance(epsilon, float)
-        or hasattr(module, "mean_over")  # of features that other ranks have
+        or isinstance(module, NormOverRanks)  # of features that other ranks have
         or list(module._parameters) != ["weight"]
-        or getattr(module, "is_wide", False)
         or not isinstance(weight, Tensor)
         or weight.ndim != 1
     ):

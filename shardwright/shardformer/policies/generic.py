@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch.nn as nn
 
-from ..alternatives import further, of_vocabulary, tables
+from ..alternatives import further, is_computed_whole, of_vocabulary, tables
 from ..apply import apply_plan
 from ..attention import LocalHeads
 from ..conventions import conventional_regions
@@ -93,8 +93,9 @@ class GenericPolicy(Policy):
             best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
         if (rules := self._passing(check, best)) is not None:
             dropped = [region.name for region in regions if not region.alternatives]
+            self._tell_of_computed_whole((each.name, each.alternatives[0]) for each in regions if each.alternatives)
             return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
-        kept: list[Rules] = []
+        kept: list[tuple[str, Rules]] = []
         dropped = []
         for region in regions:
             found = next(
@@ -104,18 +105,30 @@ class GenericPolicy(Policy):
             if found is None:
                 dropped.append(region.name)
             else:
-                kept.append(found)
-        rules = self._passing(check, self._completed(_joined(kept))) if kept else None
+                kept.append((region.name, found))
+        rules = self._passing(check, self._completed(_joined(found for _, found in kept))) if kept else None
         if rules is None:
             raise ValueError(
                 f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give "
                 f"its gradients; pass policy=, to the plugin custom_policy=. {ADVICE}"
             )
-        _LOGGER.warning(
-            f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed "
-            "the check"
-        )
+        if dropped:
+            _LOGGER.warning(
+                f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them "
+                "passed the check"
+            )
+        self._tell_of_computed_whole(kept)
         return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
+
+    def _tell_of_computed_whole(self, kept: Iterable[tuple[str, Rules]]) -> None:
+        """Warn of regions whose parameters are dealt, but not what they compute."""
+        names = [name for name, rules in kept if is_computed_whole(rules)]
+        if names:
+            _LOGGER.warning(
+                f"{type(self.model).__name__}: {', '.join(names)} are computed whole on every rank from gathered "
+                "activations, as no way to deal what is between their linears passed the check; their parameters are "
+                "dealt"
+            )
 
     def _with_fewer_sums(self, small: nn.Module, rules: Rules, check: SelfCheck | None = None) -> Rules:
         """The rules that passed, with those for what is reduced together where they pass too."""
