@@ -65,6 +65,7 @@ class GenericPolicy(Policy):
             )
         for region in regions:
             region.alternatives = further(model, region)
+        regions = _claimed_first(regions)
         regions += tables(model, vocabulary, {pattern for region in regions for pattern in region.alternatives[0]})
         if vocabulary:
             regions.append(Proposal("vocabulary", of_vocabulary(vocabulary)))
@@ -111,10 +112,11 @@ class GenericPolicy(Policy):
                 f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give "
                 f"its gradients; pass policy=, to the plugin custom_policy=. {ADVICE}"
             )
-        _LOGGER.warning(
-            f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them passed "
-            "the check"
-        )
+        if dropped:
+            _LOGGER.warning(
+                f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them "
+                "passed the check"
+            )
         return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
 
     def _with_fewer_sums(self, small: nn.Module, rules: Rules, check: SelfCheck | None = None) -> Rules:
@@ -194,6 +196,18 @@ class GenericPolicy(Policy):
         guessed = {shape_of_name(name): _guess(self.model, name, rules) for name in undecided}
         self._guessed = getattr(self, "_guessed", set()) | set(guessed)
         return {**rules, **guessed}
+
+
+def _claimed_first(regions: list[Proposal]) -> list[Proposal]:
+    """The regions whose modules another one knows of too (an MLP that makes the biases of an attention) before those,
+    whose rules count where they are joined.
+    """
+
+    def claimed(region: Proposal) -> bool:
+        named = set(chain.from_iterable(region.alternatives))
+        return any(named < set(chain.from_iterable(other.alternatives)) for other in regions if other is not region)
+
+    return sorted(regions, key=claimed, reverse=True)
 
 
 def _joined(rules: Iterable[Rules]) -> Rules:
