@@ -97,7 +97,7 @@ def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
     inner, outer = (Replicated(), style) if isinstance(style, Column) else (style, behind)
 
     def part(name: str, module: nn.Module) -> Site:
-        return Site(f"{site.name}.{name}", module, None, site.parent, site.parallel)
+        return Site(f"{site.name}.{name}", module, None, site.parent, site.parallel, site.above)
 
     parts: list[tuple[Style, Site]] = [(style, part("base_layer", wrapper.base_layer))]
     for name in wrapper.lora_A:

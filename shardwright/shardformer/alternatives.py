@@ -20,7 +20,7 @@ from .heads import HeadGeometry
 from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
 from .layer.norm import rms_offset
-from .patterns import patterns_of, shape_of_name
+from .patterns import patterns_of, shape_of_name, without_classes
 from .rules import Rules
 from .splits import EVEN, Heads, Split
 from .styles import NAMED, Column, Row, ShardedParameter, Style, VocabEmbedding, VocabHead
@@ -77,6 +77,35 @@ def _beside_heads(rules: Rules, modules: dict[str, nn.Module]) -> Rules:
             if f"{path}.{name}" not in rules and param.shape[0] in kinds:
                 split = Heads(kinds[param.shape[0]], style.geometry)  # type: ignore[arg-type]
                 found[f"{path}.{name}"] = ShardedParameter(0, split)
+        found |= _position_biases(path, modules, style, geometry)
+    return found
+
+
+def _position_biases(path: str, modules: dict[str, nn.Module], style: LocalHeads, geometry: HeadGeometry) -> Rules:
+    """What makes one number for each head and each distance of two positions: tables [distances, heads] in the
+    attention, in a part of it or in a module beside it; MLPs of distances, whose last linear makes the numbers.
+    """
+    found: Rules = {}
+    around, _, own_name = without_classes(path).rpartition(".")
+    holders: list[tuple[str, nn.Module, str | None]] = [(path, modules[path], None)]
+    holders += [(f"{path}.{name}", child, "") for name, child in modules[path].named_children()]
+    if around in modules:
+        beside = path.rpartition(".")[0]
+        holders += [
+            (f"{beside}.{name}", child, own_name)
+            for name, child in modules[around].named_children()
+            if name != own_name
+        ]
+    for holder, module, where in holders:
+        split = Heads("q", style.geometry, where)
+        for name, param in module.named_parameters(recurse=False):
+            if name.endswith("bias_table") and param.shape[-1] == geometry.num_heads:
+                found[f"{holder}.{name}"] = ShardedParameter(-1, split)
+        if where == "" and isinstance(module, nn.Sequential) and "bias" in holder.rpartition(".")[2]:
+            *hidden, (last, linear) = module.named_children()
+            if is_linear(linear) and output_size(linear) == geometry.num_heads:
+                found |= {f"{holder}.{name}": "replicated" for name, child in hidden if is_linear(child)}
+                found[f"{holder}.{last}"] = Column(split)
     return found
 
 

@@ -29,12 +29,15 @@ class LocalHeads(Style):
     sizes       attributes that are a number of features over all heads, to be divided likewise
     config      whether the forward reads head counts from `self.config`; None looks into its source
     arguments   arguments that come with values for all heads -> function that keeps this rank's
+    of_width    whether the forward divides the features of the whole layer by its count of query heads, to know the
+                size of one
     """
 
     geometry: HeadGeometry | None = None
     sizes: tuple[str, ...] = ()
     config: bool | None = None
     arguments: Mapping[str, Slicer] = field(default_factory=dict, hash=False)
+    of_width: bool = False
 
     def specs(self, site: Site) -> dict[str, ParamSpec]:
         if site.parameter is not None:
@@ -46,7 +49,8 @@ class LocalHeads(Style):
         module, rank, ranks = site.module, site.parallel.rank, site.parallel.size
         geometry = self.geometry or HeadGeometry.of(module)
         heads, kv_heads = geometry.local_heads(rank, ranks), geometry.local_kv_heads(rank, ranks)
-        replaced = dict.fromkeys(QUERY_HEADS, (geometry.num_heads, heads))
+        divisor = LocalCount(heads, geometry.num_heads) if self.of_width else heads
+        replaced = dict.fromkeys(QUERY_HEADS, (geometry.num_heads, divisor))
         replaced |= dict.fromkeys(KEY_VALUE_HEADS, (geometry.num_kv_heads, kv_heads))
         replaced |= dict.fromkeys(HEADS_PER_KEY, (geometry.heads_per_key, heads // kv_heads))
         for name, (full, local) in replaced.items():
@@ -64,6 +68,25 @@ class LocalHeads(Style):
             names = list(inspect.signature(native_class(module).forward).parameters)[1:]
             layer.slicers = {name: (names.index(name), slicer) for name, slicer in self.arguments.items()}
             layer.head_index = LocalHeadIndex.of(geometry, rank, ranks)
+
+
+class LocalCount(int):
+    """This rank's heads, by which features of all heads are divided as by all heads: features // count is the size of
+    one.
+    """
+
+    whole: int
+
+    def __new__(cls, local: int, whole: int) -> LocalCount:
+        count = super().__new__(cls, local)
+        count.whole = whole
+        return count
+
+    def __rfloordiv__(self, features: int) -> int:
+        return features // self.whole
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalCount, (int(self), self.whole)
 
 
 @dataclass(frozen=True)
@@ -135,8 +158,18 @@ class LocalConfig:
 
 
 def _reads_counts_from_config(module: nn.Module) -> bool:
-    try:
-        source = inspect.getsource(inspect.unwrap(own_forward(module)))
-    except (OSError, TypeError):
-        return False
+    source = _source_of_forward(module)
     return any(f"config.{name}" in source for name in QUERY_HEADS + KEY_VALUE_HEADS)
+
+
+def divides_width(module: nn.Module) -> bool:
+    """Whether the forward divides something by its count of heads."""
+    source = _source_of_forward(module)
+    return any(f"// self.{name}" in source for name in QUERY_HEADS)
+
+
+def _source_of_forward(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(own_forward(module)))
+    except (OSError, TypeError):
+        return ""

@@ -6,13 +6,12 @@ policy tries it on a small copy of the model before it believes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch.nn as nn
 
 from ..models.config import QUERY_HEADS, first_int
-from .attention import LocalHeads
-from .heads import HeadGeometry
+from .attention import LocalHeads, divides_width
 from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
 from .mixers import mixer_rules
@@ -43,6 +42,7 @@ _OUTPUT = (
     "o",
     "out_lin",
     "output_proj",
+    "projection",
     "Wo",
     "attention_out",
 )
@@ -126,8 +126,7 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
     linears = {local: child for local, child in module.named_children() if is_linear(child)}
     if alternatives := _bert_attention(name, module):
         yield Proposal(name, alternatives)
-    if rules := _bert_mlp(name, module):
-        yield Proposal(f"{name}.intermediate", [rules])
+    yield from _bert_mlps(name, module)
     for recognised in (
         mixer_rules(name, module),
         _latent_attention(name, module, linears),
@@ -153,8 +152,11 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
     if "sinks" in module._parameters:
         out[f"{name}.sinks"] = ShardedParameter(0, Heads("q"))
     found: list[Rules] = []
-    for sizes in _size_choices(module):
-        around: Rules = {name: LocalHeads(sizes=sizes), **out}
+    styles = [LocalHeads(sizes=sizes) for sizes in _size_choices(module)]
+    if divides_width(module):
+        styles.insert(0, LocalHeads(of_width=True))
+    for local_heads in styles:
+        around: Rules = {name: local_heads, **out}
         if parts is not None:
             q, k, v = parts
             found.append(
@@ -195,36 +197,44 @@ def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module
 
 
 def _bert_attention(name: str, module: nn.Module) -> list[Rules]:
-    """BERT's shape: projections in `self`, the output projection in `output`."""
-    inner, output = getattr(module, "self", None), getattr(module, "output", None)
-    if (
-        not isinstance(inner, nn.Module)
-        or not isinstance(output, nn.Module)
-        or not is_linear(getattr(output, "dense", nn.Identity()))
-    ):
+    """BERT's shape: projections in `self` or `attention`, the output projection in `output`."""
+    output = getattr(module, "output", None)
+    if not isinstance(output, nn.Module) or not is_linear(getattr(output, "dense", nn.Identity())):
         return []
-    parts = next(
-        (parts for parts in _ATTENTION if all(is_linear(getattr(inner, part, nn.Identity())) for part in parts)), None
-    )
-    if parts is None:
-        return []
-    heads = first_int(inner, QUERY_HEADS) or first_int(getattr(inner, "config", None), QUERY_HEADS)
-    if heads is None:
-        return []
-    geometry = HeadGeometry(heads, heads)
-    inside: Rules = {f"{name}.self.{part}": Column(Heads("q", geometry)) for part in parts}
-    inside[f"{name}.output.dense"] = Row(Heads("q", geometry))
-    return [{f"{name}.self": LocalHeads(geometry, sizes), **inside} for sizes in _size_choices(inner)]
+    for where in ("self", "attention"):
+        inner = getattr(module, where, None)
+        if not isinstance(inner, nn.Module):
+            continue
+        parts = next((parts for parts in _ATTENTION if _linears(inner, parts)), None)
+        if parts is None:
+            continue
+        if first_int(inner, QUERY_HEADS) is None and first_int(getattr(inner, "config", None), QUERY_HEADS) is None:
+            continue
+        around: Rules = {f"{name}.{where}.{part}": Column(Heads("q")) for part in parts}
+        around[f"{name}.output.dense"] = Row(Heads("q", beside=where))
+        return [{f"{name}.{where}": LocalHeads(sizes=sizes), **around} for sizes in _size_choices(inner)]
+    return []
 
 
-def _bert_mlp(name: str, module: nn.Module) -> Rules:
-    up = getattr(getattr(module, "intermediate", None), "dense", None)
-    down = getattr(getattr(module, "output", None), "dense", None)
-    if not isinstance(up, nn.Module) or not isinstance(down, nn.Module) or not is_linear(up) or not is_linear(down):
-        return {}
-    if output_size(up) != input_size(down):
-        return {}
-    return {f"{name}.intermediate.dense": "colwise", f"{name}.output.dense": "rowwise"}
+def _linears(module: nn.Module, names: Iterable[str]) -> bool:
+    return all(is_linear(getattr(module, name, nn.Identity())) for name in names)
+
+
+def _bert_mlps(name: str, module: nn.Module) -> Iterator[Proposal]:
+    """BERT's shape: `dense` in `intermediate` and in `output`; a layer may have others for some of its tokens, under
+    names with the same ending.
+    """
+    for local, up in module.named_children():
+        if not local.startswith("intermediate"):
+            continue
+        output = local.replace("intermediate", "output", 1)
+        down = getattr(module, output, None)
+        if not isinstance(down, nn.Module) or not _linears(up, ["dense"]) or not _linears(down, ["dense"]):
+            continue
+        if output_size(up.get_submodule("dense")) == input_size(down.get_submodule("dense")):
+            yield Proposal(
+                f"{name}.{local}", [{f"{name}.{local}.dense": "colwise", f"{name}.{output}.dense": "rowwise"}]
+            )
 
 
 def _mlp(name: str, linears: dict[str, nn.Module]) -> list[Rules]:

@@ -141,9 +141,10 @@ def _parameter_names(model: nn.Module) -> list[str]:
 def _site(model: nn.Module, name: str, parallel: ParallelGroup) -> Site:
     parent, _, local = name.rpartition(".")
     owner = model.get_submodule(parent)
+    above = model.get_submodule(parent.rpartition(".")[0]) if parent else None
     if local in owner._parameters:
-        return Site(name, owner, local, owner, parallel)
-    return Site(name, model.get_submodule(name), None, owner, parallel)
+        return Site(name, owner, local, owner, parallel, above)
+    return Site(name, model.get_submodule(name), None, owner, parallel, above)
 
 
 def _nearest(pattern: str, shapes: Mapping[str, list[str]]) -> str:

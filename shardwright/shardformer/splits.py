@@ -94,12 +94,15 @@ class Heads:
                 "packed"        [all q | all k | all v]
                 "interleaved"   for every key/value head: its q heads, k, v
     geometry    head counts; None reads them from the attention module that the layer belongs to
+    beside      where that module is, seen from the module above the layer's parent, for a layer outside of it or one
+                deeper; "" is the module above itself
 
     Features per head follow from the size: key heads and value heads may differ, a gate may be fused to every head.
     """
 
     kind: Literal["q", "kv", "qk", "packed", "interleaved"]
     geometry: HeadGeometry | None = None
+    beside: str | None = None
 
     def pieces(self, size: int, ranks: int, parent: nn.Module) -> Pieces:
         geometry = self.geometry or HeadGeometry.of(parent)

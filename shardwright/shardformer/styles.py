@@ -54,6 +54,7 @@ class Site:
     parameter   local name of the parameter that the rule names, or None
     parent      the module above `module` (`module` itself for a parameter)
     parallel    the group to shard over
+    above       the module above `parent`, where there is one
     """
 
     name: str
@@ -61,9 +62,13 @@ class Site:
     parameter: str | None
     parent: nn.Module
     parallel: ParallelGroup
+    above: nn.Module | None = None
 
     def pieces(self, split: Split, size: int) -> Pieces:
-        return split.pieces(size, self.parallel.size, self.parent)
+        parent = self.parent
+        if isinstance(split, Heads) and split.beside is not None and self.above is not None:
+            parent = self.above.get_submodule(split.beside)
+        return split.pieces(size, self.parallel.size, parent)
 
 
 Role = Literal["opens", "closes", "inside", "sums", "unknown"]

@@ -65,6 +65,7 @@ class GenericPolicy(Policy):
             )
         for region in regions:
             region.alternatives = further(model, region)
+        regions = _claimed_first(regions)
         regions += tables(model, vocabulary, {pattern for region in regions for pattern in region.alternatives[0]})
         if vocabulary:
             regions.append(Proposal("vocabulary", of_vocabulary(vocabulary)))
@@ -207,6 +208,18 @@ class GenericPolicy(Policy):
         guessed = {shape_of_name(name): _guess(self.model, name, rules) for name in undecided}
         self._guessed = getattr(self, "_guessed", set()) | set(guessed)
         return {**rules, **guessed}
+
+
+def _claimed_first(regions: list[Proposal]) -> list[Proposal]:
+    """The regions whose modules another one knows of too (an MLP that makes the biases of an attention) before those,
+    whose rules count where they are joined.
+    """
+
+    def claimed(region: Proposal) -> bool:
+        named = set(chain.from_iterable(region.alternatives))
+        return any(named < set(chain.from_iterable(other.alternatives)) for other in regions if other is not region)
+
+    return sorted(regions, key=claimed, reverse=True)
 
 
 def _joined(rules: Iterable[Rules]) -> Rules:
