@@ -89,7 +89,8 @@ class Ulysses:
         if query.shape[HEADS]:
             out = self._whole(module, query, key, value, attention_mask, view, shares, options)
         else:  # still part of the graph, whose backward has all-to-alls
-            out = torch.cat([query, key, value], -1)[..., : value.shape[-1]].transpose(HEADS, SEQUENCE)
+            nothing = key.sum() + value.sum()  # of another length than queries, across from a decoder
+            out = (query[..., :1] + nothing).expand(*query.shape[:-1], value.shape[-1]).transpose(HEADS, SEQUENCE)
         return self._trade.to_sequence(out, sizes), None
 
     def _view(self, module: nn.Module, options: dict[str, Any]) -> View:

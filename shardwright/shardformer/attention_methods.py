@@ -27,7 +27,7 @@ def _bloom_forward(
     use_cache: bool = False,
     output_attentions: bool = False,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """alibi [B * H, 1, T] is a term per key; attention_mask is additive, [B, 1, S, T]."""
     if output_attentions or (self.pretraining_tp > 1 and self.slow_but_exact):
         arguments = (hidden_states, residual, alibi, attention_mask, layer_past, use_cache, output_attentions)
@@ -40,7 +40,7 @@ def _bloom_forward(
     alibi = alibi.view(query.shape[0], self.num_heads, -1)
     out = sdpa_with_alibi(query, key, value, attention_mask, alibi, self.inv_norm_factor, dropout)
     out = self.dense(out.transpose(1, 2).flatten(2))
-    return residual + F.dropout(out, p=self.hidden_dropout, training=self.training), None
+    return residual + F.dropout(out, p=self.hidden_dropout, training=self.training), _no_weights(out)
 
 
 def _gptj_attn(
@@ -49,8 +49,9 @@ def _gptj_attn(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
-    return _sdpa(self, query, key, value, attention_mask, 1 / float(self.scale_attn)), None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = _sdpa(self, query, key, value, attention_mask, 1 / float(self.scale_attn))
+    return out, _no_weights(out)
 
 
 def _gpt_neo_attn(
@@ -59,7 +60,7 @@ def _gpt_neo_attn(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores are not scaled. `bias` [1, 1, S, S] hides what is to come and, in local layers, what is beyond the
     window.
     """
@@ -71,7 +72,13 @@ def _gpt_neo_attn(
         mask = attention_mask.masked_fill(~seen, torch.finfo(attention_mask.dtype).min)
     else:
         mask = attention_mask
-    return _sdpa(self, query, key, value, mask, 1.0), None
+    out = _sdpa(self, query, key, value, mask, 1.0)
+    return out, _no_weights(out)
+
+
+def _no_weights(like: torch.Tensor) -> torch.Tensor:
+    """In the place of attention's weights: pipelines have seen that a layer returns some."""
+    return like.new_empty(0)
 
 
 def _sdpa(

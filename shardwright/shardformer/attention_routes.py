@@ -65,6 +65,13 @@ def has_alibi(model: nn.Module) -> bool:
     return bool(names & {"BloomAttention", "MptAttention"} or (adds_it and "FalconAttention" in names))
 
 
+def hides_by_numbers(model: nn.Module) -> bool:
+    """Whether a query that may see no key gets the mean of all values, from a mask that is added to scores."""
+    name, config = attention_of(model), getattr(model, "config", None)
+    falcon = any(native_class(module).__name__ == "FalconAttention" for module in model.modules())
+    return name == "eager" or (falcon and bool(getattr(config, "alibi", False)))
+
+
 def makes_own_masks(model: nn.Module) -> bool:
     """Whether a routed family reads the masks that it makes itself, so that they must keep their form."""
     return any(native_class(module).__name__ in _OWN_MASKS for module in model.modules())
@@ -81,8 +88,9 @@ def _call(
 
 
 def _no_weights(module: Any, like: Tensor) -> Tensor | None:
-    """Where plain products return attention's weights: pipelines have seen that a layer returns them."""
-    return None if module.uses_kernels else like.new_empty(0)
+    """Where the class returns attention's weights: pipelines have seen that a layer returns them."""
+    own_kernels = module.uses_kernels and native_class(module).__name__ not in _WITH_WEIGHTS
+    return None if own_kernels else like.new_empty(0)
 
 
 # GPT-J, CodeGen, GPT-Neo: a method of [B, H, S, D].
@@ -174,13 +182,14 @@ def _with_kernels(
 
 def _bloom_forward(
     self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None, **_: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """alibi [B * H, 1, T]"""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     alibi = alibi.view(query.shape[0], self.num_heads, -1)
     options = {"scaling": self.inv_norm_factor, "alibi": alibi}
     out = _call(self, query, key, value, attention_mask, self.attention_dropout.p, **options)
-    return residual + F.dropout(self.dense(out.flatten(2)), p=self.hidden_dropout, training=self.training), None
+    states = residual + F.dropout(self.dense(out.flatten(2)), p=self.hidden_dropout, training=self.training)
+    return states, _no_weights(self, out)
 
 
 def _falcon_forward(
@@ -216,7 +225,7 @@ def _falcon_rotated(self: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Ten
 
 def _mpt_forward(
     self: Any, hidden_states: Tensor, position_bias: Tensor | None, attention_mask: Tensor | None = None, **_: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """position_bias [H, 1, T or more], of which the last ones are those of the keys; the mask is True where a key is
     hidden.
     """
@@ -232,7 +241,8 @@ def _mpt_forward(
         alibi = position_bias[:, 0, position_bias.shape[-1] - attention_mask.shape[-1] :]
         options["alibi"] = alibi.expand(query.shape[0], -1, -1)
     seen = None if attention_mask is None else ~attention_mask
-    return self.out_proj(_call(self, query, key, value, seen, self.attn_dropout_p, **options).flatten(2)), None
+    out = _call(self, query, key, value, seen, self.attn_dropout_p, **options)
+    return self.out_proj(out.flatten(2)), _no_weights(self, out)
 
 
 # Class -> the methods of a module, from its class as it is and whether its attention goes to kernels.
@@ -244,4 +254,5 @@ _ROUTES: Mapping[str, Callable[[Any, bool], dict[str, Any]]] = {
     "FalconAttention": _of_forward(_falcon_forward),
     "MptAttention": _of_forward(_mpt_forward),
 }
+_WITH_WEIGHTS = tuple(name for name, methods in METHODS.items() if methods)  # before those took their place
 _OWN_MASKS = ("FalconAttention", "MptAttention")

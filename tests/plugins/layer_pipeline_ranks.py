@@ -17,7 +17,7 @@ from torch import nn
 from shardwright import Booster, Microbatches
 from shardwright.lazy import LazyInitContext
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.testing import compare_models, keep_float64
+from shardwright.testing import compare_models, keep_float64, zoo
 
 Batch = dict[str, torch.Tensor]
 SIZES = ((3, 19), (2, 12), (3, 27))  # samples and length of a step's batch
@@ -133,6 +133,7 @@ def lazy_bart() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {**LAYERS, "adapted t5": adapted_t5, "lazy bart": lazy_bart}
+MODELS["t5 of three heads"] = lambda: zoo.build("t5-conditional-generation", num_heads=3)
 
 
 def count_messages(rank: int, world: int, name: str, arguments: dict[str, Any]) -> tuple[list[int], list[int]]:

@@ -14,6 +14,7 @@ from torch import nn
 from shardwright.plugins.hybrid.layer_axis import LayerFacts
 from shardwright.plugins.hybrid.sequence import probe_mode
 from shardwright.plugins.hybrid.sequence_axis import SequenceFacts
+from shardwright.shardformer.attention_routes import hides_by_numbers
 from shardwright.testing import keep_float64, run_ranks, zoo
 
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
@@ -127,3 +128,10 @@ def test_what_is_cut(mode: str) -> None:
             assert isinstance(facts, LayerFacts), name
             assert facts.plan.traded, name
             assert not facts.plan.whole, name
+
+
+def test_whose_padding_in_front_gets_the_mean_of_all_values() -> None:
+    """Falcon's with alibi, whatever computes its attention."""
+    assert hides_by_numbers(falcon(True))
+    assert hides_by_numbers(mpt())
+    assert not hides_by_numbers(falcon(False))

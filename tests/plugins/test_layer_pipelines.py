@@ -22,6 +22,9 @@ CASES = [
     ("mixtral", {**RING, **ZBV, **BY_HAND, "zero_stage": 3}),
     ("bart", {**RING, "pp_size": 2, "pp_style": "zb", "zero_stage": 1, "gradient_checkpoint_config": ALL}),
     ("lfm2", BOTH),
+    ("bloom", {**RING, "pp_size": 2}),
+    ("bloom", {"pp_size": 2, "enable_flash_attention": True}),
+    ("t5 of three heads", {**ULYSSES, "sp_size": 4}),  # a rank has none, of a source that is longer than the target
 ]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},

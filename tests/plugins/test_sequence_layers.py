@@ -173,6 +173,12 @@ def mistakes(rank: int, world: int) -> None:
     refused("give what its decoder reads", lambda: model(input_ids=batch["input_ids"]))
     refused(r"attention_mask of shape \(3, 5\)", lambda: model(**{**batch, "attention_mask": torch.ones(3, 5)}))
     refused("generate with sequence_parallelism_mode", lambda: model.generate(batch["input_ids"]))
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **ULYSSES))
+    bloom: Any = zoo.build("bloom-causal-lm", dtype=torch.float32)
+    bloom, *_ = booster.boost(bloom, torch.optim.SGD(bloom.parameters(), lr=0.1))
+    ids = torch.arange(5, 24)[None]
+    in_front = {"input_ids": ids, "labels": ids, "attention_mask": (ids > 7).long()}
+    refused("19 tokens are padded to a multiple of 2; .* length of 20", lambda: bloom(**in_front))
     plugin = HybridParallelPlugin(precision="fp32", **ULYSSES)
     assert "1 Lfm2ShortConv of Lfm2ForCausalLM look along" in str(plugin.preflight(lfm2().float()).notes)
     layout = plugin.preflight(zoo.build("bloom-causal-lm", num_hidden_layers=2, slow_but_exact=True, pretraining_tp=2))

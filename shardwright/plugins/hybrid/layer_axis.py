@@ -172,13 +172,27 @@ class LayerAxis(SequenceAxis):
                 f"attention_mask of shape {tuple(mask.shape)} with split sequences: give the mask of padding "
                 f"[batch, {length}]"
             )
-        if not self._pads_in_front and not bool(mask[:, 0].all()):
-            raise ValueError(
-                f"attention_mask with padding in front and sequence_parallelism_mode={self.mode!r}: the eager "
-                f"attention of {self._name} gives padding there the mean of all values, which a ring does not; "
-                "pad behind the tokens, or use sequence_parallelism_mode='all_to_all'"
-            )
+        self._refuse_padding_in_front(mask, missing)
         batch["attention_mask"] = pad(mask, (0, missing))
+
+    def _refuse_padding_in_front(self, mask: Tensor, missing: int) -> None:
+        """Where the model gives padding the mean of all values, which the next token's prediction is made of."""
+        around_ring = self.mode == "ring_attn"
+        if self._pads_in_front or not (around_ring or (missing and self.facts.causal and not self._decodes)):
+            return
+        if bool(mask[:, 0].all()):
+            return
+        length, multiple = mask.shape[1], self._exchange.multiple
+        given = f"attention_mask with padding in front and sequence_parallelism_mode={self.mode!r}: the attention of "
+        if around_ring:
+            raise ValueError(
+                f"{given}{self._name} gives padding there the mean of all values, which a ring does not; pad behind "
+                "the tokens, or use sequence_parallelism_mode='all_to_all' with lengths that are a multiple of sp_size"
+            )
+        raise ValueError(
+            f"{given}{self._name} gives padding there the mean of all values, and rows of {length} tokens are padded "
+            f"to a multiple of {multiple}; pad behind the tokens, or in front to a length of {length + missing}"
+        )
 
     def _needs_mask(self, batch: Mapping[str, Any]) -> bool:
         return self._has_routers(batch) or self._decodes or not self.facts.causal

@@ -24,7 +24,7 @@ from ...attention.zigzag import Share
 from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
 from ...shardformer.adapters import native_model, refuse_prompts
-from ...shardformer.attention_routes import route_attention
+from ...shardformer.attention_routes import hides_by_numbers, route_attention
 from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
 from ..settings import HybridSettings
@@ -191,6 +191,7 @@ def _split_layers(
     copies: Sequence[nn.Module],
 ) -> LayerAxis:
     name, group = attention_of(native), mesh.group("sp")
+    pads_in_front = not hides_by_numbers(native)
     function: AttentionFunction
     if mode == "all_to_all":
         trade = Trade(group)
@@ -199,7 +200,7 @@ def _split_layers(
         share, function = ring_attention(settings, mesh, facts.causal, whole_masks=True)
     exchange = Exchange(share, group)
     shapes = split_layers(mode, native, exchange, function, copies, facts)
-    return LayerAxis(mode, exchange, native, facts, mode == "all_to_all" or name != "eager", shapes)
+    return LayerAxis(mode, exchange, native, facts, pads_in_front, shapes)
 
 
 def _require_parts(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
