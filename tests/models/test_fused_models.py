@@ -39,7 +39,7 @@ FAMILIES = {
     "falcon_h1": (4, 4),  # gated by a factor of its own
     "gptj": (0, 0),
     "gpt2": (0, 0),
-    "lfm2": (0, 4),  # an activation that is no module
+    "lfm2": (0, 2),  # an activation that is no module; half of its layers have attention
 }
 
 

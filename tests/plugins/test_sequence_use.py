@@ -304,4 +304,4 @@ def test_attention_of_its_own_is_named() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 101}
     own = "its attention does not go through transformers' AttentionInterface"
     with pytest.raises(ValueError, match=own):
-        probe_ring(tf.FalconForCausalLM(tf.FalconConfig(**sizes)))
+        probe_ring(tf.GPTNeoXJapaneseForCausalLM(tf.GPTNeoXJapaneseConfig(**sizes)))
