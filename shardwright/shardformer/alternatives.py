@@ -20,16 +20,18 @@ from .heads import HeadGeometry
 from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
 from .layer.norm import rms_offset
-from .patterns import patterns_of, shape_of_name, without_classes
+from .patterns import shape_of_name, without_classes
 from .rules import Rules
 from .splits import EVEN, Heads, Split
 from .styles import NAMED, Column, Row, ShardedParameter, Style, VocabEmbedding, VocabHead
 from .wide_norm import WideNorm, weight_of
 
 
-def further(model: nn.Module, region: Proposal) -> list[Rules]:
-    """All alternatives of a region, best first."""
-    modules = {pattern: module for name, module in model.named_modules() for pattern in patterns_of(model, name)}
+def further(region: Proposal, modules: dict[str, nn.Module]) -> list[Rules]:
+    """All alternatives of a region, best first.
+
+    modules     `modules_by_pattern` of the model
+    """
     known = region.alternatives
     found = [
         grown

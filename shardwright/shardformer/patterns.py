@@ -39,6 +39,11 @@ def patterns_of(model: nn.Module, name: str) -> set[str]:
     return found
 
 
+def modules_by_pattern(model: nn.Module) -> dict[str, nn.Module]:
+    """The last module of those that a pattern stands for."""
+    return {pattern: module for name, module in model.named_modules() for pattern in patterns_of(model, name)}
+
+
 def of_class(pattern: str, model: nn.Module) -> Callable[[str], bool]:
     """Whether a name that a pattern without its classes matches has them too."""
     wanted = [(index, found[1]) for index, part in enumerate(pattern.split(".")) if (found := _CLASS.search(part))]

@@ -18,7 +18,7 @@ from ..conventions import conventional_regions
 from ..fewer_sums import summed_together
 from ..hf_plan import Proposal, plan_regions
 from ..layer.linear import is_linear
-from ..patterns import patterns_of, shape_of_name
+from ..patterns import modules_by_pattern, patterns_of, shape_of_name
 from ..plan import Plan
 from ..regions import find_regions, undecided_parameters
 from ..rules import Rules
@@ -63,8 +63,9 @@ class GenericPolicy(Policy):
                 f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs "
                 f"that are recognised; pass policy=, to the plugin custom_policy=. {ADVICE}"
             )
+        modules = modules_by_pattern(model)
         for region in regions:
-            region.alternatives = further(model, region)
+            region.alternatives = further(region, modules)
         regions = _claimed_first(regions)
         regions += tables(model, vocabulary, {pattern for region in regions for pattern in region.alternatives[0]})
         if vocabulary:
