@@ -55,10 +55,11 @@ def clip_gradients(model: nn.Module, optimizer: Any, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
-    """AdamW for comparisons.
+def adamw(trained: nn.Module | Iterable[nn.Parameter], lr: float = 1e-2) -> torch.optim.AdamW:
+    """AdamW for comparisons, of a model or of some of its parameters.
 
     Its epsilon is large on purpose: with the usual 1e-8, a gradient element that is zero but for rounding moves its
     weight by the full learning rate in a random direction, and the comparison fails without an error.
     """
-    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-3, weight_decay=0.1)
+    parameters = trained.parameters() if isinstance(trained, nn.Module) else trained
+    return torch.optim.AdamW(parameters, lr=lr, eps=1e-3, weight_decay=0.1)

@@ -71,8 +71,7 @@ class Side:
         self.optimizer: Any = None
 
     def boost(self) -> None:
-        trained = [param for param in self.model.parameters() if param.requires_grad]
-        self.model, self.optimizer, *_ = self.booster.boost(self.model, adamw(_Parameters(trained)))  # type: ignore[arg-type]
+        self.model, self.optimizer, *_ = self.booster.boost(self.model, adamw(_trained(self.model)))
 
     def backward(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """The loss, None on stages that do not have it."""
@@ -85,17 +84,6 @@ class Side:
         loss = self.built.criterion(call_model(self.model, batch))
         self.booster.backward(loss, self.optimizer)
         return loss.detach()
-
-
-class _Parameters(nn.Module):
-    """What `adamw` looks at: those parameters that are trained."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._trained = parameters
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return iter(self._trained)
 
 
 def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Side | None = None) -> Result:
@@ -133,10 +121,14 @@ def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Si
     )
     wrong = _problem(report.check)
     side.optimizer.step()
-    adamw(_Parameters([param for param in plain.parameters() if param.requires_grad])).step()  # type: ignore[arg-type]
+    adamw(_trained(plain)).step()
     after = compare_models(plain, side.model, coordinate=coordinate, gradients=False, tolerance=tolerance, check=False)
     wrong = wrong or _problem(after.check) or _missing(plain, report.held)
     return {"outcome": "wrong", "why": wrong, **result} if wrong else {"outcome": "verified", **result}
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 def _problem(check: Callable[[], Any]) -> str:
