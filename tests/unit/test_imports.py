@@ -39,7 +39,8 @@ LEVELS = {
     "checkpoint": 4,
     "plugins": 5,
     "booster": 6,
-    "cli": 7,
+    "trainer": 7,
+    "cli": 8,
 }
 STRANGERS = ("shardformer", "pipeline", "zero", "checkpoint")  # of one level, and none may import another
 
@@ -51,6 +52,7 @@ TRANSFORMERS_ALLOWED = (
     "attention/sequence_modes",
     "shardformer/modeling/",
     "cli/",
+    "trainer/",
 )
 # File and why it may use private names of torch; each use states the version it was checked on.
 PRIVATE_TORCH_ALLOWED = {

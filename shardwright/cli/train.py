@@ -1,0 +1,102 @@
+"""`shardwright train RECIPE.yaml [key=value ...]`: a training run without a script.
+
+A recipe is looked at in one process first: what is wrong with it is one sentence and exit status 2 before a rank starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .relaunch import inside_launcher, relaunch
+
+HELP = "train or fine-tune a language model as a recipe says, on the ranks of this machine or of a launcher"
+
+_CHECKED = "SHARDWRIGHT_RECIPE_CHECKED"  # set for ranks that this command starts itself
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="YAML or JSON file; docs/recipes.md lists the keys")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys on top of the file's, as data.path=a.jsonl"
+    )
+    parser.add_argument("--nproc", type=int, default=argparse.SUPPRESS, metavar="N", help="ranks to start")
+    parser.add_argument("--print-config", action="store_true", help="print the whole recipe and where each key is from")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of recipes, for editors")
+    parser.add_argument("--check", action="store_true", help="look at the recipe, train nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..trainer import RecipeError, read_recipe
+    from ..trainer.reading import schema, to_yaml
+
+    if args.schema:
+        print(json.dumps(schema(), indent=2))
+        return 0
+    if args.recipe is None:
+        args.fail("give a recipe: shardwright train RECIPE.yaml; docs/recipes.md has one to start from")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        read = read_recipe(args.recipe, args.overrides)
+        if args.print_config:
+            print(to_yaml(read), end="")
+            return 0
+        if hasattr(args, "nproc"):
+            read.recipe.nproc = args.nproc
+        return _train(args, read.recipe)
+    except RecipeError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"shardwright train: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(args: argparse.Namespace, recipe: Any) -> int:
+    from ..trainer.run import check, train
+
+    if inside_launcher():
+        if _CHECKED not in os.environ:
+            check(recipe, int(os.environ["WORLD_SIZE"]))
+        return train(recipe)
+    world_size = _world_size(recipe)
+    check(recipe, world_size)
+    if args.check:
+        print(f"This recipe works on {world_size} rank{'s' * (world_size > 1)}.")
+        return 0
+    os.environ[_CHECKED] = "1"
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
+        resolved = Path(folder) / "recipe.json"
+        resolved.write_text(_as_json(recipe))
+        print(f"Starting {world_size} rank{'s' * (world_size > 1)} ...", flush=True)
+        return relaunch(["train", str(resolved)], world_size)
+
+
+def _as_json(recipe: Any) -> str:
+    from ..trainer.reading import to_plain
+
+    return json.dumps(to_plain(recipe))
+
+
+def _world_size(recipe: Any) -> int:
+    """What the recipe says, else all GPUs, else as few ranks as the layout takes."""
+    import torch
+
+    from ..trainer import RecipeError
+    from ..trainer.layout import ranks_of_one_replica
+
+    gpus, least = torch.cuda.device_count(), ranks_of_one_replica(recipe)
+    asked: int | None = recipe.nproc
+    if asked is not None and gpus and asked > gpus:
+        raise RecipeError(f"nproc={asked} needs as many GPUs, there are {gpus}; ask for at most {gpus}")
+    world_size = asked or gpus or least
+    if world_size % least:
+        raise RecipeError(
+            f"layout needs a multiple of {least} ranks (tp_size x pp_size x sp_size), and there are {world_size}; set nproc "
+            "or make the layout smaller"
+        )
+    return world_size

@@ -1,0 +1,281 @@
+"""Everything that a recipe names, made: tokenizer, data, model, optimizer, schedule, trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..booster import Booster
+from ..lazy import LazyInitContext
+from ..optim import HybridAdam
+from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
+from ..plugins import HybridParallelPlugin
+from . import layout as layouts
+from . import trackers
+from .datasets import Collate, Evened, Packed, Samples, SampleStream
+from .progress import JsonLines, Listener, Log
+from .reading import RecipeError, to_plain
+from .recipe import Data, Recipe
+from .samples import Encoder
+from .sources import rows_of
+from .tokenizer import load_tokenizer
+from .trainer import Every, Trainer
+
+_LONGEST = 2048  # where a recipe does not say
+_TRIED = 64  # rows that are encoded before ranks start
+
+
+@dataclass
+class Parts:
+    """What can be made without ranks.
+
+    rows   of `data` and `eval_data`
+    """
+
+    recipe: Recipe
+    config: Any
+    tokenizer: Any
+    max_length: int
+    rows: dict[str, Any]
+
+    @property
+    def padding(self) -> int:
+        """The token behind the end of a sequence; it is masked, so any will do."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
+    def dataset(self, key: str) -> Any:
+        """A Dataset or IterableDataset of `data` or `eval_data`."""
+        data: Data = getattr(self.recipe, key)
+        encoder = Encoder(self.tokenizer, self.max_length_of(key))
+        streaming = (data.mix[0] if data.mix else data).streaming
+        if streaming:
+            return SampleStream(self.rows[key], encoder, self.padding, data.packing)
+        if data.packing:
+            return Packed(self.rows[key], encoder, self.padding)
+        return Samples(self.rows[key], encoder)
+
+    def max_length_of(self, key: str) -> int:
+        return getattr(self.recipe, key).max_length or self.max_length
+
+
+def prepare(recipe: Recipe) -> Parts:
+    """Tokenizer, config and rows of a recipe, looked at as far as one process can; RecipeError says what is wrong."""
+    trackers.wanted(recipe.report_to)
+    config = load_config(recipe)
+    tokenizer = load_tokenizer(recipe.tokenizer, recipe.model, recipe.chat_template)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if vocabulary is not None and len(tokenizer) > vocabulary:
+        raise RecipeError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's vocabulary {vocabulary}: its last tokens would "
+            f"have no embedding; give the model a vocab_size of at least {len(tokenizer)}, or another tokenizer"
+        )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest < 2:
+        longest = None
+    for key in ("data", "eval_data"):
+        asked = getattr(recipe, key) and getattr(recipe, key).max_length
+        if asked and longest and asked > longest:
+            raise RecipeError(
+                f"{key}.max_length={asked} is longer than the {longest} positions of the model; give at most {longest}"
+            )
+    rows = {
+        key: rows_of(getattr(recipe, key), key, recipe.seed)
+        for key in ("data", "eval_data")
+        if getattr(recipe, key) is not None
+    }
+    parts = Parts(recipe, config, tokenizer, min(longest or _LONGEST, _LONGEST), rows)
+    for key in rows:
+        _try_rows(parts, key)
+    return parts
+
+
+def load_config(recipe: Recipe) -> Any:
+    """The transformers config of the model."""
+    if isinstance(recipe.model, dict):
+        given = dict(recipe.model["config"])
+        kind = given.pop("model_type", None)
+        if kind is None:
+            raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
+        try:
+            return AutoConfig.for_model(kind, **given)
+        except Exception as error:  # transformers validates in many ways
+            raise RecipeError(f"model.config is none that transformers takes: {_first_line(error)}") from error
+    try:
+        return AutoConfig.from_pretrained(recipe.model)
+    except Exception as error:
+        raise RecipeError(
+            f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
+            f"({_first_line(error)})"
+        ) from error
+
+
+def build_model(recipe: Recipe, config: Any) -> Any:
+    """The causal language model, its weights still unmade; they are the same at every layout."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - transformers has no public question
+        raise RecipeError(
+            f"model: a {config.model_type} is no causal language model of transformers {transformers.__version__}, "
+            "which is what recipes train; write a script with Booster for others (docs/getting_started.md)"
+        )
+    with LazyInitContext():
+        if isinstance(recipe.model, dict):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
+        return _with_adapters(recipe, model)
+
+
+def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
+    """The plugin of a recipe's layout for the ranks that there are."""
+    given = layouts.arguments(recipe, dist.get_world_size(), parameters, _gpu_memory())
+    checkpointing = given.get("gradient_checkpoint_config")
+    if isinstance(checkpointing, dict):
+        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**checkpointing)
+    return HybridParallelPlugin.from_config({}, **given)
+
+
+def make_optimizer(recipe: Recipe, model: Any) -> Any:
+    """Over what is trained; biases and norms are not decayed."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices = [param for param in trained if param.ndim > 1]
+    rest = [param for param in trained if param.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_epsilon}
+    makers: dict[str, Callable[..., Any]] = {
+        "adamw_torch": lambda lr: torch.optim.AdamW(groups, lr=lr, **adam),
+        "adamw_torch_fused": lambda lr: torch.optim.AdamW(groups, lr=lr, fused=True, **adam),
+        "hybrid_adam": lambda lr: HybridAdam(groups, lr=lr, **adam),
+        "sgd": lambda lr: torch.optim.SGD(groups, lr=lr),
+        "adafactor": lambda lr: torch.optim.Adafactor(groups, lr=lr),
+    }
+    return makers[recipe.optim](lr=recipe.learning_rate)
+
+
+def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
+    """The trainer of a recipe on the ranks that there are, and what listeners are told at the start."""
+    recipe = parts.recipe
+    model = build_model(recipe, parts.config)
+    parameters = sum(param.numel() for param in model.parameters())
+    plugin = make_plugin(recipe, parameters)
+    booster = Booster(plugin=plugin)
+    replicas, _ = plugin.data_parallel
+    samples = layouts.samples_of_a_step(recipe)
+    dataset = parts.dataset("data")
+    _check_length(dataset, samples * replicas)
+    collate = Collate(parts.padding)
+    streaming = isinstance(dataset, SampleStream)
+    data: Any = plugin.prepare_dataloader(
+        dataset,
+        batch_size=samples,
+        shuffle=not streaming,
+        seed=recipe.seed,
+        drop_last=True,
+        num_workers=recipe.dataloader_num_workers,
+        collate_fn=collate,
+    )
+    evaluation = None
+    if "eval_data" in parts.rows:
+        size = (recipe.per_device_eval_batch_size or recipe.per_device_train_batch_size) * (
+            samples // recipe.per_device_train_batch_size
+        )
+        evaluation = plugin.prepare_dataloader(
+            Evened(parts.dataset("eval_data"), size * replicas), batch_size=size, collate_fn=collate
+        )
+    total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
+    optimizer = make_optimizer(recipe, model)
+    warmup = recipe.warmup_steps
+    schedule = transformers.get_scheduler(
+        recipe.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=math.ceil(warmup * total) if warmup < 1 else int(warmup),
+        num_training_steps=total,
+    )
+    name = type(model).__name__
+    model, optimizer, _, data, schedule = booster.boost(model, optimizer, None, data, schedule)
+    directory = Path(recipe.output_dir)
+    trainer = Trainer(
+        booster,
+        model,
+        optimizer,
+        data,
+        schedule,
+        total_steps=total,
+        directory=directory,
+        evaluation=evaluation,
+        evaluate=_every(recipe.eval_strategy, recipe.eval_steps or recipe.logging_steps),
+        save=_every(recipe.save_strategy, recipe.save_steps),
+        keep=recipe.save_total_limit,
+        patience=recipe.early_stopping_patience,
+        listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
+    )
+    return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
+
+
+def _listeners(recipe: Recipe, directory: Path) -> list[Listener]:
+    run = recipe.run_name or recipe.output_dir
+    found: list[Listener] = [JsonLines(directory / "metrics.jsonl"), Log(recipe.logging_steps)]
+    config = to_plain(recipe)
+    return found + [trackers.Tracker(name, run, directory, config) for name in trackers.wanted(recipe.report_to)]
+
+
+def _every(strategy: str, steps: int) -> Every:
+    return Every(steps=steps if strategy == "steps" else None, epoch=strategy == "epoch")
+
+
+def _with_adapters(recipe: Recipe, model: Any) -> Any:
+    if recipe.lora is None:
+        return model
+    try:
+        import peft
+    except ImportError:
+        raise RecipeError("lora needs the package peft: pip install peft") from None
+    given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
+    return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type="CAUSAL_LM", **given))
+
+
+def _try_rows(parts: Parts, key: str) -> None:
+    """Encode the first rows, so that what is wrong with them is known now."""
+    encoder = Encoder(parts.tokenizer, parts.max_length_of(key))
+    learned = 0
+    for number, row in zip(range(_TRIED), parts.rows[key], strict=False):
+        try:
+            learned += encoder.one(row).learned
+        except RecipeError as error:
+            raise RecipeError(f"{key}, row {number + 1}: {error}") from None
+    if not learned:
+        raise RecipeError(
+            f"{key}: nothing would be learned of its first rows: they are empty, have no answer of the assistant, or "
+            f"their answers begin behind max_length={parts.max_length_of(key)}"
+        )
+
+
+def _check_length(dataset: Any, needed: int) -> None:
+    if not isinstance(dataset, SampleStream) and len(dataset) < needed:
+        raise RecipeError(
+            f"data has {len(dataset)} sequences, and a step of all ranks takes {needed}; give more data, or a smaller "
+            "per_device_train_batch_size or gradient_accumulation_steps"
+        )
+
+
+def _gpu_memory() -> int | None:
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def _describe(plugin: HybridParallelPlugin, recipe: Recipe) -> str:
+    samples = layouts.samples_of_a_step(recipe) * plugin.data_parallel[0]
+    return f"{dist.get_world_size()} ranks: {plugin.mesh}, {samples} samples a step"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().split("\n") or [""])[0] or type(error).__name__

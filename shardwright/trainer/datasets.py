@@ -1,0 +1,108 @@
+"""What loaders read: samples as they are, packed, and streams of either; and how samples become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from .packing import TokenStore, fill, join
+from .samples import IGNORED, Encoder, Sample
+from .sources import Row
+
+Item = dict[str, torch.Tensor]
+
+
+class Samples(Dataset[Item]):
+    """One sequence per row, encoded when it is asked for."""
+
+    def __init__(self, rows: Sequence[Row], encoder: Encoder) -> None:
+        self.rows, self.encoder = rows, encoder
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        return _item(self.encoder.one(self.rows[index]))
+
+
+class Packed(Dataset[Item]):
+    """Rows in sequences of one length, all encoded at the start."""
+
+    def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int) -> None:
+        self.length, self.padding = encoder.max_length, padding
+        self.store = TokenStore(piece for row in rows for piece in encoder.pieces(row))
+        self.groups = list(fill(enumerate(self.store.lengths.tolist()), self.length))
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> Item:
+        return join([self.store[key] for key in self.groups[index]], self.length, self.padding)
+
+
+class SampleStream(IterableDataset[Item]):
+    """One sequence per row of a stream, or packed ones; the same at every pass."""
+
+    def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int, packing: bool) -> None:
+        self.rows, self.encoder, self.padding, self.packing = rows, encoder, padding, packing
+
+    def __iter__(self) -> Iterator[Item]:
+        if not self.packing:
+            for row in self.rows:
+                yield _item(self.encoder.one(row))
+            return
+        waiting: dict[int, Sample] = {}
+        for keys in fill(self._lengths(waiting), self.encoder.max_length):
+            yield join([waiting.pop(key) for key in keys], self.encoder.max_length, self.padding)
+
+    def _lengths(self, waiting: dict[int, Sample]) -> Iterator[tuple[int, int]]:
+        pieces = (piece for row in self.rows for piece in self.encoder.pieces(row))
+        for key, piece in enumerate(pieces):
+            waiting[key] = piece
+            yield key, len(piece)
+
+
+class Evened(Dataset[Item]):
+    """A dataset that is filled up to a whole number of batches with samples of which nothing counts."""
+
+    def __init__(self, samples: Any, multiple: int) -> None:
+        self.samples, self.multiple = samples, multiple
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.multiple) * self.multiple
+
+    def __getitem__(self, index: int) -> Item:
+        if index < len(self.samples):
+            return self.samples[index]
+        first = self.samples[0]
+        return {**first, "labels": torch.full_like(first["labels"], IGNORED)}
+
+
+class Collate:
+    """Items of different lengths as one batch: filled up behind their ends, which a mask says."""
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, items: Sequence[Item]) -> Item:
+        if "position_ids" in items[0]:
+            return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        longest = max(len(item["input_ids"]) for item in items)
+        batch = {
+            "input_ids": torch.full((len(items), longest), self.padding),
+            "labels": torch.full((len(items), longest), IGNORED),
+            "attention_mask": torch.zeros((len(items), longest), dtype=torch.long),
+        }
+        for row, item in enumerate(items):
+            length = len(item["input_ids"])
+            batch["input_ids"][row, :length] = item["input_ids"]
+            batch["labels"][row, :length] = item["labels"]
+            batch["attention_mask"][row, :length] = 1
+        return batch
+
+
+def _item(sample: Sample) -> Item:
+    return {"input_ids": torch.tensor(sample.ids), "labels": torch.tensor(sample.labels)}

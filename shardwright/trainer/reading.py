@@ -1,0 +1,332 @@
+"""From YAML or JSON and `key=value` to a Recipe: names, types and values are looked at.
+
+Where each value came from is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..utils.errors import nearest
+from .recipe import ALIASES, ELSEWHERE, Key, Recipe
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run: one sentence with what would work."""
+
+
+@dataclass
+class Read:
+    """A recipe, and where its values come from.
+
+    origins   dotted key -> the file, `command line` or an alias; keys that are not here have their defaults
+    """
+
+    recipe: Recipe
+    origins: dict[str, str] = field(default_factory=dict)
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Read:
+    """The recipe of a file, with `key=value` and `key.key=value` on top."""
+    given, origins = _load(Path(path)), {}
+    if not isinstance(given, Mapping):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys, such as model: NAME; this is {_word_of(given)}")
+    merged: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    _note(merged, str(path), origins)
+    for override in overrides:
+        _apply(override, merged, origins)
+    return Read(build_recipe(merged, origins), origins)
+
+
+def build_recipe(given: Mapping[str, Any], origins: dict[str, str] | None = None) -> Recipe:
+    """A Recipe of plain values; RecipeError names the first key that is wrong."""
+    top = dict(given)
+    for old, new in ALIASES.items():
+        if old in top:
+            if new in top:
+                raise RecipeError(f"{old} and {new} are two names of one key; give one of them")
+            top[new] = top.pop(old)
+            if origins is not None:
+                origins[new] = f"{origins.pop(old, '')} (as {old})"
+    recipe: Recipe = _build(Recipe, top, "")
+    _check_together(recipe)
+    return recipe
+
+
+def keys_of(kind: type) -> dict[str, tuple[Any, Key]]:
+    """Key -> its type and what it means."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {each.name: typing.get_args(hints[each.name])[:2] for each in dataclasses.fields(kind)}
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as dicts, without keys that have their defaults inside of nested ones."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            each.name: to_plain(getattr(value, each.name))
+            for each in dataclasses.fields(value)
+            if isinstance(value, Recipe) or getattr(value, each.name) != each.default
+        }
+    if isinstance(value, list):
+        return [to_plain(one) for one in value]
+    return value
+
+
+def to_yaml(read: Read) -> str:
+    """The whole recipe with the origin of each key that is no default."""
+    lines = []
+    for key, value in to_plain(read.recipe).items():
+        origin = next((where for name, where in read.origins.items() if name.split(".")[0] == key), "default")
+        flow = None if isinstance(value, (dict, list)) else False
+        text = yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=flow, width=100).rstrip()
+        first, *rest = text.split("\n")
+        lines += [f"{first}  # {origin}", *rest]
+    return "\n".join(lines) + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a recipe, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe", **_schema_of(Recipe)}
+
+
+def _load(path: Path) -> Any:
+    if not path.exists():
+        near = nearest(path.name, [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else [])
+        raise RecipeError(f"{path}: there is no such file{near}")
+    if path.is_dir():
+        raise RecipeError(f"{path} is a directory; name a recipe file in it")
+    try:
+        return yaml.safe_load(path.read_text())
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path} is no text; a recipe is a YAML or JSON file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{path}{where}: this is not YAML ({getattr(error, 'problem', error)})") from None
+
+
+def _note(given: Mapping[str, Any], where: str, origins: dict[str, str], prefix: str = "") -> None:
+    for key, value in given.items():
+        origins[f"{prefix}{key}"] = where
+        if isinstance(value, Mapping):
+            _note(value, where, origins, f"{prefix}{key}.")
+
+
+def _apply(override: str, merged: dict[str, Any], origins: dict[str, str]) -> None:
+    key, equals, text = override.partition("=")
+    key = key.removeprefix("--")
+    if not equals or not key:
+        raise RecipeError(
+            f"{override!r}: what follows the recipe is key=value, such as max_steps=10 or data.path=a.jsonl"
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    *outer, last = key.split(".")
+    room = merged
+    for name in outer:
+        inner = room.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise RecipeError(f"{override!r}: {name} is {_word_of(inner)} in the recipe, which has no keys inside")
+        room = inner
+    if len(outer) == 0:  # the newer of two names of one key wins
+        for old, new in ALIASES.items():
+            if last in (old, new):
+                for name in (old, new):
+                    merged.pop(name, None)
+                    origins.pop(name, None)
+    room[last] = value
+    origins[key] = "command line"
+
+
+def _build(kind: type, given: Mapping[str, Any], prefix: str) -> Any:
+    fields = keys_of(kind)
+    for key in given:
+        if key not in fields:
+            known = [*fields, *(ALIASES if not prefix else ())]
+            instead = ELSEWHERE.get(key) if not prefix else None
+            if instead:
+                raise RecipeError(f"{key} is no key of a recipe; {instead}")
+            where = f"the keys of {prefix[:-1]}" if prefix else "its keys"
+            near = nearest(key, known) or ""
+            raise RecipeError(f"{prefix}{key} is no key of a recipe{near}; {where} are {', '.join(sorted(fields))}")
+    values = {key: _convert(value, *fields[key], f"{prefix}{key}") for key, value in given.items()}
+    return kind(**values)
+
+
+def _convert(value: Any, hint: Any, its: Key, key: str) -> Any:
+    """The value as its type, or RecipeError."""
+    choices, least = its.choices, its.least
+    if choices and value is False and "no" in choices:
+        value = "no"  # YAML reads a bare no as false
+    found = _fit(value, hint, key)
+    if found is _UNFIT:
+        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed - {its.doc}")
+    if choices and found not in choices:
+        raise RecipeError(f"{key}={found!r} is not one of {', '.join(choices)}{nearest(found, choices)}")
+    if least is not None and isinstance(found, (int, float)) and not isinstance(found, bool) and not found >= least:
+        raise RecipeError(f"{key}={found} is too small: at least {least:g} - {its.doc}")
+    return found
+
+
+_UNFIT = object()
+
+
+def _fit(value: Any, hint: Any, key: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        kinds = [each for each in typing.get_args(hint) if each is not type(None)]
+        if value is None:
+            return None if len(kinds) < len(typing.get_args(hint)) else _UNFIT
+        results = [_fit(value, each, key) for each in kinds]
+        return next((found for found in results if found is not _UNFIT), _UNFIT)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, f"{key}.") if isinstance(value, Mapping) else _UNFIT
+    origin = typing.get_origin(hint) or hint
+    if origin is list:
+        if not isinstance(value, list):
+            return _UNFIT
+        (inner,) = typing.get_args(hint)
+        found = [_fit(one, inner, f"{key}[{index}]") for index, one in enumerate(value)]
+        return _UNFIT if any(one is _UNFIT for one in found) else found
+    if origin is dict:
+        return dict(value) if isinstance(value, Mapping) else _UNFIT
+    if origin is bool:
+        return value if isinstance(value, bool) else _UNFIT
+    if origin in (int, float):
+        return _number(value, origin)
+    return value if isinstance(value, str) else _UNFIT
+
+
+def _number(value: Any, kind: type) -> Any:
+    if isinstance(value, bool):
+        return _UNFIT
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            return _UNFIT
+    if not isinstance(value, (int, float)) or value != value or value in (float("inf"), float("-inf")):
+        return _UNFIT
+    if kind is int:
+        return int(value) if float(value).is_integer() else _UNFIT
+    return float(value)
+
+
+def _wanted(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_wanted(each) for each in typing.get_args(hint) if each is not type(None))
+    if dataclasses.is_dataclass(hint):
+        return "a mapping of keys"
+    return _WORDS[typing.get_origin(hint) or hint]
+
+
+def _word_of(value: Any) -> str:
+    return "empty" if value is None else _WORDS.get(type(value), f"a {type(value).__name__}")
+
+
+def _check_together(recipe: Recipe) -> None:
+    """Keys that need each other, or exclude each other."""
+    if not recipe.model:
+        raise RecipeError("model is missing; give the name or directory of one, or {config: {model_type: llama, ...}}")
+    if recipe.data is None:
+        raise RecipeError("data is missing; give {path: FILE} or {dataset: NAME}")
+    if isinstance(recipe.model, dict) and set(recipe.model) != {"config"}:
+        raise RecipeError(
+            f"model has the keys {', '.join(map(str, recipe.model))}; a mapping has one, config, with the "
+            "arguments of a transformers config: {config: {model_type: llama, ...}}"
+        )
+    for name in ("data", "eval_data"):
+        data = getattr(recipe, name)
+        if data is not None:
+            _check_data(name, data)
+    if recipe.bf16 and recipe.fp16:
+        raise RecipeError("bf16 and fp16 are both true; one of them is the precision")
+    if recipe.layout != "auto" and isinstance(recipe.layout, str):
+        raise RecipeError(
+            f"layout={recipe.layout!r}: it is auto or a mapping of arguments of HybridParallelPlugin, such as "
+            "{tp_size: 2, pp_size: 2}"
+        )
+    _check_layout(recipe)
+    if recipe.eval_strategy != "no" and recipe.eval_data is None:
+        raise RecipeError(f"eval_strategy={recipe.eval_strategy} needs eval_data, such as {{path: held_out.jsonl}}")
+    if recipe.early_stopping_patience is not None and recipe.eval_strategy == "no":
+        raise RecipeError("early_stopping_patience needs eval_strategy: steps or epoch, which is no")
+    if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs == 0):
+        raise RecipeError("nothing would be trained: give max_steps or num_train_epochs above 0")
+    streams = [recipe.data, *(recipe.data.mix or ())]
+    if recipe.max_steps < 0 and any(one.streaming for one in streams):
+        raise RecipeError("a stream has no length, so num_train_epochs cannot say when to stop: give max_steps")
+
+
+def _check_data(key: str, data: Any) -> None:
+    sources = {key: data} if data.mix is None else {f"{key}.mix[{at}]": one for at, one in enumerate(data.mix)}
+    if data.mix is not None and (data.path is not None or data.dataset is not None):
+        raise RecipeError(f"{key} has both mix and a source of its own; put that source into mix")
+    if data.mix == []:
+        raise RecipeError(f"{key}.mix is empty; give at least one source such as {{path: FILE}}")
+    for name, source in sources.items():
+        if (source.path is None) == (source.dataset is None):
+            have = "neither" if source.path is None else "both"
+            raise RecipeError(
+                f"{name} has {have} of path and dataset; it needs one: {{path: FILE}} or {{dataset: NAME}}"
+            )
+        kinds = [one for one in ("text", "messages", "prompt") if getattr(source, one) is not None]
+        if len(kinds) > 1:
+            raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of text, messages, prompt")
+        if (source.prompt is None) != (source.completion is None):
+            raise RecipeError(f"{name}: prompt and completion name two columns; give both")
+    if len({source.streaming for source in sources.values()}) > 1:
+        raise RecipeError(f"{key}.mix has sources with streaming and without; make them alike")
+
+
+def _check_layout(recipe: Recipe) -> None:
+    """Keys of the recipe that say what an argument of the plugin says, too."""
+    layout = recipe.layout if isinstance(recipe.layout, dict) else {}
+    precision = "bf16" if recipe.bf16 else "fp16" if recipe.fp16 else None
+    if precision and layout.get("precision", precision) != precision:
+        raise RecipeError(f"{precision}: true and layout.precision={layout['precision']!r} differ; give one of them")
+    if "max_norm" in layout:
+        raise RecipeError("layout.max_norm: say max_grad_norm at the top level of the recipe instead")
+    if recipe.activation_checkpointing and "gradient_checkpoint_config" in layout:
+        raise RecipeError(
+            "activation_checkpointing and layout.gradient_checkpoint_config say the same; give one of them"
+        )
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    if isinstance(hint, types.UnionType):
+        return {"anyOf": [_schema_of(each) for each in typing.get_args(hint)]}
+    if dataclasses.is_dataclass(hint):
+        properties = {}
+        for name, (kind, its) in keys_of(typing.cast(type, hint)).items():
+            one = {**_schema_of(kind), "description": its.doc}
+            if its.choices:
+                one["enum"] = list(its.choices)
+            if its.least is not None:
+                one["minimum"] = its.least
+            properties[name] = one
+        return {"type": "object", "properties": properties, "additionalProperties": False}
+    origin = typing.get_origin(hint) or hint
+    if origin is list:
+        return {"type": "array", "items": _schema_of(typing.get_args(hint)[0])}
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", type(None): "null"}
+    return {"type": names[origin]}

@@ -1,0 +1,107 @@
+"""A recipe from beginning to end: the look at it in one process, and what every rank does."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from transformers.utils.logging import disable_progress_bar
+
+from ..booster import Booster
+from ..cluster import DistCoordinator, launch, launch_from_torch
+from . import layout as layouts
+from .build import build_model, make_optimizer, make_plugin, make_trainer, prepare
+from .reading import RecipeError, to_plain
+from .recipe import Recipe
+from .trainer import Trainer
+
+_INTERRUPTED = 143  # what a shell reports for a program that SIGTERM ended
+
+
+def check(recipe: Recipe, world_size: int) -> None:
+    """RecipeError for whatever one process can find out without training: files, data, model, layout."""
+    _check_output(Path(recipe.output_dir), recipe)
+    parts = prepare(recipe)
+    launch(0, world_size, None, None, backend="fake")
+    try:
+        model = build_model(recipe, parts.config)
+        plugin = make_plugin(recipe, sum(param.numel() for param in model.parameters()))
+        optimizer = make_optimizer(recipe, model)
+        plugin.preflight(model, optimizer, layouts.samples_of_a_step(recipe), parts.max_length_of("data"))
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(f"layout: {error}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def train(recipe: Recipe) -> int:
+    """Train on the ranks of this job; exit status."""
+    disable_progress_bar()
+    launch_from_torch(seed=recipe.seed)
+    coordinator = DistCoordinator()
+    parts = prepare(recipe)
+    directory = Path(recipe.output_dir)
+    trainer, facts = make_trainer(parts)
+    if coordinator.is_master():
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe), sort_keys=False))
+    if recipe.resume:
+        path = recipe.resume if isinstance(recipe.resume, str) else None
+        trainer.resume(path)
+    coordinator.block_all()
+    trainer.train(facts)
+    if not trainer.interrupted:
+        export(trainer, parts.tokenizer, directory / "model", recipe)
+    message = _message(trainer, directory)
+    for listener in trainer.listeners:
+        listener.finished({"message": message, "step": trainer.progress.step})
+    coordinator.block_all()
+    dist.destroy_process_group()
+    return _INTERRUPTED if trainer.interrupted else 0
+
+
+def export(trainer: Trainer, tokenizer: Any, directory: Path, recipe: Recipe) -> None:
+    """The model (of LoRA the adapters) and its tokenizer, for transformers and peft. All ranks call it."""
+    booster: Booster = trainer.booster
+    if recipe.lora is not None:
+        booster.save_lora_as_pretrained(trainer.model, directory)
+    else:
+        booster.save_model(trainer.model, str(directory), shard=True)
+    if dist.get_rank() == 0:
+        tokenizer.save_pretrained(directory)
+
+
+def _message(trainer: Trainer, directory: Path) -> str:
+    done = trainer.progress
+    if trainer.interrupted:
+        return f"interrupted after step {done.step}; a checkpoint is written: the same command with resume=true goes on from it"
+    early = done.step < trainer.total_steps
+    why = " (the evaluation's loss did not fall any more)" if early else ""
+    return f"trained {done.step} steps on {done.tokens_seen:,} tokens{why}; the model is in {directory / 'model'}"
+
+
+def _check_output(directory: Path, recipe: Recipe) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise RecipeError(f"output_dir={directory} is a file; name a directory, which is made if it does not exist")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise RecipeError(f"output_dir={directory} cannot be written to ({error.strerror}); name another one") from None
+    if isinstance(recipe.resume, str) and not Path(recipe.resume).is_dir():
+        raise RecipeError(
+            f"resume={recipe.resume}: there is no such directory; resume: true takes the newest of the run"
+        )
+    if not recipe.resume and any((directory / "checkpoints").glob("step-*")):
+        raise RecipeError(
+            f"output_dir={directory} has checkpoints of a run; say resume=true to go on, or name another output_dir"
+        )
+    if torch.cuda.is_available() and recipe.bf16 and not torch.cuda.is_bf16_supported():
+        raise RecipeError("bf16: true, which this GPU cannot compute with; say fp16: true")

@@ -1,0 +1,298 @@
+"""Rows of files and datasets: a sequence of dicts that can be counted, or a stream of them."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..utils.errors import nearest
+from .reading import RecipeError
+from .recipe import Data, Source
+
+Row = Mapping[str, Any]
+_LINES = (".jsonl", ".ndjson", ".txt", ".text")
+_TABLES = {".parquet": "parquet", ".csv": "csv"}
+_KNOWN = (*_LINES, ".json", *_TABLES)
+
+
+class LineFile(Sequence[Row]):
+    """Rows of a file with one per line, read when they are asked for. Empty lines are none.
+
+    Only where each line begins is kept, 8 bytes a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_json = path.suffix in (".jsonl", ".ndjson")
+        starts, position = [], 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    starts.append(position)
+                position += len(line)
+        self.starts = np.asarray(starts, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: Any) -> Row:
+        with self.path.open("rb") as lines:
+            lines.seek(int(self.starts[index]))
+            return self.parse(lines.readline(), index)
+
+    def __iter__(self) -> Iterator[Row]:
+        with self.path.open("rb") as lines:
+            kept = (line for line in lines if line.strip())
+            for number, line in enumerate(kept):
+                yield self.parse(line, number)
+
+    def parse(self, line: bytes, number: int) -> Row:
+        """The row of a line."""
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            raise RecipeError(f"{self.path}, row {number + 1}: this is not UTF-8 text") from None
+        if not self.is_json:
+            return {"text": text.rstrip("\r\n")}
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"{self.path}, row {number + 1}: this is not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise RecipeError(f'{self.path}, row {number + 1}: a row is a JSON object, such as {{"text": "..."}}')
+        return row
+
+
+class Joined(Sequence[Row]):
+    """Several sequences behind each other."""
+
+    def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: Any) -> Row:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part][index - (int(self.ends[part - 1]) if part else 0)]
+
+
+class Mixture(Sequence[Row]):
+    """As many rows as the parts have together, of each as its weight says: small parts repeat, large ones are cut.
+
+    Row i of part p comes around evenly between those of the others, so that a prefix has the shares of the whole.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Row]], weights: Sequence[float]) -> None:
+        self.parts = parts
+        total = sum(len(part) for part in parts)
+        shares = np.asarray(weights) / sum(weights)
+        counts = np.floor(shares * total).astype(np.int64)
+        for extra in np.argsort(counts - shares * total)[: total - counts.sum()]:
+            counts[extra] += 1
+        part = np.repeat(np.arange(len(parts)), counts)
+        inner = np.concatenate([np.arange(count) for count in counts])
+        order = np.argsort((inner + 0.5) / counts[part], kind="stable")
+        self.part, self.inner = part[order], inner[order]
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: Any) -> Row:
+        part = self.parts[self.part[index]]
+        return part[int(self.inner[index]) % len(part)]
+
+
+class MixedStream(Iterable[Row]):
+    """Rows of streams, drawn by weight, the same at every pass; one that ends begins again until all have ended."""
+
+    def __init__(self, parts: Sequence[Iterable[Row]], weights: Sequence[float], seed: int) -> None:
+        self.parts, self.seed = parts, seed
+        self.shares = np.asarray(weights) / sum(weights)
+
+    def __iter__(self) -> Iterator[Row]:
+        draws = np.random.default_rng(self.seed)
+        running = [iter(part) for part in self.parts]
+        ended = [False] * len(running)
+        while True:
+            at = int(draws.choice(len(running), p=self.shares))
+            row = next(running[at], None)
+            if row is None:
+                ended[at] = True
+                if all(ended):
+                    return
+                running[at] = iter(self.parts[at])
+                row = next(running[at])
+            yield row
+
+
+class Picked(Sequence[Row]):
+    """The columns of rows that make a sample, under the names `text`, `messages`, `prompt`, `completion`."""
+
+    def __init__(self, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+        self.rows, self.columns = rows, columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Row:
+        row = self.rows[index]
+        return {part: row.get(column) for part, column in self.columns.items()}
+
+
+class PickedStream(Iterable[Row]):
+    """The same of a stream."""
+
+    def __init__(self, rows: Iterable[Row], columns: Mapping[str, str]) -> None:
+        self.rows, self.columns = rows, columns
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self.rows:
+            yield {part: row.get(column) for part, column in self.columns.items()}
+
+
+def rows_of(data: Data, key: str, seed: int) -> Sequence[Row] | Iterable[Row]:
+    """All rows that `data` names: a sequence, or a stream where it says streaming."""
+    sources: list[Source] = data.mix if data.mix is not None else [data]
+    names = [f"{key}.mix[{at}]" for at in range(len(sources))] if data.mix is not None else [key]
+    parts = [_rows_of_source(source, name) for source, name in zip(sources, names, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    if sources[0].streaming:
+        weights = [1.0 if source.weight is None else source.weight for source in sources]
+        return MixedStream(parts, weights, seed)
+    counted: list[Any] = parts
+    weights = [
+        float(len(part)) if source.weight is None else source.weight
+        for part, source in zip(counted, sources, strict=True)
+    ]
+    if any(source.weight is not None for source in sources) and any(source.weight is None for source in sources):
+        raise RecipeError(f"{key}.mix: some sources have a weight and some have none; give all or none of them one")
+    return Mixture(counted, weights)
+
+
+def _rows_of_source(source: Source, key: str) -> Any:
+    rows = _of_dataset(source, key) if source.dataset is not None else _of_files(source, key)
+    first = next(iter(rows), None)
+    if first is None:
+        raise RecipeError(f"{key}: {source.path or source.dataset} has no rows; give a source with at least one")
+    columns = _columns(first, source, key)
+    return PickedStream(rows, columns) if source.streaming else Picked(rows, columns)
+
+
+def _columns(first: Row, source: Source, key: str) -> dict[str, str]:
+    """What a sample is made of, `text`, `messages` or `prompt` and `completion` -> the column that holds it."""
+    kinds = (("text",), ("messages",), ("prompt", "completion"))
+    asked = [{part: getattr(source, part) for part in kind} for kind in kinds if getattr(source, kind[0]) is not None]
+    found = [{part: part for part in kind} for kind in kinds if all(part in first for part in kind)]
+    if not asked and not found:
+        raise RecipeError(
+            f"{key}: a row has the columns {', '.join(first)}; say which one holds the sample: text: COLUMN, or "
+            "messages: COLUMN, or prompt: COLUMN and completion: COLUMN"
+        )
+    columns = (asked or found)[0]
+    for part, column in columns.items():
+        if column not in first:
+            raise RecipeError(
+                f"{key}.{part}={column!r}: a row has no such column{nearest(column, first)}; it has {', '.join(first)}"
+            )
+    return columns
+
+
+def _of_files(source: Source, key: str) -> Any:
+    assert source.path is not None
+    given = source.path if isinstance(source.path, list) else [source.path]
+    paths = [found for one in given for found in _find(one, key)]
+    if source.streaming:
+        return _Chain([_Lines(path) if path.suffix in _LINES else _table(path, key) for path in paths])
+    parts = [LineFile(path) if path.suffix in _LINES else _table(path, key) for path in paths]
+    kept = [part for part in parts if len(part)]
+    return Joined(kept) if len(kept) > 1 else (kept or parts)[0]
+
+
+class _Lines(Iterable[Row]):
+    """Rows of a file of lines, without looking for where each begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[Row]:
+        reader = object.__new__(LineFile)
+        reader.path, reader.is_json = self.path, self.path.suffix in (".jsonl", ".ndjson")
+        yield from LineFile.__iter__(reader)
+
+
+class _Chain(Iterable[Row]):
+    def __init__(self, parts: Sequence[Iterable[Row]]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Row]:
+        for part in self.parts:
+            yield from part
+
+
+def _find(name: str, key: str) -> list[Path]:
+    """Files of a path, a pattern or a directory, in order of their names."""
+    path = Path(name)
+    if path.is_dir():
+        found = sorted(one for one in path.rglob("*") if one.suffix in _KNOWN and one.is_file())
+        if not found:
+            raise RecipeError(f"{key}.path={name}: the directory has no file that ends in {', '.join(_KNOWN)}")
+        return found
+    found = sorted(map(Path, glob.glob(name, recursive=True))) if not path.exists() else [path]
+    if not found:
+        beside = [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else []
+        raise RecipeError(f"{key}.path={name}: there is no such file{nearest(path.name, beside)}")
+    for one in found:
+        if one.suffix not in _KNOWN:
+            raise RecipeError(f"{key}.path={one}: files that can be read end in {', '.join(_KNOWN)}")
+    return found
+
+
+def _table(path: Path, key: str) -> Any:
+    if path.suffix == ".json":
+        try:
+            rows = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError(
+                f"{path}: this is not JSON ({error}); a file with one object per line ends in .jsonl"
+            ) from None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise RecipeError(f'{path}: a list of objects is needed, such as [{{"text": "..."}}]')
+        return rows
+    datasets = _datasets(key)
+    return datasets.load_dataset(_TABLES[path.suffix], data_files=str(path), split="train")
+
+
+def _of_dataset(source: Source, key: str) -> Any:
+    datasets = _datasets(key)
+    name = str(source.dataset)
+    try:
+        if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(name)
+            if isinstance(found, datasets.DatasetDict):
+                if source.split not in found:
+                    raise RecipeError(
+                        f"{key}.split={source.split!r} is not one of {', '.join(found)}{nearest(source.split, found)}"
+                    )
+                found = found[source.split]
+            return found.to_iterable_dataset() if source.streaming else found
+        return datasets.load_dataset(name, source.name, split=source.split, streaming=source.streaming)
+    except RecipeError:
+        raise
+    except Exception as error:  # of many kinds: no such name, no network, another split
+        first = str(error).strip().split("\n")[0]
+        raise RecipeError(f"{key}.dataset={name!r} cannot be loaded ({type(error).__name__}: {first})") from error
+
+
+def _datasets(key: str) -> Any:
+    if importlib.util.find_spec("datasets") is None:
+        raise RecipeError(f"{key} needs the package datasets: pip install datasets; or give a .jsonl file as path")
+    return importlib.import_module("datasets")

@@ -1,0 +1,254 @@
+"""The loop: batches, steps, evaluations, checkpoints, and what is told about them. It uses the public API alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..booster import Booster
+from ..checkpoint.preemption import SaveOnSignal
+from ..utils.device import get_current_device
+from .progress import Clock, Listener, peak_memory
+from .samples import IGNORED
+
+Batch = Mapping[str, Any]
+
+
+def model_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
+    """The loss that the model computes of its labels."""
+    found: torch.Tensor = outputs.loss
+    return found
+
+
+@dataclass
+class Progressed:
+    """How far a run is; a checkpoint has it as `extra`."""
+
+    step: int = 0
+    epoch: int = 0
+    tokens_seen: int = 0
+    best_loss: float = math.inf
+    without_better: int = 0
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often something is done.
+
+    steps   after so many steps; None: never
+    epoch   at the end of every pass over the data
+    """
+
+    steps: int | None = None
+    epoch: bool = False
+
+    def is_now(self, step: int, pass_ended: bool) -> bool:
+        return (self.steps is not None and step % self.steps == 0) or (self.epoch and pass_ended)
+
+
+class Trainer:
+    """Trains what `booster.boost` returned.
+
+    booster        of a HybridParallelPlugin, whose execute_pipeline serves every layout
+    model, optimizer, data, lr_scheduler   as `boost` returned them; the scheduler is stepped once per step
+    total_steps    optimizer steps of the whole run, those before a resumption included
+    directory      for checkpoints/
+    evaluation     loader of batches whose mean loss per token is reported; all of one size
+    criterion      (outputs, inputs) -> the loss of the batch; left out: the model's own
+    evaluate, save how often
+    keep           checkpoints that are kept
+    patience       evaluations without a lower loss after which training ends
+    listeners      told about it on the first rank
+
+    Subclass it and override `criterion` or `train_step` for another objective.
+    """
+
+    def __init__(
+        self,
+        booster: Booster,
+        model: Any,
+        optimizer: Any,
+        data: Any,
+        lr_scheduler: Any = None,
+        *,
+        total_steps: int,
+        directory: str | Path,
+        evaluation: Any = None,
+        criterion: Callable[[Any, Any], torch.Tensor] = model_loss,
+        evaluate: Every = Every(),
+        save: Every = Every(),
+        keep: int | None = None,
+        patience: int | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.booster, self.model, self.optimizer, self.data = booster, model, optimizer, data
+        self.lr_scheduler, self.criterion = lr_scheduler, criterion
+        self.total_steps, self.checkpoints = total_steps, Path(directory) / "checkpoints"
+        self.evaluation, self.evaluate_when, self.save_when = evaluation, evaluate, save
+        self.keep, self.patience = keep, patience
+        self.listeners = listeners if dist.get_rank() == 0 else ()
+        self.progress = Progressed()
+        self.interrupted = False
+
+    def resume(self, path: str | Path | None = None) -> bool:
+        """Go on from a checkpoint, or from the newest of the run; False where there is none."""
+        if path is None and not any(self.checkpoints.glob("*")):
+            return False
+        state = self.booster.load(
+            str(path or self.checkpoints),
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=self.data,
+        )
+        self.progress = Progressed(**state["extra"])
+        return True
+
+    def train(self, facts: Mapping[str, Any]) -> Progressed:
+        """All steps that are left. `facts` are what listeners are told at the start."""
+        self._tell("started", {**facts, "total_steps": self.total_steps, "step": self.progress.step})
+        supply, clock, saved = self._batches(), Clock(), self.progress.step
+        self.model.train()
+        with SaveOnSignal() as signalled:
+            while self.progress.step < self.total_steps and not self._is_worse():
+                clock.restart()
+                batch, pass_ended = next(supply)
+                metrics = self.train_step(batch)
+                self._tell("step", self._finish(metrics, clock.lap()))
+                step = self.progress.step
+                self.interrupted = signalled.anywhere()
+                if self.evaluation is not None and self.evaluate_when.is_now(step, pass_ended):
+                    self._note(self.evaluate())
+                if self.save_when.is_now(step, pass_ended) or self.interrupted:
+                    self.save()
+                    saved = step
+                if self.interrupted:
+                    break
+        if self.save_when != Every() and saved != self.progress.step:
+            self.save()
+        self.booster.wait()
+        return self.progress
+
+    def train_step(self, batch: Batch) -> dict[str, Any]:
+        """Forward, backward and the optimizer's step on one batch of every rank. The loss is that of all of them."""
+        result = self.booster.execute_pipeline(iter([batch]), self.model, self.criterion, self.optimizer)
+        self.optimizer.step()
+        norm = self.optimizer.get_grad_norm()
+        self.optimizer.zero_grad()
+        rate = self.optimizer.param_groups[0]["lr"]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        loss, tokens = self._everyones(result["loss"], _tokens(batch))
+        return {
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": None if norm is None else float(norm),
+            "tokens": tokens,
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss of all tokens of the evaluation that have a label."""
+        self.model.eval()
+        total, counted = 0.0, 0
+        for batch in self.evaluation:
+            result = self.booster.execute_pipeline(iter([batch]), self.model, self.criterion)
+            loss, labelled = self._everyones(result["loss"], _labelled(batch))
+            if labelled:
+                total, counted = total + loss * labelled, counted + labelled
+        self.model.train()
+        return total / max(counted, 1)
+
+    def save(self) -> None:
+        """A checkpoint that a run at any layout can go on from."""
+        self.booster.save(
+            str(self.checkpoints / f"step-{self.progress.step}"),
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=self.data,
+            step=self.progress.step,
+            extra=asdict(self.progress),
+            keep_last=self.keep,
+            use_async=True,
+        )
+
+    def _batches(self) -> Iterator[tuple[Batch, bool]]:
+        """Batches of pass after pass, and whether one is the last of its pass, which of a stream nobody knows.
+
+        No batch is asked for before it is used: the loader's position is part of a checkpoint.
+        """
+        empty = 0
+        while empty < 2:  # a pass that was saved at its end is empty
+            empty += 1
+            left = _length(self.data)
+            for batch in self.data:
+                empty, left = 0, left - 1
+                self.progress.epoch += left == 0
+                yield batch, left == 0
+        raise ValueError("the loader has no batches; give it more samples, or smaller batches")
+
+    def _finish(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+        tokens = metrics.pop("tokens")
+        self.progress.step += 1
+        self.progress.tokens_seen += tokens
+        memory = peak_memory()
+        return {
+            "step": self.progress.step,
+            **metrics,
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_device": tokens / seconds / dist.get_world_size(),
+            "step_time": seconds,
+            "tokens_seen": self.progress.tokens_seen,
+            "epoch": self.progress.epoch,
+            "memory_gib": None if memory is None else memory / 2**30,
+        }
+
+    def _note(self, loss: float) -> None:
+        better = loss < self.progress.best_loss
+        self.progress.best_loss = min(loss, self.progress.best_loss)
+        self.progress.without_better = 0 if better else self.progress.without_better + 1
+        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss})
+
+    def _is_worse(self) -> bool:
+        return self.patience is not None and self.progress.without_better >= self.patience
+
+    def _everyones(self, loss: torch.Tensor | None, count: int) -> tuple[float, int]:
+        """The loss, which is on the last stage alone, and the sum of what data-parallel ranks count."""
+        plugin: Any = self.booster.plugin
+        replicas, _ = plugin.data_parallel
+        shared = torch.zeros(3, dtype=torch.float64, device=get_current_device())
+        if loss is not None:
+            shared[0], shared[1] = loss.detach().double(), 1.0
+        shared[2] = count
+        dist.all_reduce(shared)
+        total, holders, counted = shared.tolist()
+        return total / holders, round(counted * replicas / dist.get_world_size())
+
+    def _tell(self, what: str, news: Mapping[str, Any]) -> None:
+        for listener in self.listeners:
+            getattr(listener, what)(news)
+
+
+def _length(data: Any) -> int:
+    """Batches that are left of a pass; of a stream less than any."""
+    try:
+        return len(data)
+    except TypeError:
+        return -1
+
+
+def _tokens(batch: Batch) -> int:
+    """Tokens that are no padding."""
+    mask = batch.get("attention_mask")
+    return int(mask.sum()) if mask is not None else int(batch["input_ids"].numel())
+
+
+def _labelled(batch: Batch) -> int:
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
