@@ -1,6 +1,7 @@
 """`shardwright train RECIPE.yaml [key=value ...]`: a training run without a script.
 
-A recipe is looked at in one process first: what is wrong with it is one sentence and exit status 2 before a rank starts.
+A recipe is looked at in one process first: what is wrong with it is one sentence and exit status 2, before ranks
+start.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _world_size(recipe: Any) -> int:
     world_size = asked or gpus or least
     if world_size % least:
         raise RecipeError(
-            f"layout needs a multiple of {least} ranks (tp_size x pp_size x sp_size), and there are {world_size}; set nproc "
-            "or make the layout smaller"
+            f"layout needs a multiple of {least} ranks (tp_size x pp_size x sp_size), and there are {world_size}; "
+            "set nproc or make the layout smaller"
         )
     return world_size

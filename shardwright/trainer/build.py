@@ -37,7 +37,9 @@ _TRIED = 64  # rows that are encoded before ranks start
 class Parts:
     """What can be made without ranks.
 
-    rows   of `data` and `eval_data`
+    rows        of `data` and `eval_data`
+    use_cache   what the model's config says. While it trains there is no cache: with one, transformers does not look
+                where packed samples begin
     """
 
     recipe: Recipe
@@ -45,6 +47,7 @@ class Parts:
     tokenizer: Any
     max_length: int
     rows: dict[str, Any]
+    use_cache: bool
 
     @property
     def padding(self) -> int:
@@ -94,7 +97,9 @@ def prepare(recipe: Recipe) -> Parts:
         for key in ("data", "eval_data")
         if getattr(recipe, key) is not None
     }
-    parts = Parts(recipe, config, tokenizer, min(longest or _LONGEST, _LONGEST), rows)
+    use_cache = getattr(config, "use_cache", True)
+    config.use_cache = False
+    parts = Parts(recipe, config, tokenizer, min(longest or _LONGEST, _LONGEST), rows, use_cache)
     for key in rows:
         _try_rows(parts, key)
     return parts
@@ -122,7 +127,7 @@ def load_config(recipe: Recipe) -> Any:
 
 def build_model(recipe: Recipe, config: Any) -> Any:
     """The causal language model, its weights still unmade; they are the same at every layout."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - transformers has no public question
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         raise RecipeError(
             f"model: a {config.model_type} is no causal language model of transformers {transformers.__version__}, "
             "which is what recipes train; write a script with Booster for others (docs/getting_started.md)"
@@ -131,7 +136,7 @@ def build_model(recipe: Recipe, config: Any) -> Any:
         if isinstance(recipe.model, dict):
             model: Any = AutoModelForCausalLM.from_config(config)
         else:
-            model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=torch.float32)
         return _with_adapters(recipe, model)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
-from ..booster import Booster
 from ..cluster import DistCoordinator, launch, launch_from_torch
 from . import layout as layouts
-from .build import build_model, make_optimizer, make_plugin, make_trainer, prepare
+from .build import Parts, build_model, make_optimizer, make_plugin, make_trainer, prepare
 from .reading import RecipeError, to_plain
 from .recipe import Recipe
 from .trainer import Trainer
@@ -41,46 +39,52 @@ def check(recipe: Recipe, world_size: int) -> None:
 
 
 def train(recipe: Recipe) -> int:
-    """Train on the ranks of this job; exit status."""
-    disable_progress_bar()
+    """Train on the ranks that a launcher started; exit status."""
     launch_from_torch(seed=recipe.seed)
+    try:
+        return train_here(recipe)
+    finally:
+        dist.destroy_process_group()
+
+
+def train_here(recipe: Recipe) -> int:
+    """Train on the ranks of the process group that there is; exit status."""
+    disable_progress_bar()
     coordinator = DistCoordinator()
     parts = prepare(recipe)
     directory = Path(recipe.output_dir)
-    trainer, facts = make_trainer(parts)
     if coordinator.is_master():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe), sort_keys=False))
+    trainer, facts = make_trainer(parts)
     if recipe.resume:
-        path = recipe.resume if isinstance(recipe.resume, str) else None
-        trainer.resume(path)
+        trainer.resume(recipe.resume if isinstance(recipe.resume, str) else None)
     coordinator.block_all()
     trainer.train(facts)
     if not trainer.interrupted:
-        export(trainer, parts.tokenizer, directory / "model", recipe)
+        export(trainer, parts, directory / "model")
     message = _message(trainer, directory)
     for listener in trainer.listeners:
         listener.finished({"message": message, "step": trainer.progress.step})
     coordinator.block_all()
-    dist.destroy_process_group()
     return _INTERRUPTED if trainer.interrupted else 0
 
 
-def export(trainer: Trainer, tokenizer: Any, directory: Path, recipe: Recipe) -> None:
+def export(trainer: Trainer, parts: Parts, directory: Path) -> None:
     """The model (of LoRA the adapters) and its tokenizer, for transformers and peft. All ranks call it."""
-    booster: Booster = trainer.booster
-    if recipe.lora is not None:
-        booster.save_lora_as_pretrained(trainer.model, directory)
+    if parts.recipe.lora is not None:
+        trainer.booster.save_lora_as_pretrained(trainer.model, directory)
     else:
-        booster.save_model(trainer.model, str(directory), shard=True)
+        trainer.model.unwrap().config.use_cache = parts.use_cache
+        trainer.booster.save_model(trainer.model, str(directory), shard=True)
     if dist.get_rank() == 0:
-        tokenizer.save_pretrained(directory)
+        parts.tokenizer.save_pretrained(directory)
 
 
 def _message(trainer: Trainer, directory: Path) -> str:
     done = trainer.progress
     if trainer.interrupted:
-        return f"interrupted after step {done.step}; a checkpoint is written: the same command with resume=true goes on from it"
+        return f"interrupted after step {done.step}; the same command with resume=true goes on from its checkpoint"
     early = done.step < trainer.total_steps
     why = " (the evaluation's loss did not fall any more)" if early else ""
     return f"trained {done.step} steps on {done.tokens_seen:,} tokens{why}; the model is in {directory / 'model'}"

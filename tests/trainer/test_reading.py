@@ -1,0 +1,164 @@
+"""Recipes as they are written, and every kind of mistake in one: one sentence that says what would work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipe_files import LLAMA, recipe, write_chat, write_text
+
+from shardwright.trainer import RecipeError, build_recipe, read_recipe
+from shardwright.trainer.build import prepare
+from shardwright.trainer.reading import schema, to_plain, to_yaml
+
+
+def test_a_file_with_keys_on_top(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(tmp_path)) + "warmup_ratio: 0.1\nlearning_rate: 1e-4\n")
+    read = read_recipe(file, ["max_steps=7", "data.packing=true", "layout.tp_size=2", "bf16=true"])
+    found = read.recipe
+    assert (found.max_steps, found.learning_rate, found.warmup_steps) == (7, 1e-4, 0.1)
+    assert found.data is not None
+    assert found.data.packing
+    assert found.layout == {"tp_size": 2}
+    assert found.bf16
+    shown = to_yaml(read)
+    assert "max_steps: 7  # command line" in shown
+    assert f"seed: 1  # {file}" in shown
+    assert "(as warmup_ratio)" in shown
+    assert "weight_decay: 0.0  # default" in shown
+    assert build_recipe(yaml.safe_load(shown)) == found == build_recipe(json.loads(json.dumps(to_plain(found))))
+
+
+def test_the_schema_knows_every_key() -> None:
+    found = schema()
+    assert found["properties"]["learning_rate"]["type"] == "number"
+    assert found["properties"]["lr_scheduler_type"]["enum"][0] == "linear"
+    inner = next(one for one in found["properties"]["lora"]["anyOf"] if one["type"] == "object")
+    assert inner["properties"]["r"]["minimum"] == 1
+    assert inner["additionalProperties"] is False
+
+
+# What is changed in a recipe that works, and what its error says.
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"lerning_rate": 1.0}, "did you mean 'learning_rate'"),
+    ({"data": {"pth": "x"}}, "data.pth is no key of a recipe - did you mean 'path'"),
+    ({"max_steps": "many"}, "max_steps='many': a whole number is needed"),
+    ({"max_steps": 2.5}, "max_steps=2.5: a whole number"),
+    ({"max_steps": 0}, "nothing would be trained"),
+    ({"seed": -1}, "seed=-1 is too small"),
+    ({"seed": True}, "seed=True: a whole number"),
+    ({"learning_rate": "fast"}, "learning_rate='fast': a number is needed"),
+    ({"learning_rate": float("nan")}, "learning_rate=nan: a number"),
+    ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+    ({"optim": "adam"}, "optim='adam' is not one of"),
+    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 is too small: at least 1"),
+    ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+    ({"bf16": 1}, "bf16=1: true or false"),
+    ({"bf16": True, "layout": {"precision": "fp32"}}, "differ"),
+    ({"layout": "best"}, "layout='best'"),
+    ({"layout": {"max_norm": 1.0}}, "max_grad_norm"),
+    ({"deepspeed": "ds.json"}, "layout: {zero_stage"),
+    ({"max_seq_length": 64}, "data: {max_length: N}"),
+    ({"resume": True, "resume_from_checkpoint": True}, "two names of one key"),
+    ({"model": None}, "model=None"),
+    ({"model": ""}, "model is missing"),
+    ({"model": {"name": "x"}}, "a mapping has one, config"),
+    ({"model": {"config": {"hidden_size": 32}}}, "no model_type"),
+    ({"model": {"config": {**LLAMA, "model_type": "lama"}}}, "model.config is none"),
+    ({"model": {"config": {**LLAMA, "vocab_size": 100}}}, "vocab_size of at least 260"),
+    ({"model": "no/such/directory"}, "neither a directory"),
+    ({"tokenizer": None}, "tokenizer is missing"),
+    ({"tokenizer": "no/such/directory"}, "no tokenizer that transformers can load"),
+    ({"data": None}, "data is missing"),
+    ({"data": "train.jsonl"}, "a mapping of keys is needed"),
+    ({"data": {"text": "text"}}, "neither of path and dataset"),
+    ({"data": {"path": "trian.jsonl"}}, "no such file"),
+    ({"data": {"path": "a.exe"}}, "no such file"),
+    ({"data": {"mix": []}}, "data.mix is empty"),
+    ({"data": {"mix": [{"path": "a.jsonl"}], "path": "b.jsonl"}}, "put that source into mix"),
+    ({"data": {"path": "a.jsonl", "text": "a", "messages": "b"}}, "text and messages"),
+    ({"data": {"path": "a.jsonl", "prompt": "a"}}, "give both"),
+    ({"data": {"path": "a.jsonl", "streaming": True}, "max_steps": -1}, "give max_steps"),
+    ({"eval_strategy": "steps"}, "needs eval_data"),
+    ({"early_stopping_patience": 2}, "needs eval_strategy"),
+    ({"report_to": "tensorbord"}, "did you mean 'tensorboard'"),
+    ({"lora": {"rank": 8}}, "lora.rank is no key"),
+    ({"save_strategy": "sometimes"}, "save_strategy='sometimes' is not one of no, steps, epoch"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), MISTAKES, ids=lambda one: str(one)[:50])
+def test_a_mistake_is_one_sentence(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        prepare(build_recipe(recipe(tmp_path, **changes)))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def with_file(folder: Path, name: str, content: str | bytes, **data: Any) -> dict[str, Any]:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return recipe(folder, data={"path": str(path), **data})
+
+
+FILES: list[tuple[str, str | bytes, dict[str, Any], str]] = [
+    ("empty.jsonl", "", {}, "has no rows"),
+    ("lines.txt", "\n\n", {}, "has no rows"),
+    ("a.jsonl", '{"text": "a b"}\n{"text": \n', {}, "row 2: this is not JSON"),
+    ("a.jsonl", '["a"]\n', {}, "a row is a JSON object"),
+    ("a.jsonl", b'\xff\xfe{"text"}\n', {}, "not UTF-8"),
+    ("a.jsonl", '{"txt": "a b"}\n', {"text": "text"}, "did you mean 'txt'"),
+    ("a.jsonl", '{"body": "a b"}\n', {}, "say which one holds the sample"),
+    ("a.jsonl", '{"text": 3}\n', {}, "text is needed"),
+    ("a.jsonl", '{"text": null}\n', {}, "text is needed"),
+    ("a.json", '{"text": "a"}', {}, "a list of objects"),
+    ("a.jsonl", '{"messages": []}\n', {}, "a list of {role: user"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', {}, "no answer of the assistant"),
+    ("a.jsonl", '{"text": "a b"}\n', {"max_length": 1000}, "longer than the 256 positions"),
+    ("a.jsonl", '{"text": "a b"}\n', {"split": 3}, "data.split=3: text is needed"),
+    ("a.md", "words", {}, "files that can be read end in"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "data", "said"), FILES, ids=lambda one: str(one)[:40])
+def test_a_file_that_cannot_be_learned(
+    tmp_path: Path, name: str, text: str | bytes, data: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        prepare(build_recipe(with_file(tmp_path, name, text, **data)))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_recipe(tmp_path: Path) -> None:
+    for text, said in (("- a\n", "a recipe is a mapping"), ("", "is empty"), ("a: [\n", "this is not YAML")):
+        (tmp_path / "r.yaml").write_text(text)
+        with pytest.raises(RecipeError, match=said):
+            read_recipe(tmp_path / "r.yaml")
+    with pytest.raises(RecipeError, match=r"no such file - did you mean 'r.yaml'"):
+        read_recipe(tmp_path / "rr.yaml")
+    (tmp_path / "r.yaml").write_text("seed: 1\n")
+    with pytest.raises(RecipeError, match="key=value"):
+        read_recipe(tmp_path / "r.yaml", ["max_steps"])
+
+
+def test_sources_in_every_form(tmp_path: Path) -> None:
+    write_text(tmp_path / "b.jsonl", 7)
+    write_chat(tmp_path / "c.jsonl", 5)
+    (tmp_path / "lines.txt").write_text("one line\n\nanother line\n")
+    (tmp_path / "list.json").write_text(json.dumps([{"body": "a b c"}, {"body": "d"}]))
+    sources = [
+        {"path": str(tmp_path / "b.jsonl"), "weight": 1},
+        {"path": str(tmp_path / "c.jsonl"), "weight": 2},
+        {"path": str(tmp_path / "lines.txt"), "weight": 1},
+        {"path": str(tmp_path / "list.json"), "text": "body", "weight": 0.5},
+    ]
+    rows = prepare(build_recipe(recipe(tmp_path, data={"mix": sources}))).rows["data"]
+    kinds = [next(iter(row)) for row in rows]
+    assert len(rows) == 7 + 5 + 2 + 2
+    assert kinds.count("messages") == 7
+    assert {row["text"] for row in rows if "text" in row} >= {"one line", "another line", "a b c"}
