@@ -38,7 +38,9 @@ _PRELOAD = [
     "shardwright.testing.ranks",
 ]
 _PRELOAD_MODELS = [
-    "shardwright.plugins",  # a third of a second per rank, which is more than a tiny model takes to train
+    # Most of a second per rank, which is more than a tiny model takes to train. `shardwright.plugins` alone, which
+    # imports what is asked for, brings none of it.
+    "shardwright.testing.matrix.run",
     "transformers",
     "transformers.modeling_utils",
     # Some ten milliseconds each, once the first one has brought what they share.

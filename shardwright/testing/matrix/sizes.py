@@ -48,7 +48,7 @@ _NAMES: tuple[tuple[int | float, str], ...] = (
     (8, "qk_rope_head_dim rotary_dim patch_size"),
     (1, "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts mamba_n_groups n_groups"),
     (1, "indexer_kv_heads"),
-    (64, "sliding_window"),
+    (6, "sliding_window"),  # fewer than the tokens of a batch
     (0.05, "initializer_range"),
     # Tokens: the last ones of the vocabulary stand for images and the like.
     (0, "pad_token_id"),
