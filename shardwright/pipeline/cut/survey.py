@@ -25,7 +25,7 @@ from torch import nn
 
 from ...models.dry_run import forward_defaults, meta_copy, run_dry, weight_sharing_copy
 from ...models.example_inputs import example_batches
-from ...models.layer_chain import Unit, applied, are_shared, find_units, numbers_by_module
+from ...models.layer_chain import Unit, applied, are_shared, find_units, numbers_by_module, paths_to
 from ...utils import pytree
 from .entry import ENTRY, Entry, find_place
 
@@ -321,15 +321,16 @@ class _Surveyor:
         )
 
     def _outside(self) -> list[str]:
-        layers = tuple(unit.layer for unit in self.units)
-        gates = tuple(unit.gate for unit in self.units)
-        found = []
-        for name, module in self.model.named_modules():
-            inside = any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-            around = not name or any(other == name or other.startswith(f"{name}.") for other in layers + gates)
-            if not inside and not around and any(True for _ in module.parameters()):
-                found.append(name)
-        return found
+        layers = {unit.layer for unit in self.units}
+        around = {path for unit in self.units for name in (unit.layer, unit.gate) for path in paths_to(name)}
+        return [
+            name
+            for name, module in self.model.named_modules()
+            if name
+            and layers.isdisjoint(paths_to(name))
+            and name not in around
+            and any(True for _ in module.parameters())
+        ]
 
     def _gate_hook(self, numbers: Sequence[int]) -> Callable[..., Any]:
         calls = cycle(numbers)

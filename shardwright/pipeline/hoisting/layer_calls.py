@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...models.layer_chain import Unit
+from ...models.layer_chain import Unit, paths_to
 from ...utils import pytree
 from ..batch.step_inputs import StepInputs
 from ..cut.entry import ENTRY
@@ -86,11 +86,9 @@ class LayerCalls:
         if survey.entry is not None:
             self._templates[ENTRY] = survey.entry.template
         self._layers = [model.get_submodule(unit.layer) for unit in survey.units]
+        around = {path for unit in survey.units for path in ("", *paths_to(unit.layer)[:-1])}
         self._around = [
-            module
-            for name, module in model.named_modules()
-            if any(unit.layer.startswith(f"{name}." if name else "") for unit in survey.units)
-            and not isinstance(module, nn.ModuleList)
+            module for name, module in model.named_modules() if name in around and not isinstance(module, nn.ModuleList)
         ]
         inside = {module for layer in self._layers for module in layer.modules()} | set(self._around)
         # Modules of torch itself keep nothing from one call to the next.
