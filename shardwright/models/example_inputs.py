@@ -35,9 +35,10 @@ _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_proj
 
 def example_batches(model: nn.Module) -> Iterator[Batch]:
     """Batches without labels that a transformers model may accept, likely ones first; text alone before text with
-    images.
+    images. Those of a model without weights have their whole numbers on the CPU.
     """
     maker = _Maker(model)
+    maker.keeps_numbers = maker.device.type == "meta"
     if maker.main == "pixel_values" and "input_ids" not in maker.arguments:
         yield maker.placed(maker.images(zeros=True))
     elif maker.main == "input_features":
@@ -136,6 +137,7 @@ class _Maker:
             if one.default is one.empty and one.kind < one.VAR_KEYWORD and one.kind != one.VAR_POSITIONAL
         ]
         self.head = getattr(type(model), "native_class", type(model)).__name__
+        self.keeps_numbers = False
         self.looks_across = any(name.endswith(_ACROSS) for name, _ in model.named_modules())
         param = next(model.parameters())
         self.device = param.device
@@ -151,6 +153,8 @@ class _Maker:
         """On the model's device; images and sounds in its dtype."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
+            if self.keeps_numbers and not tensor.is_floating_point():
+                return tensor
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
         return map_tensors(move, batch)
@@ -175,7 +179,8 @@ class _Maker:
             if takes_text:
                 yield {**seen, **self.words(self._image_places(seen))}
                 yield {**seen, **self.words()}
-            yield {**seen, **self.points()}
+            for asked in self.prompts():
+                yield {**seen, **asked}
         for heard in filter(None, sounds):
             if takes_text:
                 yield {**heard, **self.words()}
@@ -274,9 +279,21 @@ class _Maker:
         """[B, samples]"""
         return {"input_values": self._noise(SAMPLES, _SAMPLES_OF_SOUND)} if "input_values" in self.arguments else {}
 
-    def points(self) -> Batch:
-        """One point to segment at per sample, where the model is asked with points."""
-        return {"input_points": torch.full((SAMPLES, 1, 1, 2), 8.0)} if "input_points" in self.arguments else {}
+    def prompts(self) -> Iterator[Batch]:
+        """What to segment, one thing per sample, where the model is asked with points; nothing for the others."""
+        if "input_points" not in self.arguments:
+            yield {}
+            return
+        points = {"input_points": torch.full((SAMPLES, 1, 1, 2), 8.0)}
+        marked = {**points, "input_labels": torch.ones(SAMPLES, 1, 1, dtype=torch.long)}
+        boxes = {"input_boxes": torch.tensor([[[2.0, 3.0, 9.0, 9.0]]] * SAMPLES)}
+        side = 4 * _image_size(self.vision)[0] // _pair(getattr(self.vision, "patch_size", 16) or 16)[0]
+        if {"input_labels", "input_boxes", "input_masks"} <= self.arguments:
+            yield {**marked, **boxes, "input_masks": self._noise(SAMPLES, 1, side, side)}
+            yield {**marked, **boxes}
+        if "input_labels" in self.arguments:
+            yield marked
+        yield points
 
     def labels(self, inputs: Batch) -> Iterator[Batch]:
         """Labels for the head, by what the forward takes, the likely ones first."""

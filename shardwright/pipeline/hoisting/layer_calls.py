@@ -110,7 +110,7 @@ class LayerCalls:
                 template = self._templates[units.start - 1]
                 if template not in different:
                     different.append(template)
-                kind = different.index(template)
+                kind = different.index(template), survey.lists[units.start]
             self._stages[number] = _Stage(number, units, boundary, kind)
         self._unfit: set[Hashable] = set()
         self._arrived: dict[Hashable, Hashable] = {}  # shapes, by stage and shapes of the batch

@@ -168,3 +168,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_seq_length": 16,
     },
 }
+
+_READING = {"qformer_config": _QUERIES | {"use_qformer_text_input": True, "vocab_size": 101}}
+# What single classes of a config need over that.
+OF_CLASS: dict[str, dict[str, Any]] = {
+    "Blip2TextModelWithProjection": _READING,
+    "Blip2ForImageTextRetrieval": _READING | {"image_token_index": None},
+}

@@ -142,6 +142,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"n_head": 8},
     "cpmant": {"dim_head": 16},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [1, 2]},
+    "qwen3_vl_moe_vision": {"deepstack_visual_indexes": [1, 2]},
     "gemma3": {"mm_tokens_per_image": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid"] * 2},

@@ -22,7 +22,7 @@ from ...utils.tensors import map_tensors
 from .. import zoo
 from ..exact import keep_float64
 from ..rank_process import load_module
-from .modalities import CONFIGS
+from .modalities import CONFIGS, OF_CLASS
 from .sizes import sizes_of
 
 Batch = dict[str, Any]
@@ -150,7 +150,8 @@ def _makers(subject: Subject) -> Iterator[Any]:
     config_class = native.config_class
     known = CONFIGS.get(config_class.__name__)
     if known is not None:
-        yield lambda: _finish(native, config_class(**{**copy.deepcopy(known), **subject.settings}))
+        own = copy.deepcopy(known | OF_CLASS.get(subject.model_class, {}))
+        yield lambda: _finish(native, config_class(**{**own, **subject.settings}))
     yield lambda: _finish(native, config_class(**{**sizes_of(config_class), **subject.settings}))
     yield lambda: _made_small(native, config_class(**subject.settings))
 
@@ -229,13 +230,13 @@ def joined(first: Batch, second: Batch) -> Batch:
     is_rows = isinstance(labels, torch.Tensor) and labels.dim() == 2 and len(labels) > 1
     if is_rows and (labels == _IGNORE).any():
         second["labels"] = labels.clone()
-        second["labels"][0, -5:] = second["labels"][1, : labels.shape[1] // 2] = _IGNORE
+        second["labels"][0, -5:] = second["labels"][1:2, : labels.shape[1] // 2] = _IGNORE
 
     def both(key: str) -> Any:
         one, other = first[key], second[key]
         return torch.cat([one, other]) if isinstance(one, torch.Tensor) else one
 
-    return {key: both(key) for key in first}
+    return {key: both(key) for key in first if key in second}
 
 
 # --- one process ---
