@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch.nn as nn
 
+from ..adapters import without_adapters
 from ..alternatives import further, is_computed_whole, of_vocabulary, tables
 from ..apply import apply_plan
 from ..attention import LocalHeads
@@ -53,6 +54,10 @@ class GenericPolicy(Policy):
     findings: Findings
 
     def plan(self) -> Plan:
+        with without_adapters(self.model):  # rules for a linear hold for what adapts it
+            return self._plan()
+
+    def _plan(self) -> Plan:
         model = self.model
         regions = plan_regions(model)
         planned = {pattern for region in regions for pattern in region.alternatives[0]}
