@@ -22,6 +22,7 @@ from ...lazy import LazyInitContext
 from ...models.dry_run import call_model
 from ...ops import layer_graphs
 from ...plugins import HybridParallelPlugin
+from ...shardformer.policies.auto import has_policy
 from ...spec import get_spec
 from ..compare import TOLERANCES, compare_models
 from ..exact import keep_float64
@@ -61,6 +62,7 @@ class Side:
             "make_vocab_size_divisible_by": _VOCABULARY_MULTIPLE,
             **axis.plugin,
             **({"example_inputs": built.batch} if built.given else {}),
+            **({"custom_policy": "auto"} if built.given and not has_policy(model) else {}),
         }
         if settings.get("pp_size", 1) > 1 and not built.separable:
             settings["num_microbatches"] = 1
