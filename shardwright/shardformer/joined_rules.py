@@ -34,7 +34,16 @@ class Findings:
 
     @property
     def reasons(self) -> str:
-        return "".join(f"; {name}: {why}" for name, why in list(self.left.items())[:_SHOWN])
+        """Those of linears that stay whole."""
+        return "; ".join(f"{name}: {why}" for name, why in list(self.left.items())[:_SHOWN])
+
+    @property
+    def why_none(self) -> str:
+        """Why no rules were found."""
+        why = "there is no plan for it in transformers, and no attention and MLPs are recognised"
+        if self.dropped:
+            why = f"what its plan and names suggest ({', '.join(self.dropped)}) does not give its gradients"
+        return f"{why}; {self.reasons}" if self.left else why
 
     def notes(self) -> tuple[str, ...]:
         """What a layout report says about how the model is sharded."""
@@ -45,7 +54,7 @@ class Findings:
                 "copy here"
             )
         if self.left:
-            notes.append(f"stay whole on every tensor-parallel rank{self.reasons}")
+            notes.append(f"stay whole on every tensor-parallel rank: {self.reasons}")
         return tuple(notes)
 
 

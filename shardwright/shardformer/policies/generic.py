@@ -59,14 +59,9 @@ class GenericPolicy(Policy):
             regions.append(Proposal("vocabulary", of_vocabulary(vocabulary)))
         self.findings = self._find(regions)
         if not self.findings.rules:
-            why = (
-                f"what its plan and names suggest ({', '.join(self.findings.dropped)}) does not give its gradients"
-                if self.findings.dropped
-                else "there is no plan for it in transformers, and no attention and MLPs are recognised"
-            )
             raise ValueError(
-                f"{type(self.model).__name__} {self.chosen_for}: {why}{self.findings.reasons}; pass policy=, to the "
-                f"plugin custom_policy=. {ADVICE}"
+                f"{type(self.model).__name__} {self.chosen_for}: {self.findings.why_none}; pass policy=, to the plugin "
+                f"custom_policy=. {ADVICE}"
             )
         return Plan(self.findings.rules, type(self).__name__)
 
