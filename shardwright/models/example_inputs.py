@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..utils.tensors import map_tensors
-from .config import HIDDEN, first_int, text_part
+from .config import HIDDEN, first_int, native_model, text_part
 
 Batch = dict[str, Any]
 SAMPLES, CHOICES = 2, 2
@@ -129,14 +129,15 @@ class _Maker:
     def __init__(self, model: nn.Module, seed: int = 2) -> None:
         self.config: Any = getattr(model, "config", None)
         self.main: str = getattr(model, "main_input_name", "input_ids")
-        parameters = inspect.signature(model.forward).parameters
+        native = native_model(model)
+        parameters = inspect.signature(native.forward).parameters
         self.arguments = set(parameters)
         self.required = [
             name
             for name, one in parameters.items()
             if one.default is one.empty and one.kind < one.VAR_KEYWORD and one.kind != one.VAR_POSITIONAL
         ]
-        self.head = getattr(type(model), "native_class", type(model)).__name__
+        self.head = getattr(type(native), "native_class", type(native)).__name__
         self.keeps_numbers = False
         self.looks_across = any(name.endswith(_ACROSS) for name, _ in model.named_modules())
         param = next(model.parameters())

@@ -15,20 +15,16 @@ linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch.nn as nn
 
+from ..models.config import native_model as native_model
 from .layer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from .layer.parallel_module import ParallelGroup, native_class
 from .styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
-
-
-def native_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside of peft's wrappers, or `model` itself."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    return get_base_model() if hasattr(model, "peft_config") and callable(get_base_model) else model
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -76,6 +72,25 @@ def _innermost(wrapper: Any) -> nn.Module:
     while has_adapters(wrapper):
         wrapper = wrapper.base_layer
     return cast(nn.Module, wrapper)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before peft put wrappers in the place of its layers, for what looks at its structure."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not has_adapters(parent)
+        for name, child in parent._modules.items()
+        if child is not None and has_adapters(child)
+    ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = _innermost(child)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
 
 
 def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:

@@ -244,7 +244,7 @@ SETTINGS: dict[str, Case] = {
         {"make_vocab_size_divisible_by": 2.5}, ["make_vocab_size_divisible_by=2.5", "2 and 3"]
     ),
     "a policy's class": Case({"custom_policy": Unmatched}, ["custom_policy=", "an instance, not the class"]),
-    "a policy's name": Case({"custom_policy": "llama"}, ["custom_policy='llama'", "Policy"]),
+    "a policy's name": Case({"custom_policy": "llama"}, ["custom_policy='llama'", "Policy", "'auto'"]),
     "an unknown schedule": Case({**PIPE, "pp_style": "1f2b"}, ["pp_style='1f2b'", "did you mean '1f1b'", "'zbv'"]),
     "chunks without interleaving": Case(
         {**PIPE, "num_model_chunks": 2}, ["num_model_chunks=2", "exactly 1", "'interleaved', 'zbv'"]

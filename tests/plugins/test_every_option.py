@@ -239,7 +239,12 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Changes(see.traffic, 2, {**F32, "zero_stage": 1}, world=4),
         Refused(2, "zero_group_size=2 with zero_stage=0"),
     ],
-    "custom_policy": [Changes(see.modules, Marking()), Idle(LlamaPolicy())],
+    "custom_policy": [
+        Changes(see.modules, Marking()),
+        Idle(LlamaPolicy()),
+        Changes(see.report, "auto", {"tp_size": 2}),
+        Idle("auto"),
+    ],
     "pp_style": [
         Changes(see.report, "gpipe", PIPE),
         Changes(see.report, "auto", PIPE),

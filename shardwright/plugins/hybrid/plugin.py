@@ -185,7 +185,7 @@ class HybridParallelPlugin(ZeroPlugin):
             sharing,
             self._postpones_weights,
             pp_style,
-            "" if custom_policy is None or custom_policy.acts_without_sharding else type(custom_policy).__name__,
+            self.settings.sharding.sharding_only(pp_size),
             enable_sequence_parallelism,
             self.mesh.size("sp"),
         )
@@ -429,7 +429,9 @@ class HybridParallelPlugin(ZeroPlugin):
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
         wanted = options.enable_flash_attention or options.attention_backend is not None or fused_operators(options)
-        if self.tp_size == 1 and not wanted and options.custom_policy is None and not is_registered(model):
+        policy = options.policy_for(model, self.tp_size)
+        acts = options.acting_policy is not None or (policy is not None and self.pp_size > 1) or is_registered(model)
+        if self.tp_size == 1 and not wanted and not acts:
             return None  # any model will do, also one that no policy knows
         config = ShardConfig(
             tensor_parallel_process_group=self._layer_group,
@@ -438,7 +440,7 @@ class HybridParallelPlugin(ZeroPlugin):
         )
         return ModelSharder(
             model,
-            options.custom_policy,
+            policy,
             config,
             along_tensor(self.settings),
             self.policy.dtype if self.policy.is_half else None,
