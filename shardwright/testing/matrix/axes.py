@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...models.windows import why_no_sequence
 from ...utils.errors import nearest
 
 _TP: dict[str, Any] = {"tp_size": 2}
@@ -80,4 +81,4 @@ def not_applicable(axis: Axis, model: Any) -> str:
         return "the class does not generate"
     if axis.kind == "lora" and importlib.util.find_spec("peft") is None:
         return "peft is not installed"
-    return ""
+    return why_no_sequence(model) if axis.group == "sequences" else ""
