@@ -151,9 +151,9 @@ def _compare(
 
 def _line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    causes = re.search(r"sequences split: (.*?)\. Decoders.* Nor can its layers alone have parts: (.*)", text)
+    causes = re.search(r"sequences split \((.*)\); use", text)
     if causes:
-        return f"{causes[1]}; {causes[2]}"[:300]
+        return causes[1][:300]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

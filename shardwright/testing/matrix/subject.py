@@ -219,7 +219,7 @@ def joined(first: Batch, second: Batch) -> Batch:
     if is_ragged and (mask == 0).any():
         second["attention_mask"] = mask.clone()
         second["attention_mask"][0, -5:] = 0
-    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and (labels == _IGNORE).any():
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and len(labels) > 1 and (labels == _IGNORE).any():
         second["labels"] = labels.clone()
         second["labels"][0, -5:] = second["labels"][1, : labels.shape[1] // 2] = _IGNORE
 
