@@ -26,6 +26,7 @@ _PLAIN_LENGTH, _LENGTH = 8, 12
 _FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token in any usual vocabulary
 _IGNORE = -100
 _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
+_BESIDES_TEXT = ("pixel", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
 _ACROSS = ("encoder_attn", "cross_attn", "crossattention", "cross_attention")
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
@@ -67,6 +68,12 @@ def training_batches(model: nn.Module, seed: int = 2) -> Iterator[Batch]:
             yield maker.placed({**inputs, **labels, **maker.switches()})
     for inputs in maker.full():
         yield maker.placed({**inputs, **maker.switches()})
+
+
+def takes_more_than_text(model: nn.Module, example: Any = None) -> bool:
+    """Whether batches hold images or sounds, or places in them; `example` is one, where there is one."""
+    names = example if isinstance(example, Mapping) else inspect.signature(model.forward).parameters
+    return any(part in name for name in names for part in _BESIDES_TEXT)
 
 
 def check_example(batch: Any) -> None:

@@ -24,6 +24,7 @@ from .sequence_axis import IGNORED, Positions, SequenceAxis, SequenceFacts
 _TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
 _LABELS = ("labels", "shift_labels")
+ENCLOSED = "enclosed"
 
 
 class LayerFacts(NamedTuple):
@@ -31,8 +32,9 @@ class LayerFacts(NamedTuple):
 
     plan            what becomes of its modules
     causal          tokens (of a decoder) see only those before them
-    loss            "own": with every token's own label; "shifted": takes `shift_labels`; "computed": it takes neither,
-                    and is the mean cross entropy of shifted labels
+    loss            "enclosed": that of whole sequences, see `enclosed_axis`; else that of parts: "own": with every
+                    token's own label; "shifted": takes `shift_labels`; "computed": it takes neither, and is the mean
+                    cross entropy of shifted labels
     divides         the loss is divided by `num_items_in_batch`, where that is given; None: in part
     decodes         it has an encoder, whose sequences are split too
     """
@@ -255,9 +257,20 @@ class LayerAxis(SequenceAxis):
         return outputs
 
 
+def draws_alike(facts: object) -> bool:
+    """Whether ranks that share sequences draw the same random numbers outside of layers."""
+    return isinstance(facts, LayerFacts) and facts.loss == ENCLOSED
+
+
 def check_layers(settings: HybridSettings, facts: LayerFacts, name: str) -> None:
     """ValueError for settings that do not go with layers that are given parts by a model that sees whole sequences."""
     mode, layout = settings.sequence_mode, settings.layout
+    if facts.loss == ENCLOSED and layout.pp_size > 1:
+        raise ValueError(
+            f"pp_size={layout.pp_size} with sequence_parallelism_mode={mode!r}: of {name} all around its layers is "
+            "computed for whole sequences, and the stages of a pipeline would not know how long those are; use "
+            "pp_size=1"
+        )
     if facts.loss == "computed" and layout.tp_size * layout.pp_size > 1:
         field = "tp_size" if layout.tp_size > 1 else "pp_size"
         raise ValueError(

@@ -57,7 +57,7 @@ from .compiled import check_compiled, compile_where_wanted, compiled_words, requ
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
 from .fused_loss import fused_loss_words
-from .layer_axis import LayerFacts
+from .layer_axis import LayerFacts, draws_alike
 from .layer_check import with_layers
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
@@ -477,7 +477,7 @@ class HybridParallelPlugin(ZeroPlugin):
 
     def _place(self) -> int | None:
         """A number for the samples and layers of this rank; None where all ranks have the same."""
-        axes = ("dp", "pp", "sp")
+        axes = ("dp", "pp") if draws_alike(self._sequences) else ("dp", "pp", "sp")
         return self.mesh.coordinate(*axes) if self.mesh.size(*axes) > 1 else None
 
     def _executor(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...models.windows import why_no_sequence
 from ...utils.errors import nearest
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def not_applicable(axis: Axis, built: Built) -> str:
         return "the class does not generate"
     if axis.kind == "lora" and importlib.util.find_spec("peft") is None:
         return "peft is not installed"
+    if axis.group == "sequences":
+        return why_no_sequence(model)
     if axis.plugin.get("ep_size", 1) == 1:
         return ""
     if not any("Expert" in type(module).__name__ for module in model.modules()):
