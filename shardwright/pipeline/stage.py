@@ -29,6 +29,7 @@ from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
 from ..models.layer_chain import Unit, numbers_by_module
 from ..utils.tensors import map_tensors
+from ..utils.transfer import needs_transfer
 from .applications import Applications
 from .batch.images import without_patches
 from .batch.step_inputs import StepInputs
@@ -39,7 +40,8 @@ from .encoded_numbers import decode, encode
 from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
-from .hoisting.reads import HostReads, Watch
+from .hoisting.reads import HostReads, Unwatchable, Watch
+from .hoisting.surroundings import Surroundings
 from .in_place import change_class, disable_own_checkpointing, keep_slices, release, stand_in
 from .loss.router_logits import RouterLogits
 from .slices.sequence_slices import Payload, SlicedInputs
@@ -142,7 +144,8 @@ class StagedModel:
         self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
         disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
-        self._reads: HostReads | None = None
+        self._around = Surroundings(model, [unit.layer for unit in units])
+        self._reads = HostReads(self._around.state, self._around.unchanged_since) if units else None
         self.answers_on_cpu = False  # reads of a model on the CPU need no other answers: nothing waits there
         if survey is not None and len(stages) > 1:
             self._release_foreign(survey)
@@ -151,8 +154,7 @@ class StagedModel:
             # A module outside the layers that a stage reads may gather its weights, which has to happen as often on
             # every rank.
             between = [stage for stage in held if 0 < stage < len(stages) - 1 and not self._live[stage]]
-            self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between})
-            self._reads = HostReads(self._calls.state, self._calls.unchanged_since)
+            self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between}, self._around)
         self._install_gates()
 
     @property
@@ -223,7 +225,7 @@ class StagedModel:
         stage = run.stage
         if self._calls is not None and not run.is_last:
             calls = self._calls.find(
-                stage, run.received, inputs, index, lambda trace, batch: self._trace(run, trace, batch)
+                stage, run.received, inputs, index, lambda trace, batch: self._trace(run, trace, inputs, index, batch)
             )
             if calls is not None:
                 run.in_model, self.current = False, run
@@ -244,12 +246,12 @@ class StagedModel:
         return result
 
     def _watch(self, run: StageRun, inputs: StepInputs, index: int, batch: Any) -> Watch | None:
-        if self._reads is None or self._calls is None or torch.is_inference_mode_enabled():
+        if self._reads is None or torch.is_inference_mode_enabled():
             return None
-        if (self._own_device().type == "cpu" and not self.answers_on_cpu) or self._calls.is_watched():
+        if not (self.answers_on_cpu or needs_transfer(self._own_device())) or self._around.is_watched():
             return None
         metas = tuple((tensor.shape, tensor.dtype) for output in run.received.values() for tensor in tensors_of(output))
-        look = (run.stage, run.low, metas, context(self._own_device()), self._calls.modes)
+        look = (run.stage, run.low, self.current is not None, metas, context(self._own_device()), self._around.modes)
         return self._reads.of_forward(look, inputs, index, batch)
 
     def _prepared(
@@ -282,7 +284,7 @@ class StagedModel:
             self.current = run
             seen = self._seen_by(run, batch)
             try:
-                output = self._watched_call(run, seen)
+                output = self._watched_call(run, lambda: self._call(seen))
             except StageExit:
                 return self._pack(run), None
             finally:
@@ -294,29 +296,37 @@ class StagedModel:
             )
         return None, output
 
-    def _watched_call(self, run: StageRun, batch: Any) -> Any:
-        if run.watch is not None:
-            run.watch.begin()
-            try:
-                return self._call(batch)
-            except StageExit:
-                raise
-            except Exception:
-                if not run.watch.is_active:  # in a layer, or behind the last one
-                    raise
-                # there is code that does not run under modes of torch; an error of its own comes again
-                self._reads = None
-            finally:
-                run.watch.end()
-            run.watch = None
-        return self._call(batch)
-
-    def _trace(self, run: StageRun, trace: Trace, batch: Any) -> None:
-        self.current = replace(run, trace=trace)
+    def call_whole(self, call: Callable[[], Any], given: Any, host: Callable[[], Any]) -> Any:
+        """`call` of a model that is not cut, by the entries `given`, of which `host` has what the device has."""
+        run = StageRun(0, 0, len(self.units), True, frozenset())
+        run.watch = self._watch(run, StepInputs([given], host=lambda: [host()]), 0, given)
+        if run.watch is None:
+            return call()
+        self.current = run
         try:
-            with trace.running():
+            return self._watched_call(run, call)
+        finally:
+            self.current = None
+
+    def _watched_call(self, run: StageRun, call: Callable[[], Any]) -> Any:
+        if run.watch is not None:
+            try:
+                return run.watch.call(call, StageExit)
+            except Unwatchable:  # an error of the code's own comes again
+                self._reads = run.watch = None
+        return call()
+
+    def _trace(self, run: StageRun, trace: Trace, inputs: StepInputs, index: int, batch: Any) -> None:
+        self.current = replace(run, trace=trace)
+        finds_out = trace.prover is not None or trace.replies  # which looks itself, or knows the answers
+        watch = None if finds_out else self._watch(run, inputs, index, batch)
+        try:
+            with watch.during() if watch is not None else nullcontext(), trace.running():
                 self._call(self._seen_by(run, batch))
-        except (TraceEnd, Unfit):
+        except TraceEnd:
+            if watch is not None:
+                watch.finish()
+        except Unfit:
             pass
         except (
             Exception

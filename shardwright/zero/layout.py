@@ -125,9 +125,17 @@ class BucketPlan:
     def numel(self) -> int:
         return self.shard_numel * self.shards
 
-    @property
-    def has_gaps(self) -> bool:
-        return sum(slot.entry.numel for slot in self.slots) < self.numel
+    def gaps(self, rows: torch.Tensor, start: int) -> list[torch.Tensor]:
+        """What no parameter lies in of `rows`, which are elements of every shard from its `start` on."""
+        ends, starts = (0, *(slot.stop for slot in self.slots)), (*(slot.start for slot in self.slots), self.numel)
+        found = []
+        for low, high in zip(ends, starts, strict=True):
+            for shard in range(low // self.shard_numel, -(-high // self.shard_numel)) if low < high else ():
+                first = shard * self.shard_numel + start
+                part = rows[shard, max(low - first, 0) : max(high - first, 0)]
+                if part.numel():
+                    found.append(part)
+        return found
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         return shard * self.shard_numel, (shard + 1) * self.shard_numel

@@ -329,14 +329,13 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
         """Start agreeing on which parameters got a gradient on any rank."""
-        touched, count = self.reducer.touched, len(self._entries)
+        touched, count, group = self.reducer.touched, len(self._entries), self.groups.everyone
         if len(touched) == count:
-            flags = self._all_touched.fill_(1)
+            flags = self._all_touched if group is None else self._all_touched.fill_(1)
         else:
             flags = torch.zeros(count, dtype=torch.uint8)
             flags[sorted(touched)] = 1
             flags = flags.to(self.device)
-        group = self.groups.everyone
         return flags, None if group is None else dist.all_reduce(
             flags, op=dist.ReduceOp.MAX, group=group, async_op=True
         )

@@ -459,11 +459,11 @@ class GradReducer:
             return torch.mul(rows, 1.0 / self._predivide_of(bucket), out=buffer)
         buffer = scratch(shards * (stop - start), wire).view(shards, -1)
         present = [(slot, grad) for slot in bucket.plan.slots if (grad := own_gradient(slot.entry.param)) is not None]
-        if bucket.plan.has_gaps or len(present) < len(bucket.plan.slots):
-            buffer.zero_()
+        empty = bucket.plan.gaps(buffer, start) if len(present) == len(bucket.plan.slots) else [buffer]
+        if empty:
+            torch._foreach_zero_(empty)
         if len(self._pieces[bucket.index]) == 1:
-            whole = buffer.view(-1)
-            copies = [(bucket.view(whole, slot), grad) for slot, grad in present]
+            copies = [(bucket.view(buffer.view(-1), slot), grad) for slot, grad in present]
         else:
             copies = [pair for slot, grad in present for pair in _parts_of(bucket, slot, grad, buffer, start)]
         if copies:

@@ -16,6 +16,7 @@ from ...attention.exchange import Exchange, Shapes
 from ...models.config import config_of, follows_length, parts
 from ...models.layer_chain import Unit
 from ...pipeline.handover import Handover
+from ...utils.transfer import to_device
 from ..settings import HybridSettings
 from .layer_handover import PartsOfStates
 from .layer_plan import LayerPlan
@@ -251,9 +252,11 @@ class LayerAxis(SequenceAxis):
         if self._loss != "computed" or self._part_of_labels is None:
             return outputs
         number = batch.get("num_items_in_batch") if self._divides else None
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
+        loss = mean_loss(logits, to_device(self._part_of_labels, logits.device), number)
         if isinstance(outputs, tuple):
-            return (mean_loss(outputs[0], self._part_of_labels, number), *outputs)
-        outputs.loss = mean_loss(outputs.logits, self._part_of_labels, number)
+            return (loss, *outputs)
+        outputs.loss = loss
         return outputs
 
 
