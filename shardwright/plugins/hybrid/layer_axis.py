@@ -181,8 +181,8 @@ class LayerAxis(SequenceAxis):
     def _refuse_padding_in_front(self, mask: Tensor, missing: int) -> None:
         """Where the model gives padding the mean of all values, which the next token's prediction is made of."""
         around_ring = self.mode == "ring_attn"
-        if self._pads_in_front or not (around_ring or (missing and self.facts.causal and not self._decodes)):
-            return
+        if self._pads_in_front or self._decodes or not (around_ring or (missing and self.facts.causal)):
+            return  # every token of an encoder sees those that are no padding
         if bool(mask[:, 0].all()):
             return
         length, multiple = mask.shape[1], self._exchange.multiple
@@ -215,7 +215,32 @@ class LayerAxis(SequenceAxis):
                 )
             model: Any = self._model
             decoder = batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
-        self._pad(batch, (*_DECODER, *_LABELS), decoder.shape[1])
+        length, mask = decoder.shape[1], batch.get("decoder_attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == decoder.shape[:2]:
+            self._refuse_counted_padding(mask, labels, -length % self._exchange.multiple)
+        self._pad(batch, (*_DECODER, *_LABELS), length)
+
+    def _refuse_counted_padding(self, mask: Tensor, labels: Any, missing: int) -> None:
+        """Tokens of a decoder that see no other get the mean of all values, where masks are added to scores. Who reads
+        it is their own prediction alone.
+        """
+        if self._pads_in_front or not (self.mode == "ring_attn" or missing):
+            return
+        blind = (mask != 0).cumsum(1) == 0
+        counts = blind if labels is None else blind & (labels != IGNORED)
+        if not bool(counts.any()):
+            return
+        length = mask.shape[1]
+        why = (
+            "which a ring does not"
+            if self.mode == "ring_attn"
+            else f"and rows of {length} tokens are padded to {length + missing}"
+        )
+        raise ValueError(
+            f"decoder_attention_mask with padding in front and sequence_parallelism_mode={self.mode!r}: the attention "
+            f"of {self._name} gives padding there the mean of all values, {why}; give it labels of {IGNORED}, or pad "
+            "behind the tokens"
+        )
 
     def _cut_labels(self, batch: dict[str, Any]) -> None:
         labels, moved = batch.get("labels"), batch.get("shift_labels")

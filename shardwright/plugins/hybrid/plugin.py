@@ -153,7 +153,7 @@ class HybridParallelPlugin(ZeroPlugin):
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
         check_sequence(self.settings)
-        check_compiled(self.settings, pp_size)
+        check_compiled(self.settings)
         check_fp8(self.settings)
         require_process_group("HybridParallelPlugin")
         sizes: dict[str, Any] = {"pp": pp_size, "tp": tp_size, "sp": sp_size or 1, "ep": ep_size}
@@ -369,13 +369,14 @@ class HybridParallelPlugin(ZeroPlugin):
             sharder.shard(materialize=False)  # other stages' layers are never made
             model = sharder.model
         keep_own_experts(model, self.mesh)
-        if self._postpones_weights and splits_backward(plan.pp_style):
+        apart = self._postpones_weights and splits_backward(plan.pp_style)
+        if apart:
             let_weight_grads_wait(model)
         convert_where_wanted(model, self.settings.precision)
         clock = Clock()
         if self.settings.sharding.enable_fused_cross_entropy:
             let_losses_do_without_logits(model, clock)
-        compile_where_wanted(model, self.settings)
+        compile_where_wanted(model, self.settings, apart)
         job = job.of_changed(model, self.policy)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         cut.staged.cast_released(job.dtypes)
