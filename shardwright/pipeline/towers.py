@@ -32,7 +32,7 @@ class Towers:
         """Whether a layer behind the end of a stage, `high`, runs because the batch does not reach those before it:
         all of one or more lists. `reached` is the last layer that ran.
         """
-        if unit < high:
+        if unit < max(high, 1):  # nothing stands before the first one
             return False
         lists = self._lists
         return lists[unit] != lists[unit - 1] and (reached < 0 or lists[reached] != lists[reached + 1])

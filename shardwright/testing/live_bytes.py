@@ -53,6 +53,7 @@ class LiveBytes(TorchDispatchMode):
         """Now. A storage may have been emptied and filled since it was met."""
         total = 0
         for key, reference in list(self._met.items()):
+            # checked on torch 2.13: StorageWeakRef says by itself only whether it has expired
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._met[key]

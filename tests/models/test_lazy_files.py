@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -304,3 +305,21 @@ def test_ties_to_a_tensor_that_the_files_lack_are_parted_as_in_transformers(tmp_
     assert_same(got, want)
     assert got.all_tied_weights_keys == want.all_tied_weights_keys
     assert len(set(got.parameters())) == len(set(want.parameters()))
+
+
+def test_models_inside_of_others_read_their_files(tmp_path: Path) -> None:
+    """peft's adapters stand around a model and its linears, and copy a module that is trained whole."""
+    wanted = qwen3(5)
+    wanted.save_pretrained(tmp_path)
+    with LazyInitContext(seed=1):
+        inner = tf.Qwen3ForCausalLM.from_pretrained(tmp_path)
+        adapted: Any = peft.get_peft_model(
+            inner, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+        )
+        beside = torch.nn.ModuleDict(
+            {"one": adapted, "other": tf.GPT2Model(tf.GPT2Config(n_embd=32, n_layer=1, n_head=4))}
+        )
+    LazyInitContext.materialize(beside)
+    ids = torch.arange(20).view(2, 10)
+    assert torch.equal(adapted(input_ids=ids).logits, wanted(input_ids=ids).logits)  # a new B is zero
+    assert adapted.base_model.model.lm_head.modules_to_save["default"].weight.requires_grad
