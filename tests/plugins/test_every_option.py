@@ -172,7 +172,6 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "enable_jit_fused": [
         Changes(see.report, True),
         Changes(see.modules, True, TP),
-        Refused(True, "pp_style='auto'", {**PIPE, "pp_style": "auto"}),
         Refused(True, "num_sequence_slices=2", {**PIPE, "num_sequence_slices": 2}),
         Refused(True, "selective recomputation", {"gradient_checkpoint_config": PARTLY}),
     ],
