@@ -17,12 +17,12 @@ import json
 from typing import Any
 
 import torch
-from peak import Peak
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Step, Turns, boosted
 
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks
+from shardwright.testing.live_bytes import LiveBytes
 
 
 def build(options: argparse.Namespace, fused: bool) -> Step:
@@ -50,7 +50,7 @@ def run(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
     peaks = {}
     for name, step in steps.items():
         gc.collect()
-        with Peak() as peak:
+        with LiveBytes(given=False) as peak:
             step(batches[0])
         peaks[name] = peak.most
     loops = {name: lambda turn, step=step: step(batches[turn % 3]) for name, step in steps.items()}

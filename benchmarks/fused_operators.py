@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peak import Peak
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from turns import Step, Turns, boosted
@@ -32,6 +31,7 @@ from shardwright.kernels.norms import rms_norm
 from shardwright.kernels.rotary import FORMS, rotated
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks
+from shardwright.testing.live_bytes import LiveBytes
 
 KINDS = {"norms": "enable_fused_normalization", "gated": "enable_fused_activation", "rotary": "enable_fused_rotary"}
 VARIANTS: dict[str, list[str]] = {"plain": [], **{name: [name] for name in KINDS}, "all": list(KINDS)}
@@ -63,7 +63,7 @@ def run(rank: int, world: int, options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {**vars(options), "torch": torch.__version__}
     for name, step in steps.items():
         gc.collect()
-        with Peak() as peak:
+        with LiveBytes(given=False) as peak:
             step(batches[0])
         apart = max(abs(one - other) / one for one, other in zip(losses["plain"], losses[name], strict=True))
         report[name] = {"peak MB": round(peak.most / 1e6, 1), "losses apart": apart}

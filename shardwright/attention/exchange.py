@@ -9,9 +9,11 @@ that part, and gradients of what was gathered are summed over the ranks on their
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.collective import gather_for_shards
@@ -31,6 +33,17 @@ class Exchange:
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
         return self.share.part(whole, dim).contiguous()
 
+    def part_of_states(self, whole: Tensor) -> Tensor:
+        """That of what the first layer of a stack is given."""
+        return self.part(whole)
+
+    def note_keys(self, module: nn.Module, lengths: Iterable[int]) -> None:
+        """Of what is cut for an attention besides hidden states, of the keys of another sequence for one."""
+
+    def whole_length(self, held: int) -> int:
+        """Of the sequence of which a rank holds so many tokens."""
+        return held * self.ranks
+
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of the queries of this rank's attention, of a sequence of `length` tokens: what those have that
         share its place in a ring.
@@ -46,6 +59,10 @@ class Exchange:
             if not written and gathered_dim == dim and whole.requires_grad == known.requires_grad:
                 return known
         return self.part(whole, dim)
+
+    def gather_padded(self, x: Tensor, dim: int = 1) -> Tensor:
+        """All that the ranks hold together."""
+        return self.gather(x, dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         x = x.contiguous()

@@ -141,6 +141,11 @@ class HeadsOf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    @staticmethod
+    def whole(module: Any) -> Any:
+        """The module itself."""
+        return module._module if isinstance(module, HeadsOf) else module
+
 
 def require_view(module: nn.Module, options: dict[str, Any]) -> View:
     """Who sees whom, from what a model hands to its attention function; ValueError for what cannot be honoured."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from .exchange import Exchange
 from .extra_terms import with_alibi
 from .heads import HeadShares
 from .masks import View
+from .padded_exchange import TrueLengths, padded
 from .ring import RingAttention
 from .ring_turn import Block, Setting, Turn
 from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade, Ulysses
@@ -53,7 +54,7 @@ class TrialTrade(Trade):
         self.rank, self.ranks, self._exchange = 0, 1, exchange
 
     def to_heads(self, x: Tensor, sizes: list[int]) -> Tensor:
-        return self._exchange.gather(x, SEQUENCE)
+        return self._exchange.gather_padded(x, SEQUENCE)
 
     def to_sequence(self, out: Tensor, sizes: list[int]) -> Tensor:
         return self._exchange.part(out, 1)
@@ -63,13 +64,18 @@ class TradedHeads(Ulysses):
     """With the masks of whole sequences.
 
     around_ring     `native` is a ring, which knows what it has of them
+    lengths         of sequences that are padded; None: none are
     """
 
     def __init__(
-        self, trade: Trade, native: Callable[[nn.Module], AttentionFunction], around_ring: bool = False
+        self,
+        trade: Trade,
+        native: Callable[[nn.Module], AttentionFunction],
+        around_ring: bool = False,
+        lengths: TrueLengths | None = None,
     ) -> None:
         super().__init__(trade, native, "whole")
-        self._around_ring = around_ring
+        self._around_ring, self._lengths = around_ring, lengths
 
     def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
         return View(False, None)  # the mask says who sees whom
@@ -87,6 +93,10 @@ class TradedHeads(Ulysses):
     ) -> Tensor:
         rank, heads = self._trade.rank, sum(shares.queries)
         first, number = sum(shares.queries[:rank]), shares.queries[rank]
+        length = query.shape[SEQUENCE]
+        if self._lengths is not None and not self._around_ring:
+            queries, keys = self._lengths.of_attention(module, length, key.shape[SEQUENCE])
+            query, key, value = query[:, :, :queries], key[:, :, :keys], value[:, :, :keys]
 
         def mine(of_heads: Any, dim: int) -> Any:
             if not isinstance(of_heads, Tensor) or of_heads.shape[dim] != heads or heads == 1:
@@ -106,9 +116,9 @@ class TradedHeads(Ulysses):
         if isinstance(getattr(module, "sinks", None), Tensor):
             local["sinks"] = mine(module.sinks, 0)
         seen: Any = HeadsOf(module, local)
-        mask = None if documents is None else mine(documents, HEADS)
+        mask = documents if documents is None or documents.dim() < 4 else mine(documents, HEADS)
         out, _ = self._native(module)(seen, query, key, value, mask, **options)
-        return out
+        return padded(out, 1, length)
 
 
 def whole_bias(module: nn.Module, bias: Tensor, queries: int, keys: int) -> Tensor | None:
@@ -121,29 +131,48 @@ def whole_bias(module: nn.Module, bias: Tensor, queries: int, keys: int) -> Tens
     return None
 
 
+class Extent(NamedTuple):
+    """Of queries and keys of whole sequences.
+
+    held    by all ranks together
+    true    without padding, which comes last
+    """
+
+    held: tuple[int, int]
+    true: tuple[int, int]
+
+    def rows(self, share: Share, device: torch.device) -> Tensor:
+        """Positions of a rank's queries; where they are padding, that of the last one."""
+        return share.positions(self.held[0], device).clamp(max=self.true[0] - 1)
+
+
 class MaskedTurn(Turn):
     """With the mask of whole sequences.
 
     mask            [B or 1, 1 or H, S or 1, T], True where a query may see a key
-    length, keys    S and T
+    extent          S and T; no query sees padding
     """
 
     def __init__(
-        self, share: Share, rings: Sequence[Ring], setting: Setting, mask: Tensor | None, length: int, keys: int
+        self, share: Share, rings: Sequence[Ring], setting: Setting, mask: Tensor | None, extent: Extent
     ) -> None:
         super().__init__(share, rings, setting, None)
-        self._mask, self._length, self._keys = mask, length, keys
+        self._mask, self._extent = mask, extent
 
     def blocks(self, source: int, length: int, device: torch.device) -> Iterator[Block]:
-        if self._mask is None and self.setting.view.causal:
+        if self._mask is None and self.setting.view.causal:  # padding comes last
             yield from super().blocks(source, length, device)
             return
-        mask = self._mask
+        mask, theirs = self._mask, self.share.of_rank(source)
+        held, true = self._extent.held[1], self._extent.true[1]
+        keys = sum(max(0, min(stop, true) - start) for start, stop in theirs.spans(held))
+        if keys == 0:
+            return
         if mask is not None:
             if mask.shape[-2] > 1:
-                mask = mask.index_select(-2, self.share.positions(self._length, device))
-            mask = mask.index_select(-1, self.share.of_rank(source).positions(self._keys, device))
-        yield Block(slice(0, length), slice(None), self._rule(False, mask))
+                mask = mask.index_select(-2, self._extent.rows(self.share, device))
+            mask = mask.index_select(-1, theirs.positions(held, device)[:keys])
+        yield Block(slice(0, length), slice(0, keys), self._rule(False, mask))
 
 
 class RingWithMasks(RingAttention):
@@ -153,10 +182,13 @@ class RingWithMasks(RingAttention):
 
     position_bias   [B or 1, H, S/n, T]: this rank's rows of it, see `layer_plan`, or all of them
     alibi           [B, H, T], a term for each key
+
+    lengths         of sequences that are padded; None: none are
     """
 
-    def __init__(self, share: Share, rings: Sequence[Ring]) -> None:
+    def __init__(self, share: Share, rings: Sequence[Ring], lengths: TrueLengths | None = None) -> None:
         super().__init__(share, rings)
+        self._lengths = lengths
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __call__(
@@ -167,7 +199,8 @@ class RingWithMasks(RingAttention):
             return super().__call__(module, query, key, value, *args, **options)
         # Features travel with their keys, so that kernels compute blocks.
         width, scale = value.shape[-1], options.get("scaling") or query.shape[-1] ** -0.5
-        query, key, value = with_alibi(query, key, value, self._share.part(alibi, -1), scale)
+        alibi = self._share.part(padded(alibi, -1, key.shape[SEQUENCE] * self._share.ranks), -1)
+        query, key, value = with_alibi(query, key, value, alibi, scale)
         out, _ = super().__call__(module, query, key, value, *args, **{**options, "alibi": None, "scaling": scale})
         return out[..., :width], None
 
@@ -178,8 +211,17 @@ class RingWithMasks(RingAttention):
         return View(causal, window if causal and isinstance(window, int) else None)
 
     def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
-        length, keys = (x.shape[SEQUENCE] * self._share.ranks for x in (query, key))
-        return MaskedTurn(self._share, self._rings, setting, self._as_bool(mask), length, keys)
+        extent = self._extent(module, query, key)
+        return MaskedTurn(self._share, self._rings, setting, self._as_bool(mask), extent)
+
+    def _extent(self, module: nn.Module, query: Tensor, key: Tensor) -> Extent:
+        queries, keys = (x.shape[SEQUENCE] * self._share.ranks for x in (query, key))
+        true = (
+            (queries, keys)
+            if self._lengths is None
+            else self._lengths.of_attention(HeadsOf.whole(module), queries, keys)
+        )
+        return Extent((queries, keys), true)
 
     def _as_bool(self, mask: Tensor | None) -> Tensor | None:
         return mask if mask is None or mask.dtype == torch.bool else self._parts_of(mask)[0]
@@ -195,18 +237,17 @@ class RingWithMasks(RingAttention):
     def _bias(
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor | None:
-        queries, keys = query.shape[SEQUENCE], key.shape[SEQUENCE] * self._share.ranks
+        extent = self._extent(module, query, key)
+        rows = extent.rows(self._share, query.device)
         terms: list[Tensor | None] = []
         bias = options.get("position_bias")
-        if bias is not None and bias.shape[-2:] == (queries * self._share.ranks, keys):  # which the model made itself
-            terms.append(self._share.part(bias, -2))
+        if bias is not None and bias.shape[-2:] == extent.true:  # which the model made itself
+            terms.append(bias.index_select(-2, rows))
         elif bias is not None:
-            terms.append(whole_bias(module, bias, queries, keys))
+            terms.append(whole_bias(module, bias, query.shape[SEQUENCE], extent.true[1]))
         if mask is not None and mask.dtype != torch.bool and self._parts_of(mask)[1]:
             added = mask.masked_fill(~self._parts_of(mask)[0], 0.0)
-            if added.shape[-2] > 1:
-                added = self._share.part(added, -2)
-            terms.append(added)
+            terms.append(added.index_select(-2, rows) if added.shape[-2] > 1 else added)
         if options.get("alibi") is not None:
             terms.append(options["alibi"][:, :, None])
         found = [term for term in terms if term is not None]
@@ -219,7 +260,7 @@ def around_trial(exchange: Exchange, ring: RingAttention) -> AttentionFunction:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
     ) -> Any:
-        query, key, value = (exchange.gather(x, SEQUENCE) for x in (query, key, value))
+        query, key, value = (exchange.gather_padded(x, SEQUENCE) for x in (query, key, value))
         out, _ = ring(module, query, key, value, attention_mask, **options)
         return exchange.part(out, 1), None
 

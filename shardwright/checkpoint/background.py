@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from ..utils.streams import has_streams, host_memory, streams_of
+
 T = TypeVar("T")
 
 
@@ -48,9 +50,8 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     copies = []
     for tensor in tensors:
-        pin = tensor.device.type == "cuda"
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        copies.append(copy.copy_(tensor, non_blocking=pin))
-    if any(tensor.device.type == "cuda" for tensor in tensors):
-        torch.cuda.synchronize()
+        copy = host_memory(tensor.shape, tensor.dtype, tensor.device)
+        copies.append(copy.copy_(tensor, non_blocking=has_streams(tensor.device)))
+    for streams in {streams_of(tensor.device) for tensor in tensors} - {None}:
+        streams.synchronize()
     return copies

@@ -145,9 +145,27 @@ def all_to_all_flat(
     if quantised_wire.travels_quantised(like, group):
         found: list[torch.Tensor] = turns.wait(quantised_wire.trade_parts(parts, counts, like.dtype, group), like)
         return found
-    received = like.new_empty(sum(counts))
     lengths = [part.numel() for part in parts]
-    turns.run(all_to_all_single, received, torch.cat(list(parts)), list(counts), lengths, group=group)
+    return _trade(torch.cat(list(parts)), lengths, counts, group)
+
+
+def all_to_all_even(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> list[torch.Tensor]:
+    """Send the r-th of equal parts along `dim` to rank r; what came, flat. One copy brings the parts one after the
+    other; none where all dims before `dim` have size 1.
+    """
+    ranks = dist.get_world_size(group)
+    parts = tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0).contiguous().flatten(1)
+    if quantised_wire.travels_quantised(tensor, group):
+        return all_to_all_flat(parts.unbind(), [parts.shape[1]] * ranks, group)
+    lengths = [parts.shape[1]] * ranks
+    return _trade(parts.flatten(), lengths, lengths, group)
+
+
+def _trade(
+    sent: torch.Tensor, lengths: Sequence[int], counts: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    received = sent.new_empty(sum(counts))
+    turns.run(all_to_all_single, received, sent, list(counts), list(lengths), group=group)
     return list(received.split(list(counts)))
 
 

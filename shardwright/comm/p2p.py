@@ -46,6 +46,7 @@ from torch import Tensor
 
 from ..cluster import job
 from ..utils.device import device_type_of_backend, get_current_device
+from ..utils.streams import has_streams
 from .in_flight import Receive, Sent
 from .payload import Header, TensorMeta, take_apart
 from .quantised import can_be_quantised, quantise, wire_bytes
@@ -150,7 +151,7 @@ class PipeComm:
         self.caches = True
         self._groups = groups
         self._quantises = is_quantised(group)
-        self._on_streams = device_type_of_backend(dist.get_backend(group)) == "cuda"
+        self._on_streams = has_streams(self.device)
         self._max_in_flight = 2 * self.size
         self._sent_headers: dict[int, _Edge] = {}
         self._known_headers: dict[int, _Edge] = {}

@@ -22,6 +22,7 @@ from ..cluster import job
 from ..logging import get_dist_logger
 from ..utils.device import host_device
 from ..utils.errors import one_of
+from ..utils.streams import host_memory, streams_of
 
 POLICIES = ("warn", "skip", "stop")
 
@@ -93,13 +94,14 @@ class LossGuard:
             return
         self._losses = None
         steps = f"step {self.step}" if self._since == self.step else f"steps {self._since} to {self.step}"
-        if losses.device.type == "cpu":
+        streams = streams_of(losses.device)
+        if streams is None:
             self._check(steps, float(losses))
             return
         if self._room is None:
-            self._room = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._room = host_memory((), torch.float32, losses.device)
         self._room.copy_(losses.float(), non_blocking=True)
-        event = torch.cuda.Event()
+        event = streams.Event()
         event.record()
         self._travelling = steps, self._room, event
 

@@ -110,12 +110,24 @@ def _from_pretrained(
     if dtype == "auto":
         dtype = config.dtype or files.floating_dtype()
     model = cls._from_config(config, dtype=dtype, **options)
+    _make_tables(model, model)
     source = HfSource(files, model, model.state_dict())
     _check(source, model, directory, ignores_shapes)
     setattr(model, SOURCE, source)
     if model.can_generate() and (directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model.eval()
+
+
+def _make_tables(module: nn.Module, owner: Any) -> None:
+    """Buffers that no file has, such as sines of positions, once more: they were computed in the dtype of the weights,
+    and transformers, too, computes them again in the usual one when it has loaded the weights.
+    """
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    if module._non_persistent_buffers_set:
+        owner._init_weights(module)
+    for child in module.children():
+        _make_tables(child, owner)
 
 
 def _dtype(asked: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +28,7 @@ from .notes import Notes, notes_of
 
 _WEIGHTS: weakref.WeakKeyDictionary[nn.Module, LazyWeights] = weakref.WeakKeyDictionary()
 SOURCE = "_shardwright_weight_source"  # an HfSource, on models whose weights are read instead of made
+_OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)")  # what peft adds to names
 
 
 Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, and its names there
@@ -35,7 +37,7 @@ Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, and its n
 class LazyWeights:
     """The weights that a lazily built model would have, by full name."""
 
-    def __init__(self, model: nn.Module, source: HfSource | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._notes: dict[str, Notes] = {}
         self._canonical: dict[str, str] = {}  # one name for all names of a tied parameter
         first: dict[int, str] = {}
@@ -44,12 +46,16 @@ class LazyWeights:
             notes = notes_of(param)
             if notes is not None:
                 self._notes[name] = notes
-        # files may hold a tied parameter under any one of its names
-        self._stored_as = {
-            first: name for name, first in reversed(self._canonical.items()) if source and name in source
+        self._sources = {
+            name: module.__dict__[SOURCE] for name, module in model.named_modules() if SOURCE in module.__dict__
         }
+        # files may hold a tied parameter under any one of its names
+        self._stored_as: dict[str, tuple[HfSource, str]] = {}
+        for name, one in self._canonical.items():
+            stored = self._stored(name)
+            if stored is not None:
+                self._stored_as.setdefault(one, stored)
         self._room: Tensor | None = None
-        self._source = source
 
     @classmethod
     def of(cls, model: nn.Module) -> LazyWeights | None:
@@ -57,10 +63,9 @@ class LazyWeights:
         calls give the same.
         """
         if model not in _WEIGHTS:
-            source = getattr(model, SOURCE, None)
-            if source is None and not any(notes_of(param) is not None for param in model.parameters()):
+            if not any(notes_of(param) is not None for param in model.parameters()):
                 return None
-            _WEIGHTS[model] = cls(model, source)
+            _WEIGHTS[model] = cls(model)
         return _WEIGHTS[model]
 
     def materialize(
@@ -100,14 +105,16 @@ class LazyWeights:
         """Give buffers the values of the checkpoint, and free what making weights needed."""
         for name, buffer in model.named_buffers():
             spec = get_spec(buffer) or ParamSpec(name, tuple(buffer.shape))
-            if self._source is not None and spec.name in self._source:
-                buffer.copy_(self._source.shard(spec, _coordinate(spec, coordinates)))
+            stored = self._stored(spec.name)
+            if stored is not None:
+                source, name = stored
+                buffer.copy_(source.shard(spec.renamed(name), _coordinate(spec, coordinates)))
         target = device or next((notes.device for notes in self._notes.values() if notes.device is not None), None)
         if target is not None:
             move_buffers(model, target)
         self._room = None
-        if self._source is not None:
-            self._source.close()
+        for source in self._sources.values():
+            source.close()
 
     def check(self, name: str, param: Tensor) -> None:
         """Everything that can go wrong is found before the first weight is made."""
@@ -127,10 +134,24 @@ class LazyWeights:
                 "LazyInitContext, or initialise this parameter in its module's reset_parameters"
             )
 
+    def _stored(self, name: str) -> tuple[HfSource, str] | None:
+        """The files that have a tensor, and its name there. A model that reads files may stand inside of others, and
+        peft's adapters stand around its modules; both name its tensors anew.
+        """
+        for place, source in self._sources.items():
+            if not name.startswith(f"{place}." if place else ""):
+                continue
+            own = name[len(place) + 1 if place else 0 :]
+            for known in (own, _OF_ADAPTERS.sub("", own)):
+                if known in source:
+                    return source, known
+        return None
+
     def _make(self, spec: ParamSpec, coordinate: int) -> Tensor:
         name = self._canonical.get(spec.name, spec.name)
-        if self._source is not None and name in self._stored_as:
-            return self._source.shard(spec.renamed(self._stored_as[name]), coordinate)
+        if name in self._stored_as:
+            source, stored = self._stored_as[name]
+            return source.shard(spec.renamed(stored), coordinate)
         notes = self._notes[name]
         digest = hashlib.blake2b(f"{notes.seed}:{name}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1

@@ -20,6 +20,12 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window")
 
 
+def native_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside of peft's wrappers, or `model` itself."""
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return get_base_model() if hasattr(model, "peft_config") and callable(get_base_model) else model
+
+
 def config_of(model: nn.Module) -> Any:
     """None for models without one."""
     return getattr(model, "config", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 from ..comm.compat import finished_work
 from ..utils.pytree import TorchDispatchMode, tree_leaves
 from ..utils.tensors import map_tensors
-from .meta_results import find_result
+from .meta_results import compute, find_result
 
 _aten = torch.ops.aten
 
@@ -70,7 +71,7 @@ class MadeUpValues(TorchDispatchMode):
                 # Its shape rule accepts bfloat16 alone; the shape is the same for every dtype: [T, K] x [E, K, N] ->
                 # [T, N].
                 return first.new_empty((first.shape[0], args[1].shape[2]))
-        return func(*args, **(kwargs or {}))
+        return compute(func, args, kwargs or {})
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:
@@ -100,7 +101,13 @@ def weight_sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def _copy(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    memo: dict[int, Any] = {}
+    # Most of what a module consists of is ten dictionaries of hooks with nothing in them, which take deepcopy longest.
+    memo: dict[int, Any] = {
+        id(value): OrderedDict()
+        for module in model.modules()
+        for value in vars(module).values()
+        if type(value) is OrderedDict and not value
+    }
     for parameter in model.parameters():
         differentiable = parameter.is_floating_point() or parameter.is_complex()
         memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=differentiable)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..utils.tensors import map_tensors
-from .config import HIDDEN, first_int, text_part
+from .config import HIDDEN, first_int, native_model, text_part
 
 Batch = dict[str, Any]
 SAMPLES, CHOICES = 2, 2
@@ -26,6 +26,7 @@ _PLAIN_LENGTH, _LENGTH = 8, 12
 _FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token in any usual vocabulary
 _IGNORE = -100
 _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
+_BESIDES_TEXT = ("pixel", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
 _ACROSS = ("encoder_attn", "cross_attn", "crossattention", "cross_attention")
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
@@ -35,9 +36,10 @@ _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_proj
 
 def example_batches(model: nn.Module) -> Iterator[Batch]:
     """Batches without labels that a transformers model may accept, likely ones first; text alone before text with
-    images.
+    images. Those of a model without weights have their whole numbers on the CPU.
     """
     maker = _Maker(model)
+    maker.keeps_numbers = maker.device.type == "meta"
     if maker.main == "pixel_values" and "input_ids" not in maker.arguments:
         yield maker.placed(maker.images(zeros=True))
     elif maker.main == "input_features":
@@ -66,6 +68,12 @@ def training_batches(model: nn.Module, seed: int = 2) -> Iterator[Batch]:
             yield maker.placed({**inputs, **labels, **maker.switches()})
     for inputs in maker.full():
         yield maker.placed({**inputs, **maker.switches()})
+
+
+def takes_more_than_text(model: nn.Module, example: Any = None) -> bool:
+    """Whether batches hold images or sounds, or places in them; `example` is one, where there is one."""
+    names = example if isinstance(example, Mapping) else inspect.signature(model.forward).parameters
+    return any(part in name for name in names for part in _BESIDES_TEXT)
 
 
 def check_example(batch: Any) -> None:
@@ -128,14 +136,16 @@ class _Maker:
     def __init__(self, model: nn.Module, seed: int = 2) -> None:
         self.config: Any = getattr(model, "config", None)
         self.main: str = getattr(model, "main_input_name", "input_ids")
-        parameters = inspect.signature(model.forward).parameters
+        native = native_model(model)
+        parameters = inspect.signature(native.forward).parameters
         self.arguments = set(parameters)
         self.required = [
             name
             for name, one in parameters.items()
             if one.default is one.empty and one.kind < one.VAR_KEYWORD and one.kind != one.VAR_POSITIONAL
         ]
-        self.head = getattr(type(model), "native_class", type(model)).__name__
+        self.head = getattr(type(native), "native_class", type(native)).__name__
+        self.keeps_numbers = False
         self.looks_across = any(name.endswith(_ACROSS) for name, _ in model.named_modules())
         param = next(model.parameters())
         self.device = param.device
@@ -151,6 +161,8 @@ class _Maker:
         """On the model's device; images and sounds in its dtype."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
+            if self.keeps_numbers and not tensor.is_floating_point():
+                return tensor
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
         return map_tensors(move, batch)
@@ -175,7 +187,8 @@ class _Maker:
             if takes_text:
                 yield {**seen, **self.words(self._image_places(seen))}
                 yield {**seen, **self.words()}
-            yield {**seen, **self.points()}
+            for asked in self.prompts():
+                yield {**seen, **asked}
         for heard in filter(None, sounds):
             if takes_text:
                 yield {**heard, **self.words()}
@@ -274,9 +287,21 @@ class _Maker:
         """[B, samples]"""
         return {"input_values": self._noise(SAMPLES, _SAMPLES_OF_SOUND)} if "input_values" in self.arguments else {}
 
-    def points(self) -> Batch:
-        """One point to segment at per sample, where the model is asked with points."""
-        return {"input_points": torch.full((SAMPLES, 1, 1, 2), 8.0)} if "input_points" in self.arguments else {}
+    def prompts(self) -> Iterator[Batch]:
+        """What to segment, one thing per sample, where the model is asked with points; nothing for the others."""
+        if "input_points" not in self.arguments:
+            yield {}
+            return
+        points = {"input_points": torch.full((SAMPLES, 1, 1, 2), 8.0)}
+        marked = {**points, "input_labels": torch.ones(SAMPLES, 1, 1, dtype=torch.long)}
+        boxes = {"input_boxes": torch.tensor([[[2.0, 3.0, 9.0, 9.0]]] * SAMPLES)}
+        side = 4 * _image_size(self.vision)[0] // _pair(getattr(self.vision, "patch_size", 16) or 16)[0]
+        if {"input_labels", "input_boxes", "input_masks"} <= self.arguments:
+            yield {**marked, **boxes, "input_masks": self._noise(SAMPLES, 1, side, side)}
+            yield {**marked, **boxes}
+        if "input_labels" in self.arguments:
+            yield marked
+        yield points
 
     def labels(self, inputs: Batch) -> Iterator[Batch]:
         """Labels for the head, by what the forward takes, the likely ones first."""

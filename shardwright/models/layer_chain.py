@@ -130,6 +130,12 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
+def paths_to(name: str) -> list[str]:
+    """Names of the modules from the outermost that `name` lies in to itself: a.0.b -> a, a.0, a.0.b"""
+    parts = name.split(".")
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
 def _parameters(item: tuple[str, nn.ModuleList]) -> int:
     return sum(parameter.numel() for parameter in item[1].parameters())
 

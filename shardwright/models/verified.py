@@ -3,10 +3,10 @@
 `verified.json` is written by `python -m tests.models.matrix --write`:
 
     {"transformers": version, "torch": version, "dates": ...,
-     "axes": {name: {"title": ..., "group": ...}}, "groups": {name: title},
+     "axes": {name: {"title": ..., "group": ...}}, "groups": {name: title}, "one_step": number of cells,
      "reasons": [text, ...],
-     "rows": [{"family", "model_type", "model_class", "first", "cells": {axis: [outcome, reason number or -1]},
-               "share", "whole"}]}
+     "rows": [{"family", "model_type", "model_class", "first", "kinds", "cells": {axis: [outcome, reason number or -1]},
+               "share", "whole", "times"}]}
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Row:
     family  of models, or the mapping of transformers' auto classes that has it
     first   whether it stands for its model type, and was run on every axis
     share   of the parameters that two tensor-parallel ranks share, `whole` the larger ones that they do not
+    kinds   of transformers' auto mappings that have it: "causal LM", "image", ...
+    times   "one", "tp2", "pp2" -> milliseconds of a step, of CPU and elapsed
     """
 
     family: str
@@ -43,16 +45,23 @@ class Row:
     cells: Mapping[str, Cell]
     share: float | None = None
     whole: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    times: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """All results and with which versions they were found; `axes` are (name, title, group)."""
+    """All results and with which versions they were found.
+
+    axes        (name, title, group)
+    one_step    how many verified cells that train did so for one step only
+    """
 
     versions: Mapping[str, str]
     axes: tuple[tuple[str, str, str], ...]
     groups: Mapping[str, str]
     rows: tuple[Row, ...] = field(default=())
+    one_step: int = 0
 
     def matching(self, text: str) -> list[Row]:
         """Rows whose family, model type or class has the text in it, in any case."""
@@ -80,24 +89,32 @@ def load(file: Path = FILE) -> Verified:
             {axis: cell(said) for axis, said in one["cells"].items()},
             one.get("share"),
             tuple(one.get("whole", ())),
+            tuple(one.get("kinds", ())),
+            {name: (cpu, elapsed) for name, (cpu, elapsed) in one.get("times", {}).items()},
         )
         for one in data["rows"]
     )
     axes = tuple((name, one["title"], one["group"]) for name, one in data["axes"].items())
-    return Verified(data["versions"], axes, data["groups"], rows)
+    return Verified(data["versions"], axes, data["groups"], rows, data.get("one_step", 0))
 
 
 def line_of(cell: Mapping[str, Any]) -> str:
     """One line about a cell that has just been run."""
     share = f"{cell['share']:.0%} sharded" if "share" in cell else ""
     whole = f"whole: {', '.join(cell['whole'])}" if cell.get("whole") else ""
-    said = "; ".join(filter(None, (share, whole, cell.get("note", ""), cell.get("why", ""))))
+    times = ", ".join(f"{name} {cpu:.1f}" for name, (cpu, _) in cell.get("times", {}).items())
+    times = times and f"CPU ms of a step: {times}"
+    said = "; ".join(filter(None, (share, whole, times, cell.get("note", ""), cell.get("why", ""))))
     return f"{cell['axis']:13} {cell['outcome']:14} {cell['seconds']:6.1f} s  {said}".rstrip()
 
 
 def as_json(rows: list[Row]) -> Iterator[dict[str, Any]]:
     for row in rows:
-        shared = {} if row.share is None else {"share": row.share, "whole": list(row.whole)}
+        shared: dict[str, Any] = {} if row.share is None else {"share": row.share, "whole": list(row.whole)}
+        if row.times:
+            shared["step_milliseconds"] = {
+                name: {"cpu": cpu, "elapsed": wall} for name, (cpu, wall) in row.times.items()
+            }
         yield {
             "family": row.family,
             "model_type": row.model_type,

@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import turns
-from ..comm.collectives import all_gather, all_reduce_in_place, all_to_all_flat, even_sizes, reduce_scatter
+from ..comm.collectives import (
+    all_gather,
+    all_reduce_in_place,
+    all_to_all_even,
+    all_to_all_flat,
+    even_sizes,
+    reduce_scatter,
+)
 from .keeping import keep_result
 
 Sizes = Sequence[int]
@@ -131,14 +138,17 @@ def all_to_all(
     x: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, scatter_sizes: Sizes, gather_sizes: Sizes
 ) -> Tensor:
     """See `all_to_all_in_group`; parts travel flattened, so any sizes do."""
-    sent = [part.reshape(-1) for part in x.split(list(scatter_sizes), scatter_dim)]
     shapes = []
     for size in gather_sizes:
         shape = list(x.shape)
         shape[gather_dim], shape[scatter_dim] = size, scatter_sizes[group.rank()]
         shapes.append(shape)
     counts = [torch.Size(shape).numel() for shape in shapes]
-    received = all_to_all_flat(sent, counts, group)
+    if len(set(scatter_sizes)) == len(set(counts)) == 1:
+        received = all_to_all_even(x, group, scatter_dim % x.ndim)
+    else:
+        sent = [part.reshape(-1) for part in x.split(list(scatter_sizes), scatter_dim)]
+        received = all_to_all_flat(sent, counts, group)
     return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], gather_dim)
 
 

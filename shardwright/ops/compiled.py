@@ -26,18 +26,18 @@ from torch import Tensor, fx
 from ..comm import turns
 from ..comm.collectives import all_reduce_in_place
 
-# With the place of `after`.
-_COLLECTIVES = {
-    "sum_over_group": 2,
-    "gather_sequence": 7,
-    "gathered_linears": 9,
-    "scattered_linear": 4,
-    "scattered_linear_backward": 5,
-    "deal_sequence": 4,
-    "trade_heads": 5,
-    "ring_attention": 9,
-    "ring_attention_backward": 12,
-}
+# Each has an argument `after`, its last.
+_COLLECTIVES = (
+    "sum_over_group",
+    "gather_sequence",
+    "gathered_linears",
+    "scattered_linear",
+    "scattered_linear_backward",
+    "deal_sequence",
+    "trade_heads",
+    "ring_attention",
+    "ring_attention_backward",
+)
 _groups: dict[str, dist.ProcessGroup] = {}  # an operator takes no process group, so it finds it by its name
 
 
@@ -125,7 +125,8 @@ def keep_order(graph: fx.Graph) -> None:
         if calls(node, "copy_to_group") and node not in returned:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif (place := next((place for name, place in _COLLECTIVES.items() if calls(node, name)), None)) is not None:
+        elif any(calls(node, name) for name in _COLLECTIVES):
+            place = [argument.name for argument in node.target._schema.arguments].index("after")  # type: ignore
             # What inductor goes by to lay arguments out as they were traced, which are others now; any layout will do.
             node.meta.pop("eager_input_vals", None)
             if last is not None:

@@ -31,8 +31,9 @@ import importlib.util
 import itertools
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
@@ -49,6 +50,7 @@ from .compiled import keep_order, share_copies
 from .compiled_products import join_linears
 from .compiled_sequence import read_by_shards, share_gathers, traced
 from .hooks_inside import hooks_inside
+from .late_products import LateProducts
 from .layer_parts import IN_PARTS, parts_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -111,8 +113,11 @@ def _inductor_options() -> dict[str, Any]:
     return {"post_grad_custom_pre_pass": KeepOrder(), "fallback_random": True}
 
 
-def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What `torch.compile` makes of a graph, with collectives in it."""
+def compile_graph(graph: fx.GraphModule, inputs: list[Any], late: LateProducts | None = None) -> Callable[..., Any]:
+    """What `torch.compile` makes of a graph, with collectives in it.
+
+    late    weight gradients that its backward is to leave to a `WeightGradStore`
+    """
     from torch._functorch import config
 
     share_copies(graph.graph)
@@ -123,7 +128,9 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
     compiled: Any
     # A backward that cannot be compiled is found out here, where there is another way.
     with config.patch(force_non_lazy_backward_lowering=True):
-        if backend == "inductor":
+        if late is not None:
+            compiled = _compile_apart(graph, inputs, late)
+        elif backend == "inductor":
             from torch._inductor import compile as compile_by_inductor
 
             compiled = compile_by_inductor(graph, inputs, options=_inductor_options())
@@ -132,6 +139,37 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
 
             compiled = lookup_backend(backend)(graph, inputs)
     return compiled  # type: ignore[no-any-return]
+
+
+def _compile_apart(graph: fx.GraphModule, inputs: list[Any], late: LateProducts) -> Callable[..., Any]:
+    """Compiled, without the products in its backward that may come later. Torch keeps what it compiles, for the next
+    process, by graphs that do not tell of this.
+    """
+    from torch._functorch import config
+
+    def compile_one(graph: fx.GraphModule, inputs: Any, *, by: Callable[..., Any], **how: Any) -> Any:
+        if not how.pop("splits", how.get("is_backward", False)):
+            return by(graph, inputs, **how)
+        late.take_out(graph.graph)
+        graph.recompile()
+        return late.around(by(graph, inputs, **how))
+
+    with config.patch(enable_autograd_cache=False):
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+            inner = functools.partial(compile_one, by=compile_fx_inner)
+            return compile_fx(graph, inputs, inner_compile=inner, config_patches=_inductor_options())  # type: ignore
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        return aot_autograd(  # type: ignore
+            fw_compiler=boxed_nop,
+            bw_compiler=functools.partial(compile_one, by=boxed_nop, splits=True),
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )(graph, inputs)
 
 
 def _refusals() -> tuple[type[Exception], ...]:
@@ -253,9 +291,20 @@ class LayerGraph:
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         _LOGGER.info(f"enable_jit_fused=True: compiling layers of class {self._name}, graph {self._num_graphs + 1}")
-        compiled = compile_graph(graph, inputs)
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        late = LateProducts(inputs, functools.partial(self._say_at_once, names)) if self._kinds.apart else None
+        compiled = compile_graph(graph, inputs, late)
         self._num_graphs += 1
         return compiled
+
+    def _say_at_once(self, names: Sequence[str], places: Sequence[int]) -> None:
+        """Of matrices, by the names that dynamo gives them: l_layer_modules_mlp_modules_up_proj_parameters_weight_."""
+        given = [names[place].rstrip("_") for place in places]
+        paths = [".".join(re.split("_(?:modules|parameters)_", name)[1:]) or name for name in given]
+        _LOGGER.warning(
+            f"enable_jit_fused=True: in layers of class {self._name} the gradients of {', '.join(paths)} are computed "
+            "with those of the inputs, and fill no bubble: they are no single products"
+        )
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -276,20 +325,23 @@ class LayerGraph:
         return twin
 
 
-def compile_layers(model: nn.Module) -> dict[str, LayerGraph]:
+def compile_layers(model: nn.Module, apart: bool = False) -> dict[str, LayerGraph]:
     """Let the layers of `model` run compiled, from their next call on; the graph of each by its name.
+
+    apart   whether weight gradients can wait for a schedule that splits the backward
 
     Layers keep their identity, names and parameters; their class becomes a subclass of what it was.
     """
     require_compiler()
-    kinds = Kinds()
+    kinds = Kinds(apart)
     return {name: kinds.compile(layer) for name, layer in layers_of(model)}
 
 
 class Kinds:
     """The graphs of a model's layers, and of modules inside of layers, those of one kind sharing theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
+        self.apart = apart
         self._graphs: dict[Any, LayerGraph] = {}
 
     def compile(self, layer: nn.Module, is_part: bool = False) -> LayerGraph:

@@ -149,7 +149,8 @@ def linear(
     """
     if fp8 is not None:
         return fp8.linear(x, weight, bias, weight, transposed)
-    if deferral_possible():
+    # Of a compiled layer `late_products` lets them wait.
+    if not torch.compiler.is_compiling() and deferral_possible():
         return _linear(x, weight, bias, weight, transposed)
     return F.linear(x, weight.t() if transposed else weight, bias)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster import job
@@ -26,6 +27,7 @@ from ..kernels.lazy_logits import loss_wanted
 from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.tensors import map_tensors
+from ..utils.transfer import is_on_host, needs_transfer, to_device
 from .batch.images import check_images
 from .batch.microbatch import batch_size, items_of
 from .batch.ready import Microbatches, as_microbatches
@@ -201,6 +203,26 @@ class PipelineExecutor:
             entries = [*enumerate(args), *kwargs.items()]
             self._same_batch.check(describe(entries), entries)
 
+    def on_device(self, given: Any) -> Any:
+        """`given`, with what is in host memory moved to where the model is."""
+        device = self._batch_device()
+        return map_tensors(partial(to_device, device=device), given) if needs_transfer(device) else given
+
+    def call(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Of a `model` that is not cut, by itself. What is in host memory is moved to the device, and the model's
+        questions about it are answered there.
+        """
+        given = args, kwargs
+        args, kwargs = self._cast_inputs(self.on_device(given))
+        if not needs_transfer(self._batch_device()) or not is_on_host(given):
+            return model(*args, **kwargs)
+
+        def whole() -> Any:
+            return model(*args, **kwargs)
+
+        moved, known = ({**dict(enumerate(each[0])), **each[1]} for each in ((args, kwargs), given))
+        return self.cut.staged.call_whole(whole, moved, lambda: self._cast_inputs(known))
+
     def _execute(
         self,
         data_iter: Iterator[Any],
@@ -228,7 +250,8 @@ class PipelineExecutor:
             batch, microbatches, criterion, self._loss_group, self._batch_device(), self._buffers, split, router_loss
         )
         # On the host they are made only if masks must be compared and reading them on the device would wait for it.
-        inputs = self._inputs(microbatches, lambda: self._split(given, None)[1])
+        host = (lambda: self._split(given, None)[1]) if is_on_host(given) else None
+        inputs = self._inputs(microbatches, host)
         step = Step(microbatches, loss, optimizer, inputs)
         step.training, step.want_loss, step.want_outputs = training, want_loss, want_outputs
         self._check_loss(step)
@@ -245,7 +268,7 @@ class PipelineExecutor:
         reported = step.loss.reported() if want_loss else None
         return {"loss": reported, "outputs": step.merged_outputs(reported) if want_outputs else None}
 
-    def _inputs(self, microbatches: Sequence[Any], host: Callable[[], Sequence[Any]]) -> StepInputs:
+    def _inputs(self, microbatches: Sequence[Any], host: Callable[[], Sequence[Any]] | None) -> StepInputs:
         if self.cut.slices is None:
             return StepInputs(microbatches, self._cast_inputs, host)
         return SlicedInputs(microbatches, self.cut.slices, self._cast_inputs, host)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..models.caches import keep_caches_off_in_training
 from ..models.dry_run import without_data
+from ..models.known_values import knowing_whole_numbers, known
 from ..utils import pytree
 
 
@@ -49,9 +50,9 @@ def stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | No
     return torch.full((), value, dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)
 
 
-def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Output of `module` as meta tensors, for inputs like these: its call runs once with every tensor on the meta
-    device.
+def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Output of `module` as meta tensors, for inputs like these, and whether it follows from their shapes: its call
+    runs once with every tensor on the meta device, or, where it asks for them, with whole numbers on the CPU.
     """
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (table, name, tensor)
@@ -64,9 +65,15 @@ def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs
         for table, name, tensor in places:
             on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             table[name] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        with torch.no_grad(), without_data():
-            return call(*args, **kwargs)
+        with torch.no_grad():
+            try:
+                given = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+                with without_data():
+                    return call(*given[0], **given[1]), True
+            except Exception:  # of a module whose shapes follow from sizes of images, say
+                args, kwargs = known((args, kwargs))
+                with knowing_whole_numbers():
+                    return call(*args, **kwargs), False
     finally:
         for table, name, tensor in places:
             table[name] = tensor

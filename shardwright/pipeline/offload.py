@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.compat import storage_users
+from ..utils.streams import host_memory, streams_of
 from .saved_bytes import note_checkpointed
 
 SMALLEST = 1 << 16
@@ -131,7 +132,8 @@ class _Lane:
     """Copies in one direction, in order, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = streams_of(device)
+        self._stream = None if self._streams is None else self._streams.Stream(device)
 
     def copy(self, to: list[Tensor], source: list[Tensor], after: list[Any]) -> Any:
         """Begin when what was asked to be computed so far is done, and the events `after` are past; returns the
@@ -140,21 +142,21 @@ class _Lane:
         if self._stream is None:
             torch._foreach_copy_(to, source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(self._streams.current_stream(self._stream.device))
         for event in after:
             self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
+        with self._streams.stream(self._stream):
             torch._foreach_copy_(to, source, non_blocking=True)
             return self._stream.record_event()
 
     def hold_up(self, event: Any) -> None:
         """What is computed from now on waits for a copy."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(event)
+            self._streams.current_stream(self._stream.device).wait_event(event)
 
     def hold_up_for_all(self) -> None:
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._streams.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class ActivationOffload:
@@ -261,10 +263,7 @@ class ActivationOffload:
     def _take_blocks(self, num_bytes: int) -> list[_Block]:
         number = -(-num_bytes // BLOCK)
         taken, self._free = self._free[:number], self._free[number:]
-        pinned = self._device.type == "cuda"
-        return taken + [
-            _Block(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)) for _ in range(number - len(taken))
-        ]
+        return taken + [_Block(host_memory((BLOCK,), torch.uint8, self._device)) for _ in range(number - len(taken))]
 
 
 def _memory_of(tensor: Tensor, found: dict[int, weakref.ref[_Memory]]) -> _Memory | None:

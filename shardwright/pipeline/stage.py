@@ -28,8 +28,8 @@ from torch import nn
 from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
 from ..models.layer_chain import Unit, numbers_by_module
-from ..utils import pytree
 from ..utils.tensors import map_tensors
+from ..utils.transfer import needs_transfer
 from .applications import Applications
 from .batch.images import without_patches
 from .batch.step_inputs import StepInputs
@@ -40,10 +40,13 @@ from .encoded_numbers import decode, encode
 from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
-from .hoisting.reads import HostReads, Watch
-from .in_place import change_class, disable_own_checkpointing, keep_slices, output_shapes, release, stand_in
+from .hoisting.reads import HostReads, Unwatchable, Watch
+from .hoisting.surroundings import Surroundings
+from .in_place import change_class, disable_own_checkpointing, keep_slices, release, stand_in
 from .loss.router_logits import RouterLogits
 from .slices.sequence_slices import Payload, SlicedInputs
+from .stubs import stub_call
+from .towers import Towers, is_nothing, nothing_of
 
 PLAIN_CALL = (
     "this model is split into pipeline stages, so it cannot be called directly: one rank holds only some of its "
@@ -78,6 +81,7 @@ class StageRun:
     trace: Trace | None = None  # instead of layers
     in_model: bool = True  # whether layers are called by the model's forward
     begin: int = 0  # first unit that runs: what the ones before returned is there
+    reached: int = -1  # last unit that the model has called
     watch: Watch | None = None  # of what the model's forward reads off tensors
     past: Any = None  # keys and values of the slices before this one
     applications: Applications = field(default_factory=Applications)
@@ -136,10 +140,12 @@ class StagedModel:
         self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
         self._defaults = forward_defaults(model)
         templates = survey.templates if survey is not None else ()
+        self._towers = Towers(survey) if survey is not None else None
         self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
         disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
-        self._reads: HostReads | None = None
+        self._around = Surroundings(model, [unit.layer for unit in units])
+        self._reads = HostReads(self._around.state, self._around.unchanged_since) if units else None
         self.answers_on_cpu = False  # reads of a model on the CPU need no other answers: nothing waits there
         if survey is not None and len(stages) > 1:
             self._release_foreign(survey)
@@ -148,8 +154,7 @@ class StagedModel:
             # A module outside the layers that a stage reads may gather its weights, which has to happen as often on
             # every rank.
             between = [stage for stage in held if 0 < stage < len(stages) - 1 and not self._live[stage]]
-            self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between})
-            self._reads = HostReads(self._calls.state, self._calls.unchanged_since)
+            self._calls = LayerCalls(model, survey, {stage: stages[stage] for stage in between}, self._around)
         self._install_gates()
 
     @property
@@ -220,7 +225,7 @@ class StagedModel:
         stage = run.stage
         if self._calls is not None and not run.is_last:
             calls = self._calls.find(
-                stage, run.received, inputs, index, lambda trace, batch: self._trace(run, trace, batch)
+                stage, run.received, inputs, index, lambda trace, batch: self._trace(run, trace, inputs, index, batch)
             )
             if calls is not None:
                 run.in_model, self.current = False, run
@@ -241,12 +246,12 @@ class StagedModel:
         return result
 
     def _watch(self, run: StageRun, inputs: StepInputs, index: int, batch: Any) -> Watch | None:
-        if self._reads is None or self._calls is None or torch.is_inference_mode_enabled():
+        if self._reads is None or torch.is_inference_mode_enabled():
             return None
-        if (self._own_device().type == "cpu" and not self.answers_on_cpu) or self._calls.is_watched():
+        if not (self.answers_on_cpu or needs_transfer(self._own_device())) or self._around.is_watched():
             return None
         metas = tuple((tensor.shape, tensor.dtype) for output in run.received.values() for tensor in tensors_of(output))
-        look = (run.stage, run.low, metas, context(self._own_device()), self._calls.modes)
+        look = (run.stage, run.low, self.current is not None, metas, context(self._own_device()), self._around.modes)
         return self._reads.of_forward(look, inputs, index, batch)
 
     def _prepared(
@@ -279,7 +284,7 @@ class StagedModel:
             self.current = run
             seen = self._seen_by(run, batch)
             try:
-                output = self._watched_call(run, seen)
+                output = self._watched_call(run, lambda: self._call(seen))
             except StageExit:
                 return self._pack(run), None
             finally:
@@ -291,29 +296,37 @@ class StagedModel:
             )
         return None, output
 
-    def _watched_call(self, run: StageRun, batch: Any) -> Any:
-        if run.watch is not None:
-            run.watch.begin()
-            try:
-                return self._call(batch)
-            except StageExit:
-                raise
-            except Exception:
-                if not run.watch.is_active:  # in a layer, or behind the last one
-                    raise
-                # there is code that does not run under modes of torch; an error of its own comes again
-                self._reads = None
-            finally:
-                run.watch.end()
-            run.watch = None
-        return self._call(batch)
-
-    def _trace(self, run: StageRun, trace: Trace, batch: Any) -> None:
-        self.current = replace(run, trace=trace)
+    def call_whole(self, call: Callable[[], Any], given: Any, host: Callable[[], Any]) -> Any:
+        """`call` of a model that is not cut, by the entries `given`, of which `host` has what the device has."""
+        run = StageRun(0, 0, len(self.units), True, frozenset())
+        run.watch = self._watch(run, StepInputs([given], host=lambda: [host()]), 0, given)
+        if run.watch is None:
+            return call()
+        self.current = run
         try:
-            with trace.running():
+            return self._watched_call(run, call)
+        finally:
+            self.current = None
+
+    def _watched_call(self, run: StageRun, call: Callable[[], Any]) -> Any:
+        if run.watch is not None:
+            try:
+                return run.watch.call(call, StageExit)
+            except Unwatchable:  # an error of the code's own comes again
+                self._reads = run.watch = None
+        return call()
+
+    def _trace(self, run: StageRun, trace: Trace, inputs: StepInputs, index: int, batch: Any) -> None:
+        self.current = replace(run, trace=trace)
+        finds_out = trace.prover is not None or trace.replies  # which looks itself, or knows the answers
+        watch = None if finds_out else self._watch(run, inputs, index, batch)
+        try:
+            with watch.during() if watch is not None else nullcontext(), trace.running():
                 self._call(self._seen_by(run, batch))
-        except (TraceEnd, Unfit):
+        except TraceEnd:
+            if watch is not None:
+                watch.finish()
+        except Unfit:
             pass
         except (
             Exception
@@ -339,8 +352,11 @@ class StagedModel:
                     module.__dict__[name] = stand_in(module.__dict__[name], device)
 
     def _own_device(self) -> torch.device:
-        """Of a parameter that this rank holds; where it is gets remembered, since modules of other stages stand
-        before it.
+        return self._own_param().device
+
+    def _own_param(self) -> nn.Parameter:
+        """A parameter that this rank holds; where it is gets remembered, since modules of other stages stand before
+        it.
         """
         module, name = self._anchor
         if module._parameters.get(name) is None:  # the first time, or a parametrization has taken its place
@@ -348,11 +364,15 @@ class StagedModel:
             self._anchor = module, name = next(place for place in places if place[0]._parameters[place[1]] is not None)
         param = module._parameters[name]
         assert param is not None
-        return param.device
+        return param
 
     def _seen_by(self, run: StageRun, batch: Any) -> Any:
         """The batch without the images that only other stages look at."""
-        return without_patches(batch) if self.towers and run.stage > 0 and not self.towers & run.live else batch
+        if not self.towers or run.stage == 0 or self.towers & run.live:
+            return batch
+        if self._towers is not None and self._towers.are_several and self._towers.are_read(self.stages[run.stage]):
+            return batch
+        return without_patches(batch)
 
     def _call(self, batch: Any) -> Any:
         run, defaults = self.current, self._defaults
@@ -377,9 +397,13 @@ class StagedModel:
         tensors: list[torch.Tensor] = []
         numbers: list[bool | int | float] = []
         for unit in self.survey.boundary(run.high):
-            output = run.outputs[unit] if unit in run.outputs else run.received[unit]
-            more, values = self.survey.template(unit).take_apart(output, self.units[unit].gate)
-            tensors += self.handover.sent(unit, more)
+            template = self.survey.template(unit)
+            if unit in run.outputs or unit in run.received:
+                output = run.outputs[unit] if unit in run.outputs else run.received[unit]
+                more, values = template.take_apart(output, self.units[unit].gate)
+            else:  # the batch does not reach the unit
+                more, values = nothing_of(template, self._own_param())
+            tensors += more if is_nothing(more) else self.handover.sent(unit, more)
             numbers += values
         if numbers:
             tensors.append(encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
@@ -398,7 +422,8 @@ class StagedModel:
             received, numbers = tuple(tensors), decode(encoded)
         found, start, used = {}, 0, 0
         for unit, template in templates.items():
-            whole = self.handover.received(unit, received[start : start + template.num_tensors])
+            whole: Sequence[torch.Tensor] = received[start : start + template.num_tensors]
+            whole = whole if is_nothing(whole) else self.handover.received(unit, whole)
             found[unit] = template.build(whole, numbers[used : used + template.num_numbers])
             start, used = start + template.num_tensors, used + template.num_numbers
         assert start == len(received), (start, len(received))
@@ -452,7 +477,7 @@ class StagedModel:
 
     def _unit_call(self, name: str, numbers: Sequence[int], *, is_layer: bool, is_gate: bool) -> Callable[..., Any]:
         """numbers: of the units that the calls of the module `name` are."""
-        alone = cycle(numbers)
+        alone, module = cycle(numbers), self.model.get_submodule(name)
 
         def call_unit(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             run = self.current
@@ -461,6 +486,8 @@ class StagedModel:
                 return self._run_layer(0, index if is_layer and self.num_stages == 1 else -1, call, args, kwargs)
             if run.trace is not None:
                 return run.trace.call(index, is_layer, is_gate, call, args, kwargs)
+            if is_layer and run.in_model and self._towers is not None:
+                self._reach(self._towers, run, name, index)
             if index == 0 and is_layer and run.in_model:
                 args, kwargs = self._at_entry(run, args, kwargs)
             if (
@@ -471,7 +498,11 @@ class StagedModel:
             ):
                 self.routers.replay(index, run.router_logits)
             if is_gate and index < run.begin:
-                return run.output_before(index)
+                assert self._towers is not None
+                known = self._towers.knows(index, run.received)
+                output = run.output_before(index) if known else self._towers.unchanged(index, args, kwargs)
+                self._towers.collect(index, module, args, output)
+                return output
             is_here = index >= run.low  # or the end of the layers, before a stage of the tail alone
             if is_here or not is_gate:
                 with run.watch.aside() if run.watch is not None and is_layer else nullcontext():
@@ -494,6 +525,14 @@ class StagedModel:
             return output
 
         return call_unit
+
+    @staticmethod
+    def _reach(towers: Towers, run: StageRun, name: str, index: int) -> None:
+        """The model calls the layer of a unit."""
+        towers.check_again(name, index, run.reached)
+        if not run.is_last and towers.is_passed_over(run.reached, index, run.high):
+            raise StageExit
+        run.reached = index
 
     def _at_entry(self, run: StageRun, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """In front of the first layer: the end of a stage without layers, and where the next one puts what it has
@@ -543,43 +582,8 @@ class StagedModel:
             if own & unread:  # held here because of nothing but its place: real inputs may use it
                 continue
             known = name in survey.ran or any(other.startswith(f"{name}.") for other in survey.ran)
-            change_class(module, self._stub_call(name, module, known))
+            change_class(module, stub_call(name, module, known, lambda: self.current))
             covered += (f"{name}.",)
-
-    def _stub_call(self, name: str, module: nn.Module, known: bool) -> Callable[..., Any]:
-        shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
-
-        def call_stub(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            run = self.current
-            if run is None or name in run.live:
-                return call(*args, **kwargs)
-            if not known:
-                raise ValueError(
-                    f"{name} runs on this batch, but did not in the dry run from which the pipeline stages were cut; "
-                    "pass a batch like this one as example_inputs= to the plugin, so that every stage that needs it "
-                    "gets it"
-                )
-            if run.trace is not None:
-                return run.trace.stub(lambda: imitate(call, args, kwargs))
-            return imitate(call, args, kwargs)
-
-        def imitate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (
-                spec,
-                tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
-            )
-            if key not in shapes:
-                shapes[key] = pytree.tree_flatten(output_shapes(module, call, args, kwargs))
-            device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-            found, structure = shapes[key]
-            zeros = [
-                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in found
-            ]
-            return pytree.tree_unflatten(zeros, structure)
-
-        return call_stub
 
 
 def _discard(_: Any) -> None:

@@ -11,12 +11,16 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from torch import nn
+
 from ..pipeline.settings import PipelineSettings
 from ..precision.fp8 import Fp8Options
 from ..precision.policy import PRECISIONS
 from ..precision.scaler import ScalerConfig
 from ..shardformer.config import ShardingOptions
+from ..shardformer.policies.auto import has_policy
 from ..shardformer.policies.base import Policy
+from ..shardformer.policies.inferred import AUTO, InferredPolicy
 from ..utils.errors import one_of
 from ..zero.settings import ZeroSettings, check_bucket_size
 
@@ -115,6 +119,8 @@ class PrecisionSettings:
 class ShardingSettings(ShardingOptions):
     """How layers are sharded, by which policy.
 
+    custom_policy               a policy; "auto" infers a plan and tries it on a small copy (see `InferredPolicy`); None
+                                takes what was registered or comes with the package, or infers
     enable_fused_cross_entropy  losses of a head's logits that nobody reads are computed without them, a few tokens at
                                 a time (see `kernels.linear_cross_entropy`); False keeps logits whole
     """
@@ -126,12 +132,29 @@ class ShardingSettings(ShardingOptions):
         super().__post_init__()
         if self.sequence_parallelism_mode not in (None, *SEQUENCE_MODES):
             raise one_of("sequence_parallelism_mode", self.sequence_parallelism_mode, SEQUENCE_MODES)
-        if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
+        if self.custom_policy not in (None, AUTO) and not isinstance(self.custom_policy, Policy):
             made = " (an instance, not the class)" if isinstance(self.custom_policy, type) else ""
             raise ValueError(
-                f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, or None to "
-                "find one for the model"
+                f"custom_policy={self.custom_policy!r} must be a shardformer Policy{made}, {AUTO!r} to infer a plan "
+                "and try it on a small copy, or None to find one for the model"
             )
+
+    def policy_for(self, model: nn.Module, tp_size: int) -> Policy | None:
+        """The policy to shard with; None finds one."""
+        if self.custom_policy != AUTO:
+            return self.custom_policy
+        return InferredPolicy() if tp_size > 1 or not has_policy(model) else None
+
+    def sharding_only(self, pp_size: int) -> str:
+        """The name of a policy that does nothing but shard; empty for none, and for one that does more."""
+        if self.acting_policy is None:
+            return self.custom_policy or "" if pp_size == 1 else ""  # "auto" finds layers, too
+        return "" if self.acting_policy.acts_without_sharding else type(self.acting_policy).__name__
+
+    @property
+    def acting_policy(self) -> Policy | None:
+        """A policy of the user's, which may change a model whose layers are whole."""
+        return None if self.custom_policy == AUTO else self.custom_policy
 
 
 @dataclass(frozen=True, kw_only=True)

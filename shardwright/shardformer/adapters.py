@@ -7,6 +7,8 @@ computes its share of the sum:
     column   W and B by their outputs, A whole   y_local = W_local x + s B_local (A x)
     row      W and A by their inputs, B whole    y = sum(W_local x_local) + s B sum(A_local x_local)
 
+    latent   W and B make features of which the last ones meet the rank's heads; all whole
+
 Under a column linear B sums the gradient of A x, so that of A is whole.
 
 Dropout in front of A sees what A sees: the same on all ranks for a column linear, each rank's own part for a row
@@ -15,20 +17,16 @@ linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch.nn as nn
 
+from ..models.config import native_model as native_model
 from .layer.dropout import DropoutForParallelInput, DropoutForReplicatedInput
 from .layer.parallel_module import ParallelGroup, native_class
-from .styles import Column, Custom, PartialGradient, Replicated, Row, Site, Style
-
-
-def native_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside of peft's wrappers, or `model` itself."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    return get_base_model() if hasattr(model, "peft_config") and callable(get_base_model) else model
+from .styles import Column, Custom, LatentKeyValue, PartialGradient, Replicated, Row, Site, Style
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -72,10 +70,41 @@ def check_adapters(model: nn.Module) -> None:
             )
 
 
+def wrapped_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters of wrapped layers by the names that they had before peft came -> the wrapper: a rule for one means
+    its adapters, too.
+    """
+    return {
+        f"{name}.{own}": name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if has_adapters(module)
+        for own, _ in _innermost(module).named_parameters(recurse=False)
+    }
+
+
 def _innermost(wrapper: Any) -> nn.Module:
     while has_adapters(wrapper):
         wrapper = wrapper.base_layer
     return cast(nn.Module, wrapper)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before peft put wrappers in the place of its layers, for what looks at its structure."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not has_adapters(parent)
+        for name, child in parent._modules.items()
+        if child is not None and has_adapters(child)
+    ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = _innermost(child)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
 
 
 def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
@@ -83,7 +112,7 @@ def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
     wrapper: Any = site.module
     if site.parameter is not None or not has_adapters(wrapper) or isinstance(style, Replicated | PartialGradient):
         return [(style, site)]
-    if not isinstance(style, Column | Row):
+    if not isinstance(style, Column | Row | LatentKeyValue):
         raise ValueError(
             f"a layer under the style {type(style).__name__} cannot carry LoRA adapters with tensor parallelism; "
             "leave it out of target_modules, or use tp_size=1"
@@ -94,7 +123,7 @@ def parts_of(style: Style, site: Site) -> list[tuple[Style, Site]]:
         )
     # Behind a row linear whose output meets sharded features, B's gradient is a part of a sum.
     behind = PartialGradient() if style.role == "inside" else Replicated()
-    inner, outer = (Replicated(), style) if isinstance(style, Column) else (style, behind)
+    inner, outer = (style, behind) if isinstance(style, Row) else (Replicated(), style)
 
     def part(name: str, module: nn.Module) -> Site:
         return Site(f"{site.name}.{name}", module, None, site.parent, site.parallel, site.above)

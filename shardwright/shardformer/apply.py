@@ -36,6 +36,7 @@ def apply_decisions(
         except ValueError as error:
             site = decision.site
             raise ValueError(f"{site.name} ({type(site.module).__name__}), rule {decision.rule!r}: {error}") from None
+    _leave_fast_paths(model, decisions)
     _introduce_siblings(regions)
     if parallel.size > 1 and decisions:
         _divide_dropout(regions if drawing is None else drawing, parallel)
@@ -45,6 +46,18 @@ def apply_decisions(
 def adopt_root(model: nn.Module, parallel: ParallelGroup) -> None:
     if any(isinstance(module, LogitsParallel) for module in model.modules()):
         (GeneratingModel if hasattr(model, "generate") else ShardedModel).adopt(model, parallel)
+
+
+def _leave_fast_paths(model: nn.Module, decisions: Sequence[Decision]) -> None:
+    """torch's encoder layers read the weights of their linears by themselves where no gradients are wanted, and then
+    compute with this rank's part alone.
+    """
+    changed = {id(decision.site.parent) for decision in decisions if decision.specs}
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and id(module) in changed:
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and changed & {id(layer) for layer in module.layers}:
+            module.use_nested_tensor = False
 
 
 def _introduce_siblings(regions: Sequence[Region]) -> None:

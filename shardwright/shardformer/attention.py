@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -169,7 +170,12 @@ def divides_width(module: nn.Module) -> bool:
 
 
 def _source_of_forward(module: nn.Module) -> str:
+    return _source_of(own_forward(module))
+
+
+@lru_cache(maxsize=64)  # modules of one class have one forward
+def _source_of(function: Any) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(own_forward(module)))
+        return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
         return ""

@@ -6,6 +6,7 @@ with SDPA, on masks that the model makes for its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -110,4 +111,21 @@ def use_methods(attention: Iterable[nn.Module]) -> None:
     for module in attention:
         methods = METHODS.get(native_class(module).__name__)
         if methods:
-            with_methods(module, methods)
+            own = native_class(module)
+            with_methods(module, methods if "forward" in methods else {"forward": _asked(own), **methods})
+
+
+def _asked(native: Any) -> Callable[..., Any]:
+    """The forward of a class whose `_attn` is replaced: as it was where attention's weights are asked for."""
+
+    @functools.wraps(native.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("output_attentions"):
+            return native.forward(self, *args, **kwargs)
+        self._attn = functools.partial(native._attn, self)
+        try:
+            return native.forward(self, *args, **kwargs)
+        finally:
+            del self._attn
+
+    return forward

@@ -69,7 +69,9 @@ def hides_by_numbers(model: nn.Module) -> bool:
     """Whether a query that may see no key gets the mean of all values, from a mask that is added to scores."""
     name, config = attention_of(model), getattr(model, "config", None)
     falcon = any(native_class(module).__name__ == "FalconAttention" for module in model.modules())
-    return name == "eager" or (falcon and bool(getattr(config, "alibi", False)))
+    # T5's masks are numbers that a trained bias is added to, whatever computes with them.
+    biased = any(getattr(module, "has_relative_attention_bias", False) is True for module in model.modules())
+    return name == "eager" or biased or (falcon and bool(getattr(config, "alibi", False)))
 
 
 def makes_own_masks(model: nn.Module) -> bool:

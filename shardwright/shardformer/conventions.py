@@ -17,7 +17,7 @@ from .layer.linear import input_size, is_linear, output_size
 from .mixers import mixer_rules
 from .patterns import shape_of_name
 from .rules import Rules, latent_attention_rules
-from .splits import Heads, Packed
+from .splits import Heads, Packed, PackedHeads
 from .styles import Column, Row, ShardedParameter
 
 _ATTENTION = [
@@ -169,6 +169,9 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
             )
         else:
             found += [{**around, f"{name}.{fused}": Column(Heads(layout))} for layout in ("packed", "interleaved")]  # type: ignore[arg-type]
+    if parts is None:  # in four blocks, each of queries, values and keys (CodeGen)
+        rows, columns = Row(PackedHeads(4, 4)), Column(PackedHeads(12, 4))
+        found.append({name: LocalHeads(), f"{name}.{fused}": columns, f"{name}.{output}": rows})
     return found
 
 

@@ -6,14 +6,17 @@ bubble).
                                embeddings, heads of
     of their own               their own kind) run it under `ops.postponed.PostponeWeightGrads`
     convolutions, norms        compute their gradients at once, as do functions that nobody knows
+    compiled layers            leave the products of their backward graphs (`ops.late_products`)
 
 Modules keep their identity, names and parameters; their class becomes a subclass of what it was.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.linear import linear
@@ -42,7 +45,7 @@ class _PostponingConv1D(nn.Module):
 
 class _PostponingProducts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with PostponeWeightGrads():
+        with nullcontext() if torch.compiler.is_compiling() else PostponeWeightGrads():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from .adapters import parts_of
+from .adapters import parts_of, wrapped_parameters
 from .layer.parallel_module import ParallelGroup
 from .patterns import of_class, without_classes
 from .regions import Region, find_regions, unclosed, undecided_parameters
@@ -88,9 +88,9 @@ class Plan:
 
     def _match(self, model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
         """Name of every module and parameter that a rule names -> the rule that counts, in the order of the model."""
-        names = list(
-            dict.fromkeys([name for name, _ in model.named_modules(remove_duplicate=False)] + _parameter_names(model))
-        )
+        wrapped = wrapped_parameters(model)
+        modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        names = list(dict.fromkeys([*modules, *_parameter_names(model), *wrapped]))
         shapes: dict[str, list[str]] = {}
         for name in names:
             shapes.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name), []).append(name)
@@ -109,7 +109,7 @@ class Plan:
                     f"rule {pattern!r} of {self.source} matches no module or parameter of {type(model).__name__}; "
                     f"{_nearest(pattern, shapes)}correct the name or remove the rule"
                 )
-            found.update(dict.fromkeys(hits, pattern))
+            found.update(dict.fromkeys((wrapped.get(hit, hit) for hit in hits), pattern))
         order = {name: index for index, name in enumerate(names)}
         return {name: found[name] for name in sorted(found, key=order.__getitem__)}
 

@@ -34,20 +34,32 @@ class SelfCheck:
     collectives than the others before they fail, the plan is rejected: on numbers a rank would wait for another one for
     good.
 
-    copies          whole models; the first that a batch runs on is taken
+    copies          whole models; the first that a batch runs on is taken, as `whole`, with the `batch`
     example_inputs  the user's batch; None tries those that fit the kind of model
+    both_forwards   try the forward without gradients too, which may be other code (torch's fast paths)
 
     Raises ValueError on every rank when no batch runs on any copy of some rank, or when their batches differ.
     """
 
-    def __init__(self, copies: Iterable[nn.Module], parallel: ParallelGroup, example_inputs: Any = None) -> None:
+    def __init__(
+        self,
+        copies: Iterable[nn.Module],
+        parallel: ParallelGroup,
+        example_inputs: Any = None,
+        both_forwards: bool = False,
+    ) -> None:
         self.parallel = parallel
+        self._both_forwards = both_forwards
         failure = None
         try:
             self._take(copies, example_inputs)
         except Exception as error:  # of this rank alone, maybe
             failure = error
-        _agree_on_batches(parallel.group, failure, getattr(self, "_batch", None))
+        if parallel.is_played:  # nobody to agree with, and nothing to try: `whole` and `batch` are all there is
+            if failure is not None:
+                raise failure
+            return
+        _agree_on_batches(parallel.group, failure, getattr(self, "batch", None))
         try:
             self._count_collectives(self.whole)
             self._runs_without_data = True
@@ -66,7 +78,7 @@ class SelfCheck:
             ):
                 model = copy.deepcopy(whole)
                 try:
-                    self._batch, self._has_loss = batch, False
+                    self.batch, self._has_loss = batch, False
                     loss, self._has_loss = self._run(model)
                 except Exception as error:  # the model's own code: anything can happen on a guessed batch
                     failures[f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"] = None
@@ -97,13 +109,16 @@ class SelfCheck:
 
     def _run(self, model: nn.Module) -> tuple[torch.Tensor, bool]:
         """The loss, whose gradients are left on the parameters, and whether the model computed it itself."""
+        loss, has_own = self._forward(model)
+        loss.backward()
+        return loss.detach(), has_own
+
+    def _forward(self, model: nn.Module) -> tuple[torch.Tensor, bool]:
         # A loss of ours is made from whole logits.
         with torch.random.fork_rng(devices=[]), nullcontext() if self._has_loss else gathered_logits(model):
             torch.manual_seed(1)
-            outputs = call_model(model, self._batch)
-            loss = loss_of(outputs)
-        loss.backward()
-        return loss.detach(), has_loss(outputs)
+            outputs = call_model(model, self.batch)
+            return loss_of(outputs), has_loss(outputs)
 
     def failures(self, apply: Apply) -> list[str] | None:
         """Names of parameters with wrong gradients ("loss" for the loss) on any rank; None when the plan or the forward
@@ -125,6 +140,10 @@ class SelfCheck:
             sync_shared_gradients(model.parameters(), self.parallel.group)
             error[1] = abs(float(loss - self._loss)) / max(1.0, abs(float(self._loss)))
             self._compare(model, error[2:])
+            if self._both_forwards:
+                with torch.no_grad():
+                    again, _ = self._forward(model)
+                error[1] += abs(float(again - self._loss)) / max(1.0, abs(float(self._loss)))
         except Exception:  # a wrong proposal may fail anywhere in a foreign forward
             error[0] = 1.0
         error = self._largest(torch.nan_to_num(error, nan=torch.inf))
@@ -150,7 +169,7 @@ class SelfCheck:
     def _count_collectives(self, model: nn.Module) -> int:
         """How many collectives a forward on tensors without data calls."""
         copied = meta_copy(model).eval()
-        batch = map_tensors(lambda tensor: tensor.to("meta"), self._batch)
+        batch = map_tensors(lambda tensor: tensor.to("meta"), self.batch)
         with without_data() as made_up, nullcontext() if self._has_loss else gathered_logits(copied):
             try:
                 loss_of(call_model(copied, batch))

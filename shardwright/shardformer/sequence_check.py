@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch.nn as nn
 
+from ..models.windows import why_no_sequence
 from ..utils.device import host_device
 from .apply import apply_decisions
 from .config import ShardConfig
@@ -41,6 +42,9 @@ def verified(
     """
     refuse_branches(model, "enable_sequence_parallelism=True")
     name = type(model).__name__
+    why = why_no_sequence(model)
+    if why:
+        raise ValueError(f"enable_sequence_parallelism=True: of {name} {why}; use enable_sequence_parallelism=False")
     first = plan_sequence(model, decisions, regions, lists)
     if config.parallel.is_played:  # a layout on paper
         return first

@@ -85,6 +85,30 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class PackedHeads:
+    """Equal parts one after the other, each of whole heads, of which every rank has as many of each part.
+
+    parts    how many of them
+    groups   how many parts all heads make: 4 for 12 heads and parts of 3
+    kind     which heads these are
+    """
+
+    parts: int
+    groups: int
+    kind: Literal["q", "kv"] = "q"
+
+    def pieces(self, size: int, ranks: int, parent: nn.Module) -> Pieces:
+        geometry = HeadGeometry.of(parent)
+        heads = geometry.num_heads if self.kind == "q" else geometry.num_kv_heads
+        if heads % (self.groups * ranks) or size % (self.parts * heads // self.groups):
+            raise ValueError(
+                f"{heads} heads in {self.groups} parts of equally many cannot be dealt to {ranks} ranks part by part; "
+                f"use a tp_size that divides {heads // self.groups}"
+            )
+        return Packed(self.parts).pieces(size, ranks, parent)
+
+
+@dataclass(frozen=True)
 class Heads:
     """Whole attention heads, padded with zero heads or shared between ranks where the numbers ask for it.
 

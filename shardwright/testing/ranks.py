@@ -34,11 +34,11 @@ _PRELOAD = [
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
+    "torch.distributed.tensor.debug",
     "shardwright.testing.rank_process",
     "shardwright.testing.ranks",
 ]
 _PRELOAD_MODELS = [
-    "shardwright.plugins",  # a third of a second per rank, which is more than a tiny model takes to train
     "transformers",
     "transformers.modeling_utils",
     # Some ten milliseconds each, once the first one has brought what they share.
@@ -46,6 +46,12 @@ _PRELOAD_MODELS = [
         f"transformers.models.{family}.modeling_{family}"
         for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "opt")
     ),
+    # The files behind the packages, whose names are looked up on first use: 0.8 s per rank, which is more than a tiny
+    # model takes to train.
+    "shardwright.booster.booster",
+    *(f"shardwright.plugins.{plugin}" for plugin in ("hybrid.plugin", "low_level_zero", "torch_ddp", "torch_fsdp")),
+    "shardwright.testing.zoo",
+    "shardwright.testing.matrix.run",
 ]
 
 

@@ -15,6 +15,7 @@ autograd makes a gradient per parameter, and the reducer collects those of a buc
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import nn
 from ..comm.compat import without_torch_function
 from ..precision.grad_state import GradState
 from ..precision.policy import HALF
+from ..utils.streams import host_memory, streams_of
 from ..utils.tensors import multiply_
 from .layout import CUDA_BUCKET_BYTES, FROZEN, BucketPlan, Slot
 
@@ -81,8 +83,7 @@ class Bucket:
         return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
 
     def _host_buffer(self) -> torch.Tensor:
-        pinned = self.device.type == "cuda"
-        return torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device="cpu", pin_memory=pinned)
+        return host_memory((self.plan.shard_numel,), self.master_dtype, self.device).zero_()
 
     def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.start : slot.stop].view(slot.entry.param.shape)
@@ -295,7 +296,7 @@ class ScratchPool:
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._device = device
         self._capacity = capacity
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._free: list[tuple[torch.Tensor, Any]] = []
         self.allocated = 0
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -312,7 +313,8 @@ class ScratchPool:
     def give_back(self, buffer: torch.Tensor) -> None:
         storage = buffer.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (storage.nbytes(),), (1,))
-        event = torch.cuda.Event() if self._device.type == "cuda" else None
+        streams = streams_of(self._device)
+        event = None if streams is None else streams.Event()
         if event is not None:
             event.record()
         self._free.append((whole, event))

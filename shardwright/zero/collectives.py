@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..comm.compat import all_gather_single, reduce_scatter_single
 from ..comm.handle import Handle, Messages
 from ..comm.quantised_wire import travels_quantised
+from ..utils.streams import has_streams
 from .peers import others_from
 from .quantised import reduce_scatter_quantised
 
@@ -43,7 +44,7 @@ def reduce_scatter_in_place(
         return Handle("reduce_scatter", [], lambda: mine)
     if travels_quantised(rows, group):
         return reduce_scatter_quantised(rows, group, tag)
-    if rows.device.type != "cpu":
+    if has_streams(rows.device):
         work = reduce_scatter_single(mine, rows.view(-1), group=group, async_op=True)
         return Handle("reduce_scatter", [work], lambda: mine, keep=rows)
     arrived = list(scratch(rows.numel() - mine.numel(), rows.dtype).chunk(ranks - 1))
@@ -71,7 +72,7 @@ def all_gather_in_place(flat: torch.Tensor, group: dist.ProcessGroup, tag: int =
     parts = flat.chunk(ranks)
     if ranks == 1:
         return Handle("all_gather", [], lambda: flat)
-    if flat.device.type != "cpu":
+    if has_streams(flat.device):
         work = all_gather_single(flat, parts[rank], group=group, async_op=True)
         return Handle("all_gather", [work], lambda: flat, keep=flat)
     others = others_from(rank, ranks)

@@ -18,6 +18,7 @@ from torch import nn
 from ..comm.handle import Handle
 from ..comm.quantised_wire import is_quantised
 from ..ops.hooks_inside import ahead
+from ..utils.streams import streams_of
 from .bucket import Bucket
 from .collectives import all_gather_in_place
 from .groups import Groups
@@ -45,11 +46,12 @@ class ParamGatherer:
         self._buckets = sorted(buckets, key=lambda bucket: (bucket.plan.family.section, -bucket.index))
         self._groups = {bucket.index: groups.of(bucket.plan.family).sharing for bucket in self._buckets}
         self._pending: dict[int, Handle[torch.Tensor]] = {}
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._events: dict[int, Any] = {}
         self._params = {bucket.index: [slot.entry.param for slot in bucket.plan.slots] for bucket in self._buckets}
         self._homes = {param: index for index, params in self._params.items() for param in params}
         overlap = overlap and any(group is not None for group in self._groups.values())
-        self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
+        self._streams: Any = streams_of(device) if overlap else None
+        self._stream = None if self._streams is None else self._streams.Stream(device)
         self.overlap = overlap
         self._hooks = self._install(model) if overlap else []
         self._release = weakref.finalize(self, _end, self._hooks, self._pending)  # modules may outlive this
@@ -83,15 +85,15 @@ class ParamGatherer:
             for bucket in self._buckets:
                 self._start(bucket, exact[bucket.index])
         else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(self._streams.current_stream())
+            with self._streams.stream(self._stream):
                 for bucket in self._buckets:
                     if exact[bucket.index]:
                         self._copy_masters([bucket])
                     self._start(bucket, exact[bucket.index])
                     if bucket.index in self._pending:
                         self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
-                    self._events[bucket.index] = torch.cuda.Event()
+                    self._events[bucket.index] = self._streams.Event()
                     self._events[bucket.index].record(self._stream)
         if self.overlap:
             on_their_way = self._pending.keys() | self._events.keys()
@@ -127,7 +129,7 @@ class ParamGatherer:
             if handle is not None:
                 handle.wait()
             if event is not None:
-                torch.cuda.current_stream().wait_event(event)
+                self._streams.current_stream().wait_event(event)
             if self.overlap and (handle is not None or event is not None):
                 self.guard.values_pending(self._params[index], False)
 

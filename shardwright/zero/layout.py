@@ -125,9 +125,17 @@ class BucketPlan:
     def numel(self) -> int:
         return self.shard_numel * self.shards
 
-    @property
-    def has_gaps(self) -> bool:
-        return sum(slot.entry.numel for slot in self.slots) < self.numel
+    def gaps(self, rows: torch.Tensor, start: int) -> list[torch.Tensor]:
+        """What no parameter lies in of `rows`, which are elements of every shard from its `start` on."""
+        ends, starts = (0, *(slot.stop for slot in self.slots)), (*(slot.start for slot in self.slots), self.numel)
+        found = []
+        for low, high in zip(ends, starts, strict=True):
+            for shard in range(low // self.shard_numel, -(-high // self.shard_numel)) if low < high else ():
+                first = shard * self.shard_numel + start
+                part = rows[shard, max(low - first, 0) : max(high - first, 0)]
+                if part.numel():
+                    found.append(part)
+        return found
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
@@ -167,21 +175,27 @@ def plan_buckets(entries: Sequence[Entry], shards: int | Shards, bucket_numel: i
     to the shards wastes little; where the last parameters do not suffice, the buckets before are joined to theirs.
     """
     filling: dict[Family, list[Entry]] = {}
+    sizes: dict[Family, tuple[int, int]] = {}  # of what is filling: elements, and those of its largest parameter
     closed: list[list[Entry]] = []
     shares = _shares(shards)
 
-    def is_full(members: list[Entry]) -> bool:
-        of_one = shares.of(members[0].family)
-        wanted = max(bucket_numel, of_one * max(member.numel for member in members)) if whole else bucket_numel
-        return sum(aligned(member.numel) for member in members) >= wanted
+    def is_full(family: Family, numel: int, largest: int) -> bool:
+        return numel >= (max(bucket_numel, shares.of(family) * largest) if whole else bucket_numel)
 
     for entry in reversed(entries):
-        members = filling.setdefault(entry.family, [])
-        members.append(entry)
-        if is_full(members):
-            closed.append(filling.pop(entry.family))
+        family = entry.family
+        filling.setdefault(family, []).append(entry)
+        numel, largest = sizes.get(family, (0, 0))
+        sizes[family] = numel + aligned(entry.numel), max(largest, entry.numel)
+        if is_full(family, *sizes[family]):
+            closed.append(filling.pop(family))
+            del sizes[family]
     for family, members in filling.items():
-        while whole and not is_full(members) and (before := [other for other in closed if other[0].family == family]):
+        while (
+            whole
+            and not is_full(family, *_sizes(members))
+            and (before := [other for other in closed if other[0].family == family])
+        ):
             closed = [other for other in closed if other is not before[-1]]
             members = before[-1] + members
         closed.append(members)
@@ -189,6 +203,11 @@ def plan_buckets(entries: Sequence[Entry], shards: int | Shards, bucket_numel: i
     # Sorting is stable: within a section, plain buckets keep the order in which backward fills them.
     closed.sort(key=lambda members: (members[0].family.section, not members[0].family.is_plain))
     return [plan(members[0].family, members, shares.of(members[0].family)) for members in closed]
+
+
+def _sizes(members: Sequence[Entry]) -> tuple[int, int]:
+    """Elements of all, each from an aligned place on, and elements of the largest."""
+    return sum(aligned(member.numel) for member in members), max(member.numel for member in members)
 
 
 def _shares(shards: int | Shards) -> Shards:

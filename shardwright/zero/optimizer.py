@@ -30,6 +30,7 @@ from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec
 from ..utils.device import get_current_device
+from ..utils.streams import has_streams, streams_of
 from .bucket import HAS_GRAD_DTYPE, Bucket
 from .counting import counted_ranges
 from .data_writes import DataWrites
@@ -319,22 +320,22 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         agreed = self._start_agreement()
         self.reducer.settle()
         self._set_touched(agreed)
-        if self.settings.cpu_offload and self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copies that `_bucket_is_final` started
+        streams = streams_of(self.device)
+        if self.settings.cpu_offload and streams is not None:
+            streams.current_stream().synchronize()  # the copies that `_bucket_is_final` started
         self._agreed = True
         if self.grad_state is GradState.ACCUMULATING:
             self.grad_state = GradState.FINAL
 
     def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
         """Start agreeing on which parameters got a gradient on any rank."""
-        touched, count = self.reducer.touched, len(self._entries)
+        touched, count, group = self.reducer.touched, len(self._entries), self.groups.everyone
         if len(touched) == count:
-            flags = self._all_touched.fill_(1)
+            flags = self._all_touched if group is None else self._all_touched.fill_(1)
         else:
             flags = torch.zeros(count, dtype=torch.uint8)
             flags[sorted(touched)] = 1
             flags = flags.to(self.device)
-        group = self.groups.everyone
         return flags, None if group is None else dist.all_reduce(
             flags, op=dist.ReduceOp.MAX, group=group, async_op=True
         )
@@ -370,7 +371,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         """Take the bucket's norm, and start its way to the host, while others are still on theirs."""
         if self.settings.cpu_offload:
             bucket.step_grad.copy_(bucket.shard_grad, non_blocking=True)
-        if (self.max_norm > 0 or self.scaler is not None) and (self.device.type == "cpu" or self.settings.cpu_offload):
+        if (self.max_norm > 0 or self.scaler is not None) and (
+            self.settings.cpu_offload or not has_streams(self.device)
+        ):
             # On devices one kernel over all buckets costs less than the launches of many.
             self._norm_parts[bucket.index] = power_sum(self._views_to_count(bucket, bucket.shard_grad), self.device)
 

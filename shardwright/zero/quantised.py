@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..comm.compat import all_gather_single, all_to_all_single
 from ..comm.handle import Handle, Messages
 from ..comm.quantised import dequantise, quantise
+from ..utils.streams import has_streams
 from .peers import others_from
 
 
@@ -38,7 +39,7 @@ def reduce_scatter_quantised(rows: torch.Tensor, group: dist.ProcessGroup, tag: 
             total += mine if peer == rank else dequantise(arrived[peer], mine.numel())
         return mine.copy_(total)
 
-    if rows.device.type != "cpu":
+    if has_streams(rows.device):
         work = all_to_all_single(arrived.view(-1), payload.view(-1), group=group, async_op=True)
         return Handle("reduce_scatter", [work], add, keep=(payload, arrived))
     others = others_from(rank, ranks)
@@ -68,7 +69,7 @@ def _gather(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     everyone = payload.new_empty(ranks, payload.numel())
     finish = partial(_take, flat, everyone, adds)
-    if flat.device.type != "cpu":
+    if has_streams(flat.device):
         work = all_gather_single(everyone.view(-1), payload, group=group, async_op=True)
         return Handle("all_gather", [work], finish, keep=(payload, everyone))
     everyone[rank].copy_(payload)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
 from ..precision.grad_state import GradState
+from ..utils.streams import has_streams, streams_of
 from .bucket import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
 from .flight import Flight
@@ -125,7 +126,8 @@ class GradReducer:
         self._shared_rows = shared_rows
         self._on_final = on_final
         self._on_outside = on_outside
-        self._stream = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
+        self._streams: Any = streams_of(device) if overlap else None
+        self._stream = None if self._streams is None else self._streams.Stream(device)
         self._pieces = {bucket.index: self._cut(bucket, scratch_numel) for bucket in self.buckets}
         self.pool = ScratchPool(device, max(map(self._scratch_bytes, self.buckets), default=0))
         sections = sorted({bucket.plan.family.section for bucket in self.buckets})
@@ -159,7 +161,7 @@ class GradReducer:
         own.
         """
         same = self.keep_full and self._wire(bucket) == bucket.master_dtype
-        return same and (self._shard_group(bucket) is None or bucket.device.type != "cpu")
+        return same and (self._shard_group(bucket) is None or has_streams(bucket.device))
 
     def _shard_group(self, bucket: Bucket) -> ProcessGroup | None:
         return self.groups.of(bucket.plan.family).shard
@@ -457,11 +459,11 @@ class GradReducer:
             return torch.mul(rows, 1.0 / self._predivide_of(bucket), out=buffer)
         buffer = scratch(shards * (stop - start), wire).view(shards, -1)
         present = [(slot, grad) for slot in bucket.plan.slots if (grad := own_gradient(slot.entry.param)) is not None]
-        if bucket.plan.has_gaps or len(present) < len(bucket.plan.slots):
-            buffer.zero_()
+        empty = bucket.plan.gaps(buffer, start) if len(present) == len(bucket.plan.slots) else [buffer]
+        if empty:
+            torch._foreach_zero_(empty)
         if len(self._pieces[bucket.index]) == 1:
-            whole = buffer.view(-1)
-            copies = [(bucket.view(whole, slot), grad) for slot, grad in present]
+            copies = [(bucket.view(buffer.view(-1), slot), grad) for slot, grad in present]
         else:
             copies = [pair for slot, grad in present for pair in _parts_of(bucket, slot, grad, buffer, start)]
         if copies:
@@ -536,17 +538,15 @@ class GradReducer:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """Run on the side stream, after what the current stream has been given so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        if self._stream is not None:
+            self._stream.wait_stream(self._streams.current_stream())
+        with nullcontext() if self._stream is None else self._streams.stream(self._stream):
             yield
 
     def _wait_stream(self) -> None:
         """Let the current stream wait for the side stream."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            self._streams.current_stream().wait_stream(self._stream)
 
     def clear(self, keep_zeros: bool = False) -> None:
         """Forget this step's gradients. With `keep_zeros` those that there were are zero from here on, as torch's

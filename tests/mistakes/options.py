@@ -187,16 +187,16 @@ def schedule_and_chunks(rank: int, world: int) -> None:
 
 
 @mistake(
-    symptom="`enable_jit_fused=True` with a schedule that fills its bubbles with weight gradients",
-    gets="refused: those of a compiled layer are inside of its backward",
-    fix="`pp_style='1f1b'`, or layers that are not compiled",
+    symptom="`enable_jit_fused=True` with sequences in slices",
+    gets="refused: each slice has other keys and values before it, and would be a graph of its own",
+    fix="`num_sequence_slices=1`, or layers that are not compiled",
     worlds=(2, 4),
 )
-def compiled_layers_and_split_backwards(rank: int, world: int) -> None:
+def compiled_layers_and_slices(rank: int, world: int) -> None:
     settings = {"pp_size": 2, "num_microbatches": 4, "enable_jit_fused": True}
-    with refused("enable_jit_fused=True with pp_style='zb'", "use pp_style='1f1b'"):
-        HybridParallelPlugin(pp_style="zb", **settings)  # type: ignore[arg-type]
-    HybridParallelPlugin(pp_style="1f1b", **settings)  # type: ignore[arg-type]
+    with refused("enable_jit_fused=True with num_sequence_slices=2", "use num_sequence_slices=1"):
+        HybridParallelPlugin(num_sequence_slices=2, **settings)  # type: ignore[arg-type]
+    HybridParallelPlugin(pp_style="zb", **settings)  # type: ignore[arg-type]
 
 
 @mistake(

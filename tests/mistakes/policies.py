@@ -13,6 +13,7 @@ from shardwright.pipeline.schedules.phases import B, F, times
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.shardformer import ModelSharder, ModulePolicyDescription, Policy, ShardConfig, ShardFormer
 from shardwright.shardformer.layer import Linear1D_Col
+from shardwright.testing import adamw
 from tests.mistakes.table import mistake, refused
 
 
@@ -198,3 +199,38 @@ def batch_that_cannot_be_guessed(rank: int, world: int) -> None:
     example = {"input_ids": ids, "strength": torch.tensor(2.0), "labels": ids}
     sharded, _ = ShardFormer(ShardConfig(example_inputs=example, make_vocab_size_divisible_by=1)).optimize(model)
     sharded(**example).loss.backward()
+
+
+class TiedLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x).softmax(-1))
+
+
+@mistake(
+    symptom='`custom_policy="auto"` for a model in which nothing can be dealt to ranks',
+    gets="refused on every rank, with its linears and what is in the way of each",
+    fix="a policy that says how, or `tp_size=1`",
+    worlds=(2,),
+)
+def nothing_to_infer(rank: int, world: int) -> None:
+    plugin = HybridParallelPlugin(tp_size=2, custom_policy="auto", example_inputs=torch.randn(2, 8))
+    model = TiedLinears()
+    with refused("could not be sharded", "one: its weight is that of another module too", "custom_policy="):
+        Booster(plugin=plugin).boost(model, adamw(model.parameters()))
+
+
+@mistake(
+    symptom='`custom_policy="auto"` for a model of one\'s own, without `example_inputs`',
+    gets="refused: no batch can be guessed to try a plan on",
+    fix="`example_inputs=next(iter(dataloader))`",
+    worlds=(2,),
+)
+def nothing_to_try_on(rank: int, world: int) -> None:
+    model = TiedLinears()
+    with refused("custom_policy='auto'", "pass example_inputs="):
+        Booster(plugin=HybridParallelPlugin(tp_size=2, custom_policy="auto")).boost(model, adamw(model.parameters()))

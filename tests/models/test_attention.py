@@ -131,6 +131,20 @@ def test_falcon_with_alibi_follows_transformers_own_sdpa() -> None:
     torch.testing.assert_close(gradients(model, batch), gradients(reference, batch))
 
 
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "bloom"])
+def test_weights_of_attention_are_there_when_asked_for(name: str) -> None:
+    reference = build(name)
+    model = copy.deepcopy(reference)
+    use_attention(model, pick_attention(model, options(enable_flash_attention=True)))
+    batch = ragged(reference, left=False)
+    for asked in (True, False):
+        outputs, expected = (each(**batch, output_attentions=asked) for each in (model, reference))
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        assert (outputs.attentions is None) == (not asked)
+        if asked:
+            torch.testing.assert_close(outputs.attentions, expected.attentions)
+
+
 def train(rank: int, world_size: int) -> list[str]:
     """Two AdamW steps of each family on two ranks against eager attention on one."""
     logging.disable(logging.WARNING)

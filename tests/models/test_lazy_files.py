@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -304,3 +305,36 @@ def test_ties_to_a_tensor_that_the_files_lack_are_parted_as_in_transformers(tmp_
     assert_same(got, want)
     assert got.all_tied_weights_keys == want.all_tied_weights_keys
     assert len(set(got.parameters())) == len(set(want.parameters()))
+
+
+def test_models_inside_of_others_read_their_files(tmp_path: Path) -> None:
+    """peft's adapters stand around a model and its linears, and copy a module that is trained whole."""
+    wanted = qwen3(5)
+    wanted.save_pretrained(tmp_path)
+    with LazyInitContext(seed=1):
+        inner = tf.Qwen3ForCausalLM.from_pretrained(tmp_path)
+        adapted: Any = peft.get_peft_model(
+            inner, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+        )
+        beside = torch.nn.ModuleDict(
+            {"one": adapted, "other": tf.GPT2Model(tf.GPT2Config(n_embd=32, n_layer=1, n_head=4))}
+        )
+    LazyInitContext.materialize(beside)
+    ids = torch.arange(20).view(2, 10)
+    assert torch.equal(adapted(input_ids=ids).logits, wanted(input_ids=ids).logits)  # a new B is zero
+    assert adapted.base_model.model.lm_head.modules_to_save["default"].weight.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_tables_of_positions_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They are computed in single precision and rounded, not computed in the dtype of the weights."""
+    configs = [
+        (tf.GPTJForCausalLM, tf.GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=77)),
+        (tf.Qwen3ForCausalLM, tf.Qwen3Config(**SMALL, intermediate_size=40, num_key_value_heads=2)),
+    ]
+    for cls, config in configs:
+        cls(config).save_pretrained(tmp_path / config.model_type)
+        wanted = dict(cls.from_pretrained(tmp_path / config.model_type, dtype=dtype).named_buffers())
+        for name, made in lazy(cls, tmp_path / config.model_type, dtype=dtype).named_buffers():
+            assert made.dtype == wanted[name].dtype, name
+            assert torch.equal(made, wanted[name]), name

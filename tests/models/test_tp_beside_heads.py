@@ -24,7 +24,7 @@ SHORT = {"num_hidden_layers": 2}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("BitNetForCausalLM", {**SHORT, "intermediate_size": 87}),  # norms over all heads and over 44 and 43 features
     ("JetMoeForCausalLM", {**SHORT, "output_router_logits": True}),  # experts in attention, and their loss
-    ("CodeGenForCausalLM", {"n_layer": 1}),  # fused in an order of its own: computed from gathered features
+    ("CodeGenForCausalLM", {"n_layer": 1, "n_head": 8}),  # fused in four blocks of heads
     ("CpmAntForCausalLM", SHORT),  # an MLP in two modules
 ]
 
@@ -80,7 +80,7 @@ def dealt(rank: int, world_size: int) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardwright").addHandler(handler)
-    ModelSharder(tiny_causal_lm.build("codegen", {"n_layer": 1}), None, ShardConfig()).shard()
+    ModelSharder(tiny_causal_lm.build("codegen", {"n_layer": 1, "n_head": 4}), None, ShardConfig()).shard()
     logging.getLogger("shardwright").removeHandler(handler)
     assert [line for line in told if "attn are computed whole on every rank" in line], told
     refused(rank, world_size)

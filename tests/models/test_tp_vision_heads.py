@@ -20,7 +20,11 @@ from tests.models.tp_ranks import shard
 CASES: list[tuple[str, dict[str, Any], dict[str, tuple[int, int]]]] = [
     (
         "Swinv2ForImageClassification",
-        {"embed_dim": 24, "num_heads": [3, 6]},  # unequal shares in the first stage, other heads in the second
+        {
+            "embed_dim": 24,
+            "depths": [1, 1],
+            "num_heads": [3, 6],
+        },  # unequal shares in the first stage, other heads in the second
         {
             "swinv2.encoder.layers.0.blocks.0.attention.self.logit_scale": (0, 2),
             "swinv2.encoder.layers.0.blocks.0.attention.self.continuous_position_bias_mlp.2.weight": (0, 2),

@@ -115,7 +115,7 @@ def batch(name: str) -> dict[str, Any]:
         }
     if family == "VideoMAE":
         return {"pixel_values": noise(4, 3, 20, 20), "labels": classes}
-    size = 32 if family.startswith("Swin") else 20
+    size = 64 if family.startswith("Swin") else 20
     target = (
         {"bool_masked_pos": torch.arange(48).view(3, 16) % 5 == 0}
         if name.endswith("MaskedImageModeling")

@@ -222,9 +222,9 @@ SETTINGS: dict[str, Case] = {
     "a dtype by name": Case({"communication_dtype": "bf16"}, ["communication_dtype=bf16", "torch.bfloat16"]),
     "an integer dtype": Case({"communication_dtype": torch.int8}, ["communication_dtype=torch.int8", "floating-point"]),
     "check_reduction": Case({"check_reduction": True}, ["check_reduction=True", "leave it False"]),
-    "compiled layers and a split backward": Case(
-        {"enable_jit_fused": True, "pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4},
-        ["enable_jit_fused=True", "pp_style='zbv'", "'1f1b'"],
+    "compiled layers and slices": Case(
+        {"enable_jit_fused": True, "pp_size": 2, "num_sequence_slices": 2, "num_microbatches": 4},
+        ["enable_jit_fused=True", "num_sequence_slices=2", "num_sequence_slices=1"],
     ),
     "compiled layers recomputed in part": Case(
         {
@@ -244,7 +244,7 @@ SETTINGS: dict[str, Case] = {
         {"make_vocab_size_divisible_by": 2.5}, ["make_vocab_size_divisible_by=2.5", "2 and 3"]
     ),
     "a policy's class": Case({"custom_policy": Unmatched}, ["custom_policy=", "an instance, not the class"]),
-    "a policy's name": Case({"custom_policy": "llama"}, ["custom_policy='llama'", "Policy"]),
+    "a policy's name": Case({"custom_policy": "llama"}, ["custom_policy='llama'", "Policy", "'auto'"]),
     "an unknown schedule": Case({**PIPE, "pp_style": "1f2b"}, ["pp_style='1f2b'", "did you mean '1f1b'", "'zbv'"]),
     "chunks without interleaving": Case(
         {**PIPE, "num_model_chunks": 2}, ["num_model_chunks=2", "exactly 1", "'interleaved', 'zbv'"]

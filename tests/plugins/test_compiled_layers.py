@@ -29,6 +29,7 @@ from shardwright.testing import adamw, run_ranks, zoo
 ON = {"enable_jit_fused": True}
 PIPE = {**ON, "pp_size": 2, "num_microbatches": 2}
 FOUR = {"num_hidden_layers": 4}
+V = {"num_model_chunks": 2, "num_microbatches": 4}
 CKPT = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)}
 SPLIT = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
@@ -38,7 +39,8 @@ TWO = {"num_hidden_layers": 2}
 # With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
 # input without a gradient are of another kind.
 LAYOUTS: list[tuple[Layout, int | None]] = [
-    (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR, steps=1), 1),
+    # whose weight gradients wait for the schedule
+    (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1, "pp_style": "zb"}, FOUR, steps=1), 1),
     (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True), steps=1), 2),
     (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=1), 1),
     (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR, steps=1), 1),
@@ -64,6 +66,14 @@ SWEPT: list[tuple[Layout, int | None]] = [  # None: not counted
     (Layout("t5-seq2seq-base", 2, {**ON, "tp_size": 2}), 8),
     (Layout("bert-masked-lm", 2, PIPE), 2),
     (Layout("llama-causal-lm", 2, {**PIPE, "offload_activations": 1.0}, FOUR), 2),
+    (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1}, FOUR), 2),
+    (Layout("llama-causal-lm", 2, {**PIPE, **V, "pp_style": "zbv"}, FOUR, habits=Habits(lora=True)), None),
+    (Layout("gpt2-causal-lm", 2, {**PIPE, **V, "pp_style": "dualpipev"}, {"n_layer": 4}), None),
+    (Layout("qwen3-moe-causal-lm", 2, {**PIPE, "pp_style": "zb"}, FOUR), None),
+    (Layout("llama-causal-lm", 4, {**PIPE, **V, "pp_style": "zbv", "tp_size": 2, "zero_stage": 1}, FOUR), 2),
+    (Layout("llama-causal-lm", 4, {**PIPE, **V, "pp_style": "dualpipev", "tp_size": 2}, FOUR), None),
+    (Layout("llama-causal-lm", 4, {**PIPE, "pp_style": "zb", "zero_stage": 3}, FOUR), None),
+    (Layout("llama-causal-lm", 4, {**PIPE, **PARTS, "pp_style": "zb"}, FOUR), None),
     (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 2}, habits=Habits(half="bf16"), dtype="fp32"), 2),
     (Layout("llama-causal-lm", 2, {**ON, "zero_stage": 3}, checkpointing=True), 2),
     (Layout("qwen3-moe-causal-lm", 2, {**ON, "tp_size": 2}), 6),
@@ -340,7 +350,7 @@ def test_rings_keep_their_order() -> None:
     graph.output((traded, ring, summed))
     compiled.keep_order(graph)
     graph.lint()
-    assert ring.args[-1] is traded
+    assert ring.args == (x, x, x, None, None, *settings, traded)
     first = summed.args[-1]
     assert isinstance(first, fx.Node)
     assert first.args == (ring, 0)

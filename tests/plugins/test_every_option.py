@@ -172,7 +172,6 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
     "enable_jit_fused": [
         Changes(see.report, True),
         Changes(see.modules, True, TP),
-        Refused(True, "pp_style='auto'", {**PIPE, "pp_style": "auto"}),
         Refused(True, "num_sequence_slices=2", {**PIPE, "num_sequence_slices": 2}),
         Refused(True, "selective recomputation", {"gradient_checkpoint_config": PARTLY}),
     ],
@@ -239,7 +238,12 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Changes(see.traffic, 2, {**F32, "zero_stage": 1}, world=4),
         Refused(2, "zero_group_size=2 with zero_stage=0"),
     ],
-    "custom_policy": [Changes(see.modules, Marking()), Idle(LlamaPolicy())],
+    "custom_policy": [
+        Changes(see.modules, Marking()),
+        Idle(LlamaPolicy()),
+        Changes(see.report, "auto", {"tp_size": 2}),
+        Idle("auto"),
+    ],
     "pp_style": [
         Changes(see.report, "gpipe", PIPE),
         Changes(see.report, "auto", PIPE),

@@ -24,7 +24,7 @@ from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.shardformer.experts import find_experts
 from shardwright.spec import ParamSpec, even_pieces
 from shardwright.testing import adamw, compare_models, keep_float64, run_ranks, zoo
-from tests.models.ep_sweep import verify
+from shardwright.testing.matrix import Subject, pick_axes, run_cells
 
 QWEN, MIXTRAL = "qwen3-moe-causal-lm", "mixtral-causal-lm"
 PIPE = {"pp_size": 2, "num_microbatches": 2}
@@ -124,8 +124,8 @@ def test_four_ranks_equal_one_process() -> None:
 
 def test_biases_that_one_rank_adds_are_stepped_on_all() -> None:
     """Also without expert parallelism."""
-    layout = {"tp_size": 2, "ep_size": 1}
-    assert {result["status"] for result in run_ranks(verify, 2, "gpt_oss", layout, timeout=110)} == {"verified"}
+    (cell,) = run_cells(Subject("GptOssForCausalLM"), pick_axes(["tp2"]))
+    assert cell["outcome"] == "verified", cell
 
 
 @pytest.mark.sweep
@@ -135,9 +135,10 @@ def test_every_layout_equals_one_process(layout: Layout) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("name", ["GptOss", "Qwen2Moe", "DeepseekV3", "NemotronH"])
 def test_kinds_of_experts_over_two_axes(name: str) -> None:
-    assert {result["status"] for result in run_ranks(verify, 4, name, {"tp_size": 2}, timeout=200)} == {"verified"}
+    (cell,) = run_cells(Subject(f"{name}ForCausalLM"), pick_axes(["tp2_ep2"]))
+    assert cell["outcome"] == "verified", cell
 
 
 # What travels.

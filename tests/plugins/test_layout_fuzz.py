@@ -1,7 +1,7 @@
 """Random layouts against one process: 3 steps, loss, every gradient, every updated weight.
 
 pytest tests/plugins/test_layout_fuzz.py                                  22 layouts
-pytest tests/plugins/test_layout_fuzz.py -m sweep -k drawn                22 others
+pytest tests/plugins/test_layout_fuzz.py -m sweep -k drawn                22 others, and the calls of all on a GPU
 SHARDWRIGHT_FUZZ=500 pytest tests/plugins/test_layout_fuzz.py -m sweep    500 more, with other seeds
 SHARDWRIGHT_FUZZ_SEED=1234 pytest tests/plugins/test_layout_fuzz.py -m sweep    one of them again
 """
@@ -12,6 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -19,11 +20,20 @@ from hybrid_ranks import Layout, run_layout
 from layout_draws import draw
 
 from shardwright.testing import RankError, run_ranks
+from shardwright.testing.call_order import CallRecorder, Launch, check_order
+from shardwright.testing.stream_model import StreamModel
+from shardwright.utils.streams import modelled
 
 # Of the first 44 seeds those that together have every model, size, stage, schedule, mode and habit of all of them, and
 # four of five pairs of these; most of the others are of six and eight ranks.
 DEFAULT = (1, 2, 5, 12, 14, 15, 16, 20, 23, 24, 26, 28, 31, 32, 33, 34, 35, 36, 38, 41, 42, 43)
 OTHERS = tuple(seed for seed in range(44) if seed not in DEFAULT)
+# On the way of a GPU, their calls recorded: pipelines beside tensor and data parallelism, sequences split along both
+# axes, and what no drawn one of four ranks has.
+RECORDED = (
+    *(replace(draw(seed), steps=2) for seed in (16, 24, 41)),
+    Layout("llama-causal-lm", 4, {"tp_size": 2, "zero_stage": 3}, {"num_hidden_layers": 3}, checkpointing=True),
+)
 SECONDS = 20.0  # of a layout among others
 SECONDS_ALONE = 240.0  # eight ranks with FSDP2 under tensor parallelism may need more than SECONDS on two cores
 
@@ -46,6 +56,25 @@ def run_many(rank: int, world: int, layouts: Sequence[Layout]) -> list[str]:
     return [str(layout) for layout in layouts]
 
 
+def run_recorded(rank: int, world: int, layouts: Sequence[Layout]) -> list[list[Launch]]:
+    """The calls of every layout, made as on a GPU: with collectives in place of the messages that a CPU sends."""
+    recordings = []
+    for layout in layouts:
+        with modelled(StreamModel()), CallRecorder() as recorder:
+            run_layout(rank, world, layout)
+        recordings.append(recorder.launches)
+    return recordings
+
+
+def check_recorded(world: int, layouts: Sequence[Layout]) -> None:
+    results = run_ranks(run_recorded, world, layouts, timeout=SECONDS * len(layouts), debug="OFF")
+    for layout, *recordings in zip(layouts, *results, strict=True):
+        try:
+            check_order(recordings)
+        except AssertionError as error:
+            raise AssertionError(f"{layout}\n{error}") from error
+
+
 def by_world(seeds: Sequence[int]) -> dict[int, list[Layout]]:
     layouts: dict[int, list[Layout]] = {}
     for layout in map(draw, seeds):
@@ -60,6 +89,17 @@ DRAWN, OTHER_DRAWN = by_world(DEFAULT), by_world(OTHERS)
 @pytest.mark.parametrize("world", sorted(DRAWN))
 def test_drawn_layouts(world: int) -> None:
     run_ranks(run_many, world, DRAWN[world], timeout=SECONDS * len(DRAWN[world]))
+
+
+def test_calls_of_all_ranks_fit_together() -> None:
+    check_recorded(4, RECORDED)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", sorted(set(DRAWN) - {1}))
+def test_calls_of_drawn_layouts_fit_together(world: int) -> None:
+    check_recorded(world, [*DRAWN[world], *OTHER_DRAWN.get(world, [])])
 
 
 @pytest.mark.sweep

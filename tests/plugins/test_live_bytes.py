@@ -5,19 +5,14 @@ given and return.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwright.booster import Booster
-from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
+from shardwright.testing.live_bytes import LiveBytes
 
 NAME = "llama-causal-lm"
 SIZES = {
@@ -35,50 +30,9 @@ LOOKED_AT = 8192
 LAYOUTS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 3)]
 
 
-class Live(TorchDispatchMode):
-    """Every memory that an operator of this block was given or has returned, and that is still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._met: dict[int, StorageWeakRef] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        large = False
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and not isinstance(leaf, LazyLogits):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._met:
-                    self._met[storage._cdata] = StorageWeakRef(storage)
-                    large |= storage.nbytes() > LOOKED_AT
-        if large:
-            self.most = max(self.most, self.bytes())
-        return result
-
-    def bytes(self) -> int:
-        """Now. A storage may have been emptied and filled since it was met."""
-        total = 0
-        for key, reference in list(self._met.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None:
-                del self._met[key]
-            else:
-                total += storage.nbytes()
-        return total
-
-    def of_steps(self, step: Callable[[], None]) -> tuple[int, int]:
-        """Bytes kept between steps, and the most within one; the first makes what lasts."""
-        step()
-        gc.collect()
-        self.most = kept = self.bytes()
-        step()
-        return kept, self.most
-
-
 def activations(dtype: torch.dtype, batch: dict[str, torch.Tensor]) -> int:
     """What a step of plain torch takes beside weights, gradients and states."""
-    with Live() as live:
+    with LiveBytes(LOOKED_AT) as live:
         model = zoo.build(NAME, dtype=dtype, **SIZES)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -101,7 +55,7 @@ def measure(rank: int, world: int) -> None:
             zero_stage=stage, precision=precision, zero_bucket_size_in_m=BUCKET, gather_ahead=1
         )
         booster = Booster(plugin=plugin)
-        with Live() as live:
+        with LiveBytes(LOOKED_AT) as live:
             plain = zoo.build(NAME, dtype=torch.float32, **SIZES)
             model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), fused=True))
             del plain

@@ -223,7 +223,7 @@ def test_going_on_is_the_same_as_never_stopping(kind: str, after: int) -> None:
         for step in range(len(loader)):
             assert len(loader) == left
             seen += batches([next(running)])
-            running.batch_is_used()
+            running.batch_is_used(None)
             assert len(loader) == (left if step < left - 1 else 5)
         return seen
 

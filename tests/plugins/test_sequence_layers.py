@@ -172,6 +172,14 @@ def mistakes(rank: int, world: int) -> None:
     refused("output_attentions=True with sequence_parallelism_mode", lambda: model(**batch, output_attentions=True))
     refused("give what its decoder reads", lambda: model(input_ids=batch["input_ids"]))
     refused(r"attention_mask of shape \(3, 5\)", lambda: model(**{**batch, "attention_mask": torch.ones(3, 5)}))
+    front = torch.ones(3, 7, dtype=torch.long)
+    front[1, :2] = 0
+    decoder = {"decoder_input_ids": 3 + front, "decoder_attention_mask": front}
+    refused(
+        "decoder_attention_mask with padding in front .* 7 tokens",
+        lambda: model(**{**batch, **decoder, "labels": 4 + front}),
+    )
+    model(**{**batch, **decoder, "labels": (4 + front).masked_fill(front == 0, -100)})  # nobody reads it
     refused("generate with sequence_parallelism_mode", lambda: model.generate(batch["input_ids"]))
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **ULYSSES))
     bloom: Any = zoo.build("bloom-causal-lm", dtype=torch.float32)

@@ -247,7 +247,7 @@ def read_inputs(outputs: Any, inputs: Any) -> Any:
 
 
 def test_criteria_that_read_more_than_the_loss() -> None:
-    axis = type("Axis", (), {"mode": "ring_attn", "require_model_loss": lambda: None})
+    axis = type("Axis", (), {"mode": "ring_attn", "is_whole": False, "require_model_loss": lambda: None})
     loss = SequenceLoss(axis, None)  # type: ignore[arg-type]
     for criterion in (read_all, read_if_there, read_or_not, read_inputs):
         with pytest.raises(ValueError, match=f"criterion='{criterion.__name__}'.*reads outputs.loss alone"):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.cluster import job as jobs
+from shardwright.comm import p2p
 from shardwright.comm.p2p import PipeComm
 from shardwright.comm.payload import TensorMeta, take_apart
 from shardwright.comm.shape_rules import find_rule, split_sizes
@@ -224,6 +225,7 @@ class Nccl:
         monkeypatch.setattr(
             dist, "P2POp", lambda op, tensor, group, group_peer: (op.__name__, group, group_peer, tensor.shape)
         )
+        monkeypatch.setattr(p2p, "has_streams", lambda device: True)
         monkeypatch.setattr(dist, "batch_isend_irecv", self._post)
         self.comm = PipeComm(
             Any, {channel: channel for channel in Placement(3).channels if 1 in channel}, torch.device("cpu")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.models.meta_results import find_result
+from shardwright.models import meta_results
+from shardwright.models.meta_results import compute, find_result
+from shardwright.utils.tensors import map_tensors
 
 aten = torch.ops.aten
 SHAPES = [(), (3,), (1, 3), (4, 1), (2, 4, 3), (2, 1, 3)]
@@ -79,3 +81,78 @@ def test_negative_log_likelihood(reduction: int) -> None:
     meta = logs.to("meta"), targets.to("meta")
     for given in ((meta[0], meta[1][1:]), (meta[0], meta[1].int()), (meta[0][0], meta[1])):
         assert find_result(aten.nll_loss_forward.default, (*given, None, reduction, -100), {}) is None
+
+
+class Asked:
+    """How often torch itself was asked for the result of an operator."""
+
+    def __init__(self, func: Any) -> None:
+        self.namespace, self._schema, self.tags = func.namespace, func._schema, func.tags
+        self._func, self.times = func, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.times += 1
+        return self._func(*args, **kwargs)
+
+
+def remembered(func: Any, *args: Any, **kwargs: Any) -> int:
+    """How often torch was asked in three calls. All must be what real tensors give."""
+    asked = Asked(func)
+    on_meta = map_tensors(lambda tensor: tensor.to("meta"), args)
+    for _ in range(3):
+        found = compute(asked, on_meta, kwargs)
+        real = func(*args, **kwargs)
+        assert type(found) is type(real)
+        assert described(found) == described(real), (func, args, kwargs)
+    return asked.times
+
+
+def test_torch_is_asked_once_per_form() -> None:
+    matrix = torch.randn(4, 3)
+    for tensor in tensors():
+        for args in ((aten.add.Tensor, tensor, 1), (aten.mul.Tensor, tensor, tensor), (aten.sum.default, tensor)):
+            assert remembered(*args) == 1
+    assert remembered(aten.mm.default, matrix, matrix.t()) == 1
+    assert remembered(aten.mm.default, matrix.t(), matrix.double().float()) == 1
+    assert remembered(aten.cat.default, [matrix, matrix[:2]], 0) == 1
+    assert remembered(aten.native_layer_norm.default, matrix, [3], None, None, 1e-5) == 1
+    assert remembered(aten.clone.default, matrix.t(), memory_format=torch.contiguous_format) == 1
+    assert remembered(aten._to_copy.default, matrix.t(), dtype=torch.bfloat16) == 1
+
+
+def test_equal_numbers_of_other_types_are_other_forms() -> None:
+    ints = torch.arange(4).to("meta")
+    assert compute(aten.mul.Tensor, (ints, 2), {}).dtype is torch.long
+    assert compute(aten.mul.Tensor, (ints, 2.0), {}).dtype is torch.float32
+    assert compute(aten.add.Tensor, (ints > 0, True), {}).dtype is torch.bool
+    assert compute(aten.add.Tensor, (ints > 0, 1), {}).dtype is torch.long
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert compute(aten.mul.Tensor, (ints, 2.0), {}).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_does_more_than_compute_is_not_remembered() -> None:
+    matrix = torch.randn(4, 3)
+    assert remembered(aten.t.default, matrix) == 3  # a view
+    assert remembered(aten.add_.Tensor, matrix, 1) == 3
+    assert remembered(aten.bernoulli.default, matrix.sigmoid()) == 3
+    meta = matrix.to("meta")
+    assert compute(aten.t.default, (meta,), {})._base is meta
+    compute(aten.add_.Tensor, (meta, 1), {})
+    assert meta._version == 1
+    asked = Asked(aten.add.Tensor)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broadcast"):
+            compute(asked, (meta, torch.empty(2, 7, device="meta")), {})
+    assert asked.times == 2
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_results, "_MOST_REMEMBERED", 8)
+    monkeypatch.setattr(meta_results, "_remembered", {})
+    for size in range(30):
+        assert compute(aten.exp.default, (torch.empty(size, device="meta"),), {}).shape == (size,)
+        assert len(meta_results._remembered) <= 8

@@ -74,11 +74,11 @@ def test_attention_of_a_part_counts_in_the_cut(name: str) -> None:
     with torch.device("meta"):
         model = build()
     survey = survey_model(model)
-    assert survey.num_units == 3
+    assert survey.num_units == 2 + 3  # of the images, of the text
     counted = chain_costs(model, survey, Placement(1), length=100).forward
     without = chain_costs(model, survey, Placement(1)).forward
     added = [with_it - plain for with_it, plain in zip(counted, without, strict=True)]
-    assert added == pytest.approx([*(2 * number * WIDTH for number in keys), 0.0])
+    assert added == pytest.approx([0.0, 0.0, *(2 * number * WIDTH for number in keys), 0.0])
     # layers of another number are those of the images, of which the text's config says nothing
     assert attention_costs(model, 2, 100) == [0.0, 0.0]
 

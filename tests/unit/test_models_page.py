@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from shardwright.models.verified import OUTCOMES, load
 from shardwright.testing.matrix.axes import AXES, GROUPS, pick_axes
 from shardwright.testing.matrix.check import find
 from shardwright.testing.matrix.check import main as check
-from tests.models.matrix.write import PAGE, page, write_data
+from tests.models.matrix.data import write_data
+from tests.models.matrix.page import PAGE, page
 
 
 def test_the_page_is_what_the_data_give() -> None:
@@ -32,21 +34,41 @@ def test_data_name_axes_and_outcomes_that_exist() -> None:
 
 
 def test_written_data_are_read_back(tmp_path: Path) -> None:
-    row = {"family": "F", "model_type": "t", "model_class": "C", "first": True, "seconds": 1.0}
-    cells = [
+    row = {"family": "F", "model_type": "t", "model_class": "BertForMaskedLM", "first": True, "seconds": 1.0}
+    cells: list[dict[str, Any]] = [
         {**row, "axis": "pp2", "outcome": "refused", "why": "too | short"},
-        {**row, "axis": "tp2", "outcome": "verified", "why": "", "share": 0.5, "whole": ["a.b"]},
+        {**row, "axis": "tp2", "outcome": "verified", "why": "", "share": 0.5, "whole": ["a.b"], "steps": 2},
+        {**row, "axis": "fp32", "outcome": "verified", "why": ""},
         {**row, "axis": "zbv", "outcome": "refused", "why": "too | short"},
+        {**row, "axis": "jit", "outcome": "verified", "why": "", "steps": 2},
+        {**row, "axis": "fused_norm", "outcome": "failed", "why": "BertForMaskedLM ended"},
+        {**row, "axis": "ep2", "outcome": "not applicable", "why": "the class has no experts"},
     ]
+    for number, (one, tp2) in enumerate([(10.0, 20.0), (10.0, 20.0), (10.0, 31.0)]):
+        times = {"one": [one, 50.0], "tp2": [tp2, 60.0]}
+        timed = {**row, "model_class": "BertForMaskedLM" if not number else f"Other{number}"}
+        cells.append({**timed, "axis": "times", "outcome": "timed", "why": "", "times": times})
     write_data(cells, tmp_path / "data.json")
-    (found,) = load(tmp_path / "data.json").rows
-    assert list(found.cells) == ["tp2", "pp2", "zbv"]
+    data = load(tmp_path / "data.json")
+    found = data.rows[0]
+    assert list(found.cells) == ["tp2", "pp2", "zbv", "ep2", "fp32", "jit", "fused_norm"]
     assert (found.cells["zbv"].outcome, found.cells["zbv"].why) == ("refused", "too | short")
-    assert (found.share, found.whole) == (0.5, ("a.b",))
-    shown = page(load(tmp_path / "data.json"))
-    assert "| F | C | yes | no (1) |  | no (1) |" in shown
-    assert "| t | C | yes | 50% | `a.b` | no (1) |" in shown
-    assert shown.endswith("1. too / short\n")
+    assert (found.share, found.whole, found.kinds) == (0.5, ("a.b",), ("masked LM",))
+    assert (found.times["tp2"], data.one_step) == ((20.0, 60.0), 1)
+    shown = page(data).splitlines()
+    name = "BertForMaskedLM"
+    for line in (
+        f"| F | {name} | 50% | yes | no (1) |  | - |  | all but fused norm (2) |  |  |",
+        f"| F | {name} | yes | no (1) |  | no (1) |  | - |  | yes |",
+        f"| F | {name} | 10.0 | 20.0 | 2.0 |  |  |",
+        "| F | Other2 | 10.0 | 31.0 | 3.1 **slow** |  |  |",
+        "| masked LM | 1 | 1 of 1 (100%) | 1 of 1 (100%) | 0 of 1 (0%) | 0 of 1 (0%) |  |  |  |  |",
+        f"| 1F1B refused | 1 | {name} |",
+        f"| t | {name} | yes | 50% | `a.b` | no (1) |",
+        "1. too / short",
+        "2. the model ended",
+    ):
+        assert line in shown, line
 
 
 def test_models_are_listed_without_torch() -> None:

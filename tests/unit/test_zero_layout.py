@@ -67,6 +67,20 @@ def test_every_element_has_one_place_and_one_owner(shapes: list, shards: int, bu
         assert covered == sum(slot.entry.numel for slot in plan.slots)
 
 
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 4), st.tuples(st.integers(0, 500), st.integers(1, 500)))
+def test_gaps_are_what_no_parameter_lies_in(shapes: list, shards: int, piece: tuple[int, int]) -> None:
+    for plan in plan_buckets(entries_of(shapes), shards, 10**6, True):
+        start, stop = min(piece[0], plan.shard_numel - 1), min(sum(piece), plan.shard_numel)
+        filled = torch.zeros(plan.numel)
+        for slot in plan.slots:
+            filled[slot.start : slot.stop] = 1
+        rows = torch.ones(shards, stop - start)
+        for gap in plan.gaps(rows, start):
+            gap.zero_()
+        assert torch.equal(rows, filled.view(shards, -1)[:, start:stop])
+
+
 def test_shards_have_few_segments() -> None:
     """Decay and no-decay parameters alternate in a model; in a shard they lie together."""
     plans = plan_buckets(entries_of([((64, 64), 0), ((64,), 1)] * 20), 4, 10**9, whole=False)

@@ -8,13 +8,14 @@ not run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...models.dry_run import call_model, meta_copy, run_dry, weight_sharing_copy
+from ...models.known_values import run_knowing
 from .microbatch import PATCHES
 
 
@@ -30,21 +31,26 @@ def find_towers(model: nn.Module, outside: tuple[str, ...], example: Any) -> fro
     """Those of the modules `outside` the layers that run for images alone; None where `example` has no patches."""
     if not has_patches(example):
         return None
-    has_weights = not any(parameter.is_meta for parameter in model.parameters())
-    for on_meta in (True, False) if has_weights else (True,):
+    ways = (
+        [run_dry, run_knowing] if any(param.is_meta for param in model.parameters()) else [run_dry, run_knowing, None]
+    )
+    for run in ways:
         try:
-            return _ran(model, outside, example, on_meta) - _ran(model, outside, without_patches(example), on_meta)
+            return _ran(model, outside, example, run) - _ran(model, outside, without_patches(example), run)
         except Exception:  # the model's own code: it needs data, or images
             continue
     return frozenset()
 
 
-def _ran(model: nn.Module, names: tuple[str, ...], example: Any, on_meta: bool) -> frozenset[str]:
-    copied, ran = meta_copy(model) if on_meta else weight_sharing_copy(model), set[str]()
+def _ran(
+    model: nn.Module, names: tuple[str, ...], example: Any, run: Callable[[nn.Module, Any], Any] | None
+) -> frozenset[str]:
+    """run: without data; None: with the weights"""
+    copied, ran = meta_copy(model) if run is not None else weight_sharing_copy(model), set[str]()
     for name in names:
         copied.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: ran.add(name))  # type: ignore[misc]
-    if on_meta:
-        run_dry(copied, example)
+    if run is not None:
+        run(copied, example)
     else:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             call_model(copied, example)

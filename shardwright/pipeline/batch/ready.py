@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...utils.tensors import map_tensors
+from ...utils.transfer import to_device
 from .microbatch import OTHER_ROWS, Batch, batch_size, find_batch_dim, items_of, split_batch
 from .regroup import regroup
 
@@ -122,7 +123,7 @@ def as_microbatches(
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if device is None else tensor.to(device, non_blocking=True)
+        return tensor if device is None else to_device(tensor, device)
 
     if isinstance(batch, Microbatches):
         check_ready(batch, num_microbatches, microbatch_size, alike)

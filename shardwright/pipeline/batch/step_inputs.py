@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...utils.transfer import needs_transfer
 from .microbatch import Batch, items_of
 
 _PLAIN = (type(None), bool, int, float, complex, str)
@@ -31,7 +32,7 @@ class StepInputs:
     def __init__(
         self,
         microbatches: Sequence[Batch],
-        cast: Callable[[Batch], Batch],
+        cast: Callable[[Batch], Batch] = lambda batch: batch,
         host: Callable[[], Sequence[Batch]] | None = None,
     ) -> None:
         self.microbatches = microbatches
@@ -119,7 +120,7 @@ class StepInputs:
         """The bytes, read without waiting for a device; or a number of its own."""
         if not isinstance(value, torch.Tensor):
             return id(value)
-        if value.device.type != "cpu" and self._host is not None:
+        if self._host is not None and needs_transfer(value.device):
             value = dict(items_of(self._in_host_memory(index)))[key]
         if value.device.type != "cpu" or value.numel() * value.element_size() > _MOST_BYTES:
             return index

@@ -11,7 +11,7 @@ In the chain of units the entry stands before the first one, at place `ENTRY`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,12 @@ class Entry:
     template: Template
     before: Part
     behind: Part
+
+    def joined_by(self, other: Entry | None) -> Entry | None:
+        """What makes it, and what is read besides it, in either of two runs; None where they differ otherwise."""
+        if other is None or (self.layer, self.place) != (other.layer, other.place):
+            return None
+        return replace(self, before=self.before | other.before, behind=self.behind | other.behind)
 
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The hidden states among the arguments of a call."""

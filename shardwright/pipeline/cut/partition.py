@@ -62,7 +62,7 @@ def chain_costs(
         head = times.pop(0) if len(times) > survey.num_units + 1 else 0.0
         return ChainCosts([times[0] + head, *times[1:]], head)
     layers, head, tail = _estimated(model, survey)
-    attention = attention_costs(model, survey.num_units, length)
+    attention = chain_attention(model, survey, length)
     forward = [layer + extra for layer, extra in zip(layers, attention, strict=True)]
     forward[0] += head
     passing = CHEAP_BYTES * BYTE * (hidden_size(model) or 0)
@@ -138,6 +138,12 @@ def _estimated(model: nn.Module, survey: Survey) -> tuple[list[float], float, fl
     head = sum(cost(name, False) for name in survey.parts[0].parameters if not name.startswith(f"{first}."))
     costs[0] -= head
     return costs, head, sum(cost(name, True) for name in survey.parts[-1].parameters)
+
+
+def chain_attention(model: nn.Module, survey: Survey, length: int | None) -> list[float]:
+    """`attention_costs` of a chain, zeros for towers beside the text."""
+    own = survey.num_units if text_config(model) is config_of(model) else survey.lists.count(survey.lists[-1])
+    return [0.0] * (survey.num_units - own) + attention_costs(model, own, length)
 
 
 def attention_costs(model: nn.Module, num_units: int, length: int | None) -> list[float]:

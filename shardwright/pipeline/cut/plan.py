@@ -129,7 +129,7 @@ def plan_cut(
         return _plan_one_stage(model, settings, config, layer_lists)
     # they travel by themselves, not as something that the tail reads inside of layers
     with without_router_logits(model):
-        survey = survey_model(model, layer_lists, example_inputs)
+        survey = survey_model(model, layer_lists, example_inputs, _cuts_towers(model, settings, layer_lists))
     length = sequence_length(example_inputs)
     routers = find_router_logits(model, survey.units, example_inputs)
 
@@ -195,6 +195,14 @@ def plan_cut(
         towers,
         slices,
     )
+
+
+def _cuts_towers(model: nn.Module, settings: PipelineSettings, layer_lists: Sequence[str] | None) -> bool:
+    """Not where sequences are cut into parts, which have no images, nor where the user counts the main layers alone."""
+    numbers = settings.num_layers_per_stage
+    if numbers is not None and all(isinstance(number, int) for number in numbers):
+        return settings.num_sequence_slices == 1 and sum(numbers) != len(find_units(model, layer_lists))
+    return settings.num_sequence_slices == 1
 
 
 def _plan_one_stage(

@@ -14,9 +14,10 @@ A module outside the layers that computes without gradients (fixed position tabl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import cycle
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch import nn
 
 from ...models.dry_run import forward_defaults, meta_copy, run_dry, weight_sharing_copy
 from ...models.example_inputs import example_batches
-from ...models.layer_chain import Unit, applied, are_shared, find_units, numbers_by_module
+from ...models.known_values import run_knowing
+from ...models.layer_chain import Unit, numbers_by_module, paths_to
 from ...utils import pytree
+from .chain import Chain, CutError, OtherOrder, list_of
 from .entry import ENTRY, Entry, find_place
 
 
@@ -92,18 +95,6 @@ def _kind_of(leaf: Any) -> type:
     return float if isinstance(leaf, bool | int | float) else object
 
 
-class CutError(ValueError):
-    """The model ran, but it cannot be cut."""
-
-
-class _AppliedAgain(Exception):
-    """The model applies its layers several times; `units` are their applications in order."""
-
-    def __init__(self, units: list[Unit]) -> None:
-        super().__init__()
-        self.units = units
-
-
 class _Tensor:
     def __repr__(self) -> str:
         return "TENSOR"
@@ -119,6 +110,9 @@ class Part:
     reads: frozenset[int]
     parameters: frozenset[str]
     modules: frozenset[str]
+
+    def __or__(self, other: Part) -> Part:
+        return Part(self.reads | other.reads, self.parameters | other.parameters, self.modules | other.modules)
 
 
 @dataclass(frozen=True)
@@ -178,6 +172,33 @@ class Survey:
         ]
         return ((ENTRY,), *behind)
 
+    def joined_by(self, other: Survey) -> Survey:
+        """With what another batch has made the same chain read; unchanged where that is another chain."""
+        alike = self.units == other.units and all(
+            one.spec == two.spec and one.others == two.others
+            for one, two in zip(self.templates, other.templates, strict=True)
+        )
+        if not alike:
+            return self
+        return replace(
+            self,
+            templates=tuple(
+                replace(one, written=tuple(map(operator.or_, one.written, two.written)))
+                for one, two in zip(self.templates, other.templates, strict=True)
+            ),
+            parts=tuple(map(operator.or_, self.parts, other.parts)),
+            ran=self.ran | other.ran,
+            unread={name: first for name, first in self.unread.items() if name in other.unread},
+            joined=tuple(sorted({*self.joined, *other.joined})),
+            entry=self.entry and self.entry.joined_by(other.entry),
+            tail_reads=self.tail_reads | other.tail_reads,
+        )
+
+    @cached_property
+    def lists(self) -> tuple[str, ...]:
+        """Of every unit the name of the list that its layer is in."""
+        return tuple(list_of(unit) for unit in self.units)
+
     def template(self, unit: int) -> Template:
         """Structure of what a unit, or the entry, passes on."""
         if unit != ENTRY:
@@ -213,30 +234,40 @@ class Survey:
         return (self.entry.before,) if stage == 0 else (self.entry.behind, *found[1:])
 
 
-def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_inputs: Any = None) -> Survey:
+def survey_model(
+    model: nn.Module, lists: Sequence[str] | None = None, example_inputs: Any = None, towers: bool = True
+) -> Survey:
     """Find the layers of `model` and learn what they read.
 
-    `example_inputs` is a batch for models whose inputs cannot be guessed. A model whose forward does not run on the
-    meta device is run once on real numbers, if it has its weights.
+    `example_inputs` is a batch for models whose inputs cannot be guessed. Of guessed batches further ones are tried as
+    long as parts of the model have not run. A model whose forward does not run on the meta device is run once on real
+    numbers, if it has its weights. towers: whether the chain goes through them, too.
     """
-    units = find_units(model, lists)
+    chain = Chain.of(model, lists, towers)
     examples = [example_inputs] if example_inputs is not None else list(example_batches(model))
+    if chain.towers:
+        examples.sort(key=lambda example: -len(_entries(example)))
     failures: list[str] = []
-    for example in examples:
-        try:
-            return _survey(_survey_without_numbers, model, units, example)
-        except CutError:
-            raise
-        except Exception as error:  # the model's own code: anything can happen on a guessed batch
-            failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    ways = [_survey_without_numbers, _survey_knowing]
     if not any(parameter.is_meta for parameter in model.parameters()):
+        ways.append(_survey_on_numbers)
+    found: list[Survey] = []
+    for learn in ways:
         for example in examples:
+            known = {_entries(survey.example) for survey in found}
+            if found and (not set.intersection(*(set(one.unread) for one in found)) or _entries(example) in known):
+                continue
             try:
-                return _survey(_survey_on_numbers, model, units, example)
+                found.append(_survey(learn, model, chain, example))
             except CutError:
-                raise
-            except Exception as error:
+                if not found:
+                    raise
+            except Exception as error:  # the model's own code: anything can happen on a guessed batch
                 failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        if found and all(any(unit in one.units for one in found) for tower in chain.towers for unit in tower):
+            break
+    if found:
+        return _together(found)
     raise ValueError(
         f"{type(model).__name__} could not be run on a guessed batch to learn where it can be cut "
         f"({'; '.join(dict.fromkeys(failures))}); pass example_inputs=, a batch like the real ones, to the plugin, or "
@@ -244,19 +275,38 @@ def survey_model(model: nn.Module, lists: Sequence[str] | None = None, example_i
     )
 
 
+def _entries(example: Any) -> frozenset[str]:
+    return frozenset(example) if isinstance(example, dict) else frozenset()
+
+
+def _together(surveys: Sequence[Survey]) -> Survey:
+    """That of the longest chain, with what other runs along the same chain have read besides."""
+    longest = max(surveys, key=lambda survey: survey.num_units)
+    return reduce(Survey.joined_by, (survey for survey in surveys if survey is not longest), longest)
+
+
 def _survey(
-    learn: Callable[[nn.Module, list[Unit], Any], Survey], model: nn.Module, units: list[Unit], example: Any
+    learn: Callable[[nn.Module, list[Unit], Any], Survey], model: nn.Module, chain: Chain, example: Any
 ) -> Survey:
-    try:
-        found = learn(model, units, example)
-    except _AppliedAgain as again:
-        found = learn(model, again.units, example)
-    return replace(found, example=example)
+    units = chain.guess
+    for _ in range(3):  # in the guessed order, in that of the run, without towers that are torn apart by it
+        try:
+            return replace(learn(model, units, example), example=example)
+        except OtherOrder as other:
+            units = chain.as_run(other.units, type(model).__name__)
+    raise CutError(
+        f"{type(model).__name__} cannot be cut into stages: its layers run in another order in every forward"
+    )
 
 
 def _survey_without_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
     copied = meta_copy(model)
     return _Surveyor(copied, units).run(partial(run_dry, copied, example))
+
+
+def _survey_knowing(model: nn.Module, units: list[Unit], example: Any) -> Survey:
+    copied = meta_copy(model)
+    return _Surveyor(copied, units).run(partial(run_knowing, copied, example))
 
 
 def _survey_on_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
@@ -294,7 +344,10 @@ class _Surveyor:
 
     def run(self, call: Callable[[], Any]) -> Survey:
         handles = [
-            self.model.get_submodule(gate).register_forward_hook(self._gate_hook(numbers))
+            # Before transformers' own hooks that collect hidden states, where a tower's are read later on.
+            self.model.get_submodule(gate).register_forward_hook(
+                self._gate_hook(numbers), prepend=list_of(self.units[numbers[0]]) != list_of(self.units[-1])
+            )
             for gate, numbers in numbers_by_module(unit.gate for unit in self.units).items()
         ]
         first = self.model.get_submodule(self.units[0].layer)
@@ -308,28 +361,22 @@ class _Surveyor:
             for handle in handles:
                 handle.remove()
         if self.order != list(range(len(self.units))):
-            whole = all(unit.layer == unit.gate for unit in self.units)
-            if whole and not are_shared(self.units) and {*self.order} == {*range(len(self.units))}:
-                raise _AppliedAgain(applied(self.units[number].layer for number in self.order))
-            raise CutError(
-                f"{type(self.model).__name__} cannot be cut into stages: its layers {self.units[0].layer} to "
-                f"{self.units[-1].layer} ran in the order {self.order}, which is neither all of them from first "
-                "to last nor some of them several times; use pp_size=1"
-            )
+            raise OtherOrder([self.units[number] for number in self.order])
         return self._evaluate(
             [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)], outside
         )
 
     def _outside(self) -> list[str]:
-        layers = tuple(unit.layer for unit in self.units)
-        gates = tuple(unit.gate for unit in self.units)
-        found = []
-        for name, module in self.model.named_modules():
-            inside = any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-            around = not name or any(other == name or other.startswith(f"{name}.") for other in layers + gates)
-            if not inside and not around and any(True for _ in module.parameters()):
-                found.append(name)
-        return found
+        layers = {unit.layer for unit in self.units}
+        around = {path for unit in self.units for name in (unit.layer, unit.gate) for path in paths_to(name)}
+        return [
+            name
+            for name, module in self.model.named_modules()
+            if name
+            and layers.isdisjoint(paths_to(name))
+            and name not in around
+            and any(True for _ in module.parameters())
+        ]
 
     def _gate_hook(self, numbers: Sequence[int]) -> Callable[..., Any]:
         calls = cycle(numbers)

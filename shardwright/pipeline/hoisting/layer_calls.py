@@ -17,9 +17,8 @@ from ..batch.step_inputs import StepInputs
 from ..cut.entry import ENTRY
 from ..cut.survey import TENSOR, Survey, Template
 from .layer_trace import LayerCall, Proof, Trace, context, tensors_of
-from .model_state import Kept, buffer_versions, module_state, same_state
-
-ModelState = tuple[list[Any], dict[int, int]]  # attributes, versions of buffers
+from .model_state import Kept, module_state, same_state
+from .surroundings import ModelState, Surroundings
 
 _MOST_ANSWERS = 64
 _MOST_VERDICTS = 1024  # a loader with ever new lengths must not fill the memory with them
@@ -76,9 +75,12 @@ class LayerCalls:
     """What the layers of a rank's stages are called with.
 
     stages  units of the stages that this rank holds, by number
+    surroundings  of the layers of `survey`
     """
 
-    def __init__(self, model: nn.Module, survey: Survey, stages: Mapping[int, range]) -> None:
+    def __init__(
+        self, model: nn.Module, survey: Survey, stages: Mapping[int, range], surroundings: Surroundings
+    ) -> None:
         self._units: Sequence[Unit] = survey.units
         self._templates: dict[int, Template] = dict(enumerate(survey.templates))
         self._single = [template.spec.is_leaf() for template in survey.templates]  # which is nothing but a tensor
@@ -86,20 +88,7 @@ class LayerCalls:
         if survey.entry is not None:
             self._templates[ENTRY] = survey.entry.template
         self._layers = [model.get_submodule(unit.layer) for unit in survey.units]
-        self._around = [
-            module
-            for name, module in model.named_modules()
-            if any(unit.layer.startswith(f"{name}." if name else "") for unit in survey.units)
-            and not isinstance(module, nn.ModuleList)
-        ]
-        inside = {module for layer in self._layers for module in layer.modules()} | set(self._around)
-        # Modules of torch itself keep nothing from one call to the next.
-        self._beside = [
-            m
-            for m in model.modules()
-            if m not in inside and (type(m) is nn.Module or not type(m).__module__.startswith("torch.nn."))
-        ]
-        self._outside = [module for module in model.modules() if module not in inside or module in set(self._around)]
+        self.surroundings = surroundings
         different: list[Template] = []
         self._stages: dict[int, _Stage] = {}
         for number, units in stages.items():
@@ -112,12 +101,11 @@ class LayerCalls:
                 template = self._templates[units.start - 1]
                 if template not in different:
                     different.append(template)
-                kind = different.index(template)
+                kind = different.index(template), survey.lists[units.start]
             self._stages[number] = _Stage(number, units, boundary, kind)
         self._unfit: set[Hashable] = set()
         self._arrived: dict[Hashable, Hashable] = {}  # shapes, by stage and shapes of the batch
         self._proofs: dict[Hashable, Proof] = {}
-        self._defined: set[int] = set()  # storages of buffers that the model fills whenever it reads them
         self._state_then: ModelState = [], {}  # of the model, when it was traced last
         # to change something in a trace, as modules do that compute a table when it is first asked for
         self._chances = 2
@@ -134,13 +122,13 @@ class LayerCalls:
         a trace.
         """
         stage = self._stages.get(number)
-        if stage is None or torch.is_inference_mode_enabled() or self.is_hooked():
+        if stage is None or torch.is_inference_mode_enabled() or self.surroundings.is_hooked():
             return None
         arrived = [tensors_of(received[unit]) for unit in stage.boundary]
         metas = tuple((tensor.shape, tensor.dtype) for tensors in arrived for tensor in tensors)
         if not metas:
             return None
-        look = (stage.kind, metas, context(arrived[-1][0].device), self.modes)
+        look = (stage.kind, metas, context(arrived[-1][0].device), self.surroundings.modes)
         frame = inputs.frame(index)
         if len(self._arrived) >= _MOST_VERDICTS:
             self._arrived.clear()
@@ -178,7 +166,7 @@ class LayerCalls:
 
     def forward_ran(self, inputs: StepInputs) -> None:
         """The model's own forward has: what it has changed about itself, the next traces are to see."""
-        if inputs.calls and not self.unchanged_since(self._state_then):
+        if inputs.calls and not self.surroundings.unchanged_since(self._state_then):
             for calls in inputs.calls.values():
                 calls.outdated = True
 
@@ -199,9 +187,10 @@ class LayerCalls:
         if len(served) > 1:  # stages that get the output of the layer before
             sources = {first - 1: sources[stage.units.start - 1]}
         key = (look, inputs.frame(index))
-        state = self.state()
+        around = self.surroundings
+        state = around.state()
         proof = self._proofs.get(key)
-        if proof is None or not self._is_same(proof.state, state):
+        if proof is None or not around.is_same(proof.state, state):
             if len(self._proofs) >= _MOST_VERDICTS:
                 self._proofs.clear()
             read = proof.read if proof is not None else frozenset()  # groups keep their names
@@ -217,11 +206,11 @@ class LayerCalls:
         if not trace.is_proven:
             trace = Trace(self._templates, self._entry, first, wanted, sources, batch, proof, prove=True)
             looked_at = [module for unit in wanted for module in self._layers[unit].modules()]
-            before, kept = module_state(looked_at), Kept([*looked_at, *self._around, *self._beside])
+            before, kept = module_state(looked_at), Kept([*looked_at, *around.modules])
             run(trace, batch)
             assert trace.prover is not None
-            self._defined |= trace.prover.defined
-            if not same_state(before, module_state(looked_at)) or not self.unchanged_since(state):
+            around.defined |= trace.prover.defined
+            if not same_state(before, module_state(looked_at)) or not around.unchanged_since(state):
                 kept.put_back()
                 trace.disprove()
                 changed = self._chances > 0
@@ -229,7 +218,7 @@ class LayerCalls:
             proof.read |= trace.prover.read
             proof.by_state |= trace.prover.by_state
             contents = inputs.contents(index, proof.read)
-        self._state_then = self.state()
+        self._state_then = around.state()
         if trace.is_proven and contents is not None and not proof.by_state:
             if len(proof.known) >= _MOST_ANSWERS:
                 proof.known.clear()
@@ -239,34 +228,6 @@ class LayerCalls:
         return group, Calls(
             trace.calls, metas, frozenset(other.number for other in served), len(served) * size, changed
         )
-
-    def state(self) -> ModelState:
-        """What a script can turn between steps, and the model in a forward: attributes of modules outside the
-        layers, and of configs.
-        """
-        configs = [module.config for module in self._around if hasattr(module, "config")]
-        return module_state([*self._around, *self._beside, *configs]), buffer_versions([*self._around, *self._beside])
-
-    def unchanged_since(self, state: ModelState) -> bool:
-        return self._is_same(state, self.state())
-
-    def _is_same(self, before: ModelState, after: ModelState) -> bool:
-        same = all(
-            before[1].get(storage) == version for storage, version in after[1].items() if storage not in self._defined
-        )
-        return same and same_state(before[0], after[0])
-
-    @property
-    def modes(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._around)
-
-    def is_watched(self) -> bool:
-        """Whether hooks run in the model's forward outside of layers."""
-        return any(module._forward_pre_hooks or module._forward_hooks for module in self._outside)
-
-    def is_hooked(self) -> bool:
-        """Whether somebody wants to see the calls of the model itself."""
-        return any(module._forward_pre_hooks or module._forward_hooks_always_called for module in self._around)
 
     def distrust(self, number: int, inputs: StepInputs) -> None:
         """The layers of a stage did not return what traces assume."""

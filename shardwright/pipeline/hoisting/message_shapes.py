@@ -35,7 +35,7 @@ class _Run(NamedTuple):
     """Shapes of the tensors that the units of a model return, of the logits of its routers where these are collected,
     and of what the first unit receives."""
 
-    units: list[list[tuple[int, ...]]]
+    units: list[list[tuple[int, ...]] | None]
     routers: list[tuple[int, ...]]
     entry: list[tuple[int, ...]]
 
@@ -96,10 +96,10 @@ class MessageShapes:
             return None
         units = survey.boundary(start)
         passed = staged.routers.num_before(start) if staged.routers is not None else 0
-        shapes = [
-            *run.routers[:passed],
-            *(shape for unit in units for shape in (run.entry if unit == ENTRY else run.units[unit])),
-        ]
+        returned = [run.entry if unit == ENTRY else run.units[unit] for unit in units]
+        if None in returned or (ENTRY in units and not run.entry):
+            return None
+        shapes = [*run.routers[:passed], *(shape for one in returned for shape in one or ())]
         numbers = sum(survey.template(unit).num_numbers for unit in units)
         return (*shapes, (numbers, 2)) if numbers else tuple(shapes)
 
@@ -123,7 +123,8 @@ class MessageShapes:
             )
         except Exception:  # the model's own code, on sizes that it was not made for
             return None
-        units = [_shapes_in(seen[gate]) for gate in gates]
+        # of layers that these sizes do not reach nothing is known (images are left out)
+        units = [_shapes_in(seen[gate]) if gate in seen else None for gate in gates]
         routers: list[tuple[int, ...]] = []
         for tap in taps:  # in a layer that is like one before it no router runs
             output = seen.get(tap.router)

@@ -148,6 +148,10 @@ class HostReads:
         self._failures = 0
 
 
+class Unwatchable(Exception):
+    """What was watched has failed, which may be because it was."""
+
+
 class Watch(TorchFunctionMode):
     """Answers what is known. Active between `begin` and `end`, but not inside of `aside`."""
 
@@ -195,6 +199,26 @@ class Watch(TorchFunctionMode):
 
     def finish(self) -> None:
         """The last layer has been reached."""
+
+    def call(self, call: Callable[[], Any], exit: type[Exception]) -> Any:
+        """What `call` returns, `exit` if it raises that; Unwatchable for code that runs under no mode."""
+        with self.during():
+            try:
+                return call()
+            except exit:
+                raise
+            except Exception as error:
+                if self.is_active:  # not in a layer, or behind the last one
+                    raise Unwatchable from error
+                raise
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

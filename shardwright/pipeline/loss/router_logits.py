@@ -95,7 +95,7 @@ class RouterLogits:
         """Tell transformers' hooks what the routers of a unit have given elsewhere."""
         for number, tap, router in self._routers.get(unit, ()):
             output = logits[number] if tap.place is None else (*[None] * tap.place, logits[number])
-            for hook in _collecting(router):
+            for hook in collecting_hooks(router):
                 hook(router, (), output)
 
 
@@ -110,7 +110,8 @@ def _noting(
     return note
 
 
-def _collecting(module: nn.Module) -> list[Callable[..., Any]]:
+def collecting_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """transformers' own hooks, which collect what layers return for the model's outputs."""
     return [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") == _COLLECTORS]
 
 
@@ -172,7 +173,7 @@ def _find(model: nn.Module, units: Sequence[Unit], example: Any, on_meta: bool) 
         return ()
     taps = []
     for logits in collected:
-        homes = [tap for _, tap in seen.get(id(logits), []) if _collecting(copied.get_submodule(tap.router))]
+        homes = [tap for _, tap in seen.get(id(logits), []) if collecting_hooks(copied.get_submodule(tap.router))]
         if not homes:
             raise _NotFoundError("they are not collected by transformers' hooks on modules of its layers")
         taps.append(homes[0])

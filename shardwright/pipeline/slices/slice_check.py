@@ -26,7 +26,7 @@ from ...models.layer_chain import are_shared, find_units
 from ...utils import pytree
 from ...utils.tensors import map_tensors
 from ..batch.microbatch import batch_size
-from ..cut.partition import attention_costs, layer_costs
+from ..cut.partition import chain_attention, layer_costs
 from ..cut.survey import Survey
 from .past_keys import Past
 from .sequence_slices import SliceRule
@@ -42,7 +42,7 @@ def slice_rule(
 ) -> SliceRule:
     """How sequences are cut; ValueError for a model whose sequences cannot be. probes: see `plan_cut`."""
     costs = layer_costs(model, survey)
-    per_key = sum(attention_costs(model, survey.num_units, _FAR)) / _FAR
+    per_key = sum(chain_attention(model, survey, _FAR)) / _FAR
     return _Check(model, survey, SliceRule.of(model, count, sum(costs), 2 * per_key)).run(probes)
 
 

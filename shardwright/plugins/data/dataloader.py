@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ...utils.argument_types import check_arguments
 from ...utils.arguments import check_call
+from ...utils.device import get_current_device
+from ...utils.transfer import Parcel, Transfers, transfers_to
 from .dealing import DataParallelSampler, Dealer, DealtStream, SamplerDealer, Share, check_stream, is_stream
 
 
@@ -40,7 +42,9 @@ class ShardedDataLoader(DataLoader):
         # A pass draws a seed for workers, which the interrupted one had drawn before it was saved.
         with torch.random.fork_rng(devices=[]) if resumed and self.generator is None else nullcontext():
             batches = super().__iter__()
-        return Batches(batches, self._progress, to_discard, self.dealer)
+        transfers = transfers_to(get_current_device())
+        # Without workers this process makes the next batch, with its random numbers: not before it is asked for.
+        return Batches(batches, self._progress, to_discard, self.dealer, transfers, self.num_workers > 0)
 
     def __len__(self) -> int:
         return self.dealer.batches(self._begins_at())
@@ -90,26 +94,41 @@ class _Progress:
 class Batches:
     """The iterator over one pass of a `ShardedDataLoader`."""
 
-    def __init__(self, batches: Iterator[Any], progress: _Progress, to_discard: int, dealer: Dealer) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        progress: _Progress,
+        to_discard: int,
+        dealer: Dealer,
+        transfers: Transfers | None = None,
+        looks_ahead: bool = False,
+    ) -> None:
         self._batches = batches
         self._progress = progress
         self._to_discard = to_discard
         self._dealer = dealer
+        self._transfers = transfers
+        self._looks_ahead = looks_ahead
+        self._next: list[tuple[Any, Parcel | None]] = []  # at most one batch, which nobody has asked for yet
+        self._parcel: Parcel | None = None  # copies of the batch given last
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Any:
         try:
-            while self._to_discard:
-                self._to_discard -= 1
-                next(self._batches)
-            batch = next(self._batches)
+            batch, self._parcel = self._next.pop() if self._next else (self._drawn(), None)
         except StopIteration:
             self._progress.over = True
             raise
         self._progress.taken += 1
         return batch
+
+    def _drawn(self) -> Any:
+        while self._to_discard:
+            self._to_discard -= 1
+            next(self._batches)
+        return next(self._batches)
 
     def __len__(self) -> int:
         """Batches of the whole pass; where nobody can know, those taken so far."""
@@ -118,11 +137,19 @@ class Batches:
         except TypeError:
             return self._progress.taken
 
-    def batch_is_used(self) -> None:
+    def batch_is_used(self, batch: Any) -> None:
         """The caller keeps no batch: the pass is over when the last one has been taken, and nobody needs to ask for
-        one more.
+        one more. And nobody changes `batch` before the step moves it: it is sent off, and so is the next one, while
+        this one is computed.
         """
         self._progress.over = self._progress.is_last(self._dealer)
+        if self._transfers is None:
+            return
+        (self._parcel or self._transfers.send(batch)).hand_over()
+        if self._looks_ahead and not self._progress.over:
+            with suppress(StopIteration):  # which comes again when the batch is asked for
+                following = self._drawn()
+                self._next.append((following, self._transfers.send(following)))
 
 
 def build_dataloader(

@@ -99,7 +99,7 @@ class CheckedBatches:
         except StopIteration:
             raise ValueError(self._exhausted()) from None
         if isinstance(self._data_iter, Batches):
-            self._data_iter.batch_is_used()
+            self._data_iter.batch_is_used(batch)
         if self._guard is not None:
             if self._training and self._guard.compares and isinstance(self._model, ModelWrapper):
                 self._model.check_batch(batch)  # what this rank can find out alone comes before it meets the others

@@ -7,21 +7,14 @@ from collections import Counter
 from torch import nn
 
 from ...ops.layer_graphs import compile_layers, layers_of, require_compiler
-from ...pipeline.schedules import splits_backward
 from ..settings import HybridSettings
 
 
-def check_compiled(settings: HybridSettings, pp_size: int) -> None:
+def check_compiled(settings: HybridSettings) -> None:
     """ValueError for what compiled layers cannot be combined with, before there is a model."""
     if not settings.sharding.enable_jit_fused:
         return
     pipeline = settings.pipeline
-    if pp_size > 1 and (pipeline.pp_style == "auto" or splits_backward(pipeline.pp_style)):
-        raise ValueError(
-            f"enable_jit_fused=True with pp_style={pipeline.pp_style!r}: the backward of a compiled layer is one "
-            "piece, so that no weight gradients are left to fill the pipeline's bubbles with; use pp_style='1f1b' or "
-            "'interleaved', or leave enable_jit_fused out"
-        )
     if pipeline.num_sequence_slices > 1:
         raise ValueError(
             f"enable_jit_fused=True with num_sequence_slices={pipeline.num_sequence_slices}: layers that are given the "
@@ -45,10 +38,13 @@ def compiled_words(model: nn.Module, settings: HybridSettings) -> str:
     return "compiled: " + ", ".join(f"{number} x {name}" for name, number in classes.items())
 
 
-def compile_where_wanted(model: nn.Module, settings: HybridSettings) -> None:
-    """Sharding comes first, gates of stages and hooks of ZeRO behind it."""
+def compile_where_wanted(model: nn.Module, settings: HybridSettings, apart: bool) -> None:
+    """Sharding comes first, gates of stages and hooks of ZeRO behind it.
+
+    apart   whether weight gradients wait for the schedule
+    """
     if settings.sharding.enable_jit_fused:
-        compile_layers(model)
+        compile_layers(model, apart)
 
 
 def require_compiler_where_wanted(settings: HybridSettings) -> None:

@@ -16,6 +16,7 @@ from ...attention.exchange import Exchange, Shapes
 from ...models.config import config_of, follows_length, parts
 from ...models.layer_chain import Unit
 from ...pipeline.handover import Handover
+from ...utils.transfer import to_device
 from ..settings import HybridSettings
 from .layer_handover import PartsOfStates
 from .layer_plan import LayerPlan
@@ -24,6 +25,7 @@ from .sequence_axis import IGNORED, Positions, SequenceAxis, SequenceFacts
 _TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
 _LABELS = ("labels", "shift_labels")
+ENCLOSED = "enclosed"
 
 
 class LayerFacts(NamedTuple):
@@ -31,8 +33,9 @@ class LayerFacts(NamedTuple):
 
     plan            what becomes of its modules
     causal          tokens (of a decoder) see only those before them
-    loss            "own": with every token's own label; "shifted": takes `shift_labels`; "computed": it takes neither,
-                    and is the mean cross entropy of shifted labels
+    loss            "enclosed": that of whole sequences, see `enclosed_axis`; else that of parts: "own": with every
+                    token's own label; "shifted": takes `shift_labels`; "computed": it takes neither, and is the mean
+                    cross entropy of shifted labels
     divides         the loss is divided by `num_items_in_batch`, where that is given; None: in part
     decodes         it has an encoder, whose sequences are split too
     """
@@ -178,8 +181,8 @@ class LayerAxis(SequenceAxis):
     def _refuse_padding_in_front(self, mask: Tensor, missing: int) -> None:
         """Where the model gives padding the mean of all values, which the next token's prediction is made of."""
         around_ring = self.mode == "ring_attn"
-        if self._pads_in_front or not (around_ring or (missing and self.facts.causal and not self._decodes)):
-            return
+        if self._pads_in_front or self._decodes or not (around_ring or (missing and self.facts.causal)):
+            return  # every token of an encoder sees those that are no padding
         if bool(mask[:, 0].all()):
             return
         length, multiple = mask.shape[1], self._exchange.multiple
@@ -212,7 +215,32 @@ class LayerAxis(SequenceAxis):
                 )
             model: Any = self._model
             decoder = batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
-        self._pad(batch, (*_DECODER, *_LABELS), decoder.shape[1])
+        length, mask = decoder.shape[1], batch.get("decoder_attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == decoder.shape[:2]:
+            self._refuse_counted_padding(mask, labels, -length % self._exchange.multiple)
+        self._pad(batch, (*_DECODER, *_LABELS), length)
+
+    def _refuse_counted_padding(self, mask: Tensor, labels: Any, missing: int) -> None:
+        """Tokens of a decoder that see no other get the mean of all values, where masks are added to scores. Who reads
+        it is their own prediction alone.
+        """
+        if self._pads_in_front or not (self.mode == "ring_attn" or missing):
+            return
+        blind = (mask != 0).cumsum(1) == 0
+        counts = blind if labels is None else blind & (labels != IGNORED)
+        if not bool(counts.any()):
+            return
+        length = mask.shape[1]
+        why = (
+            "which a ring does not"
+            if self.mode == "ring_attn"
+            else f"and rows of {length} tokens are padded to {length + missing}"
+        )
+        raise ValueError(
+            f"decoder_attention_mask with padding in front and sequence_parallelism_mode={self.mode!r}: the attention "
+            f"of {self._name} gives padding there the mean of all values, {why}; give it labels of {IGNORED}, or pad "
+            "behind the tokens"
+        )
 
     def _cut_labels(self, batch: dict[str, Any]) -> None:
         labels, moved = batch.get("labels"), batch.get("shift_labels")
@@ -249,15 +277,28 @@ class LayerAxis(SequenceAxis):
         if self._loss != "computed" or self._part_of_labels is None:
             return outputs
         number = batch.get("num_items_in_batch") if self._divides else None
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
+        loss = mean_loss(logits, to_device(self._part_of_labels, logits.device), number)
         if isinstance(outputs, tuple):
-            return (mean_loss(outputs[0], self._part_of_labels, number), *outputs)
-        outputs.loss = mean_loss(outputs.logits, self._part_of_labels, number)
+            return (loss, *outputs)
+        outputs.loss = loss
         return outputs
+
+
+def draws_alike(facts: object) -> bool:
+    """Whether ranks that share sequences draw the same random numbers outside of layers."""
+    return isinstance(facts, LayerFacts) and facts.loss == ENCLOSED
 
 
 def check_layers(settings: HybridSettings, facts: LayerFacts, name: str) -> None:
     """ValueError for settings that do not go with layers that are given parts by a model that sees whole sequences."""
     mode, layout = settings.sequence_mode, settings.layout
+    if facts.loss == ENCLOSED and layout.pp_size > 1:
+        raise ValueError(
+            f"pp_size={layout.pp_size} with sequence_parallelism_mode={mode!r}: of {name} all around its layers is "
+            "computed for whole sequences, and the stages of a pipeline would not know how long those are; use "
+            "pp_size=1"
+        )
     if facts.loss == "computed" and layout.tp_size * layout.pp_size > 1:
         field = "tp_size" if layout.tp_size > 1 else "pp_size"
         raise ValueError(

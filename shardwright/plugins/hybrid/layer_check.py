@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...attention.exchange import Exchange, Shapes, Trial
+from ...attention.padded_exchange import TrueLengths
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import AttentionFunction
 from ...attention.whole_masks import OfParts, RingWithMasks, TradedHeads, TrialTrade, around_trial
 from ...attention.zigzag import Share
 from ...comm.ring import Ring
 from ...models.config import is_encoder_decoder, parts, shorten_windows
-from ...models.layer_chain import layer_lists
 from ...shardformer.adapters import has_adapters, native_model
 from ...shardformer.attention_routes import makes_own_masks, route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small
-from .layer_axis import LayerAxis, LayerFacts
+from .layer_axis import ENCLOSED, LayerAxis, LayerFacts
 from .layer_plan import LayerPlan, Stack
-from .layer_probe import CannotSplit, Probe
+from .layer_probe import CannotSplit, TokenProbe
 from .resolved import ResolvedLayout
 from .sequence_axis import IGNORED
 
@@ -63,7 +63,7 @@ def probe_layers(mode: str, model: nn.Module) -> LayerFacts:
             except CannotSplit as error:
                 why = why or str(error)
                 break
-            return facts._replace(plan=_of_all_layers(facts.plan, copies.plain, native))
+            return facts._replace(plan=of_all_layers(facts.plan, copies.plain, native))
     raise CannotSplit(why)
 
 
@@ -94,14 +94,15 @@ class _Copies:
         self._other: nn.Module = made[1]  # type: ignore[assignment]
         words = min(getattr(self.plain.config.get_text_config(), "vocab_size", None) or _WORDS, _WORDS)  # type: ignore
         try:
-            self._probe = Probe(made[2], name, words, trades)  # type: ignore[arg-type]
+            self._probe = TokenProbe(made[2], name, words, trades)  # type: ignore[arg-type]
         except Exception as error:
             raise CannotSplit(f"no small copy of it could be tried ({_line(error)})") from error
 
     def facts(self, joined: bool) -> LayerFacts:
         with torch.no_grad():
             try:
-                self._probe.run()
+                if not isinstance(getattr(self._probe.run(), "logits", None), Tensor):
+                    raise CannotSplit("its head gives no logits for every token")
                 plan = self._probe.plan()
                 plan.joined = joined
             except CannotSplit:
@@ -141,7 +142,7 @@ class _Copies:
         native = native_function(self._name)
         parts: AttentionFunction = TradedHeads(TrialTrade(exchange), native)
         if self._mode == "ring_attn":
-            parts = around_trial(exchange, _one_ring())
+            parts = around_trial(exchange, one_ring())
         if plan.traded:
             function = OfParts(native, parts)
             use_attention(self._other, function, "trial", masks_of=self._name)
@@ -222,8 +223,8 @@ class _Copies:
             raise CannotSplit("its loss is no mean over the labels of tokens")
 
 
-def _one_ring() -> RingWithMasks:
-    return RingWithMasks(Share(0, 1), [Ring(dist.GroupMember.WORLD, 0, 0, 1)])  # type: ignore[arg-type]
+def one_ring(lengths: TrueLengths | None = None) -> RingWithMasks:
+    return RingWithMasks(Share(0, 1), [Ring(dist.GroupMember.WORLD, 0, 0, 1)], lengths)  # type: ignore[arg-type]
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
@@ -237,14 +238,14 @@ def _line(error: Exception) -> str:
 # From the small copy to the model.
 
 
-def _of_all_layers(plan: LayerPlan, small: nn.Module, model: nn.Module) -> LayerPlan:
+def of_all_layers(plan: LayerPlan, small: nn.Module, model: nn.Module) -> LayerPlan:
     """The plan for a model that may have more layers, each as the one of its kind in the small copy."""
-    made, lists = LayerPlan(joined=plan.joined), {name: len(each) for name, each in layer_lists(model)}
+    made = LayerPlan(joined=plan.joined, unsplit=plan.unsplit)
     for stack in plan.stacks:
         prefix = stack.layers[0].rpartition(".")[0]
         kinds = {_kind(small.get_submodule(layer)): layer for layer in reversed(stack.layers)}
-        layers = [f"{prefix}.{index}" for index in range(lists[prefix])]
-        made.stacks.append(Stack(layers, stack.gathers))
+        layers = [f"{prefix}.{index}" for index, _ in enumerate(model.get_submodule(prefix).children())]
+        made.stacks.append(Stack(layers, stack.gathers, stack.apart))
         for layer in layers:
             like = kinds.get(_kind(model.get_submodule(layer)))
             if like is None:
@@ -280,20 +281,36 @@ def _kind(layer: nn.Module) -> tuple[tuple[str, str], ...]:
 def warn_of_whole(model: nn.Module, plan: LayerPlan, mode: str) -> None:
     """Name what every rank computes for whole sequences."""
     words = _whole_words(model, plan)
+    if plan.unsplit:
+        _LOGGER.warning(
+            f"sequence_parallelism_mode={mode!r}: layers of {', '.join(plan.unsplit)} cannot have parts of sequences; "
+            "every rank computes them whole"
+        )
     if words:
         _LOGGER.warning(f"sequence_parallelism_mode={mode!r}: {words}, and what they keep for backward is not shared")
 
 
 def with_layers(layout: ResolvedLayout, model: nn.Module, facts: object) -> ResolvedLayout:
     """`layout` with a word on modules that are given whole sequences; where all attention is, nothing of it is sent."""
-    words = _whole_words(native_model(model), facts.plan) if isinstance(facts, LayerFacts) else ""
+    if not isinstance(facts, LayerFacts):
+        return layout
+    if facts.loss == ENCLOSED:
+        layout = replace(layout, notes=(*layout.notes, _enclosed_words(facts.plan)))
+    words = _whole_words(native_model(model), facts.plan)
     if not words:
         return layout
-    assert isinstance(facts, LayerFacts)
     if not facts.plan.traded:
         layout = replace(layout, traffic=tuple(row for row in layout.traffic if row.axis != "sp"))
     note = f"{words}: an all-gather and a reduce-scatter of hidden states each, which what is sent along sp leaves out"
     return replace(layout, notes=(*layout.notes, note))
+
+
+def _enclosed_words(plan: LayerPlan) -> str:
+    also = f", {', '.join(plan.unsplit)} among it" if plan.unsplit else ""
+    return (
+        f"every rank of sp computes what is around the split layers{also}, for whole sequences; an all-gather of "
+        "hidden states behind the last layer and a reduce-scatter of their gradients are left out of what is sent"
+    )
 
 
 def _whole_words(model: nn.Module, plan: LayerPlan) -> str:
@@ -314,7 +331,7 @@ def split_layers(
     name = attention_of(native)
     if facts.plan.traded:
         own = OfParts(native_function(name), function)
-        needs_own = facts.plan.whole or makes_own_masks(native)
+        needs_own = facts.plan.whole or facts.loss == ENCLOSED or makes_own_masks(native)
         masks = "sdpa" if mode == "ring_attn" and not needs_own else name
         use_attention(native, own, mode, copies, masks_of=masks)
         own.split.update(map(native.get_submodule, facts.plan.traded))

@@ -34,10 +34,18 @@ class Stack:
     """
     layers      names, in the order in which they run
     gathers     whether what the last one returns is read as whole sequences
+    apart       whether that holds of all: each is a stack of its own
     """
 
     layers: list[str]
     gathers: bool = False
+    apart: bool = False
+
+    def is_first(self, index: int) -> bool:
+        return self.apart or index == 0
+
+    def gathers_behind(self, index: int) -> bool:
+        return self.apart or (self.gathers and index + 1 == len(self.layers))
 
 
 @dataclass
@@ -49,6 +57,7 @@ class LayerPlan:
     whole   module -> (which of its arguments are parts, which of its results are to be)
     joined  what the last layers return is gathered, and cut behind the inner model, which expects it to be as long as
             what it was given
+    unsplit lists of layers that are computed whole, beside those that are split
     """
 
     stacks: list[Stack] = field(default_factory=list)
@@ -56,6 +65,7 @@ class LayerPlan:
     traded: dict[str, Places] = field(default_factory=dict)
     whole: dict[str, tuple[Places, Places]] = field(default_factory=dict)
     joined: bool = False
+    unsplit: tuple[str, ...] = ()
 
     def apply(self, model: nn.Module, exchange: Exchange, by_rows: bool) -> None:
         """
@@ -64,11 +74,11 @@ class LayerPlan:
         for stack in self.stacks:
             for index, name in enumerate(stack.layers):
                 layer, extras = model.get_submodule(name), self.extras.get(name, {})
-                if index == 0 or extras:
-                    hook = partial(_part_inputs, exchange, extras, index == 0)
+                if stack.is_first(index) or extras:
+                    hook = partial(_part_inputs, exchange, extras, stack.is_first(index))
                     layer.register_forward_pre_hook(hook, with_kwargs=True)
-            if stack.gathers or self.joined:
-                model.get_submodule(stack.layers[-1]).register_forward_hook(partial(_gather_first, exchange))
+                if stack.gathers_behind(index) or (self.joined and index + 1 == len(stack.layers)):
+                    layer.register_forward_hook(partial(_gather_first, exchange), prepend=True)
         inner: nn.Module = getattr(model, "base_model", model)  # type: ignore[assignment]
         if self.joined:
             inner.register_forward_hook(partial(_part_states, exchange))
@@ -76,7 +86,7 @@ class LayerPlan:
             inner.register_forward_hook(partial(_gather_routers, exchange), with_kwargs=True)
         for name, places in self.traded.items():
             module: Any = model.get_submodule(name)
-            module.register_forward_pre_hook(partial(_part_inputs, exchange, places, False), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_part_arguments, exchange, places), with_kwargs=True)
             if hasattr(module, "compute_bias"):
                 make = _bias_of_rows if by_rows else _whole_bias
                 module.compute_bias = partial(make, module.compute_bias, exchange)
@@ -90,8 +100,22 @@ def _part_inputs(
     exchange: Exchange, places: Places, hidden: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if hidden:
-        args, kwargs = with_first(exchange.part, args, kwargs)
+        args, kwargs = with_first(exchange.part_of_states, args, kwargs)
     return changed_inputs(args, kwargs, places, exchange.part)
+
+
+def _part_arguments(
+    exchange: Exchange, places: Places, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    cut: list[int] = []
+
+    def part(x: Tensor, dim: int) -> Tensor:
+        cut.append(x.shape[dim])
+        return exchange.part(x, dim)
+
+    args, kwargs = changed_inputs(args, kwargs, places, part)
+    exchange.note_keys(attention, cut)
+    return args, kwargs
 
 
 def _gather_inputs(
@@ -133,7 +157,7 @@ def _gather_routers(
 
 
 def _whole_bias(compute: Callable[..., Tensor], exchange: Exchange, queries: int, keys: int, **options: Any) -> Tensor:
-    return compute(queries * exchange.ranks, keys * exchange.ranks, **options)
+    return compute(exchange.whole_length(queries), exchange.whole_length(keys), **options)
 
 
 def _bias_of_rows(
@@ -141,7 +165,8 @@ def _bias_of_rows(
 ) -> Tensor:
     spans = exchange.spans(queries * exchange.ranks)
     rows = [
-        compute(stop - start, keys * exchange.ranks, **{**options, "past_seen_tokens": start}) for start, stop in spans
+        compute(stop - start, exchange.whole_length(keys), **{**options, "past_seen_tokens": start})
+        for start, stop in spans
     ]
     return torch.cat(rows, -2)
 

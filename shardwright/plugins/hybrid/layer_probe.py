@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from ...attention.sequence_modes import native_function, use_attention
 from ...models.config import is_encoder_decoder
 from ...models.layer_chain import layer_lists
+from ...precision.policy import BATCH_NORMS
 from ...shardformer.layer.sequence import first_tensor, with_first
 from .layer_plan import LayerPlan, Path, Places, Stack, changed_inputs, tensors_in
 from .sequence_axis import IGNORED
 
-_SAMPLES, _LENGTH, _DECODED, _TOKEN = 3, 22, 18, 9
+_SAMPLES, _LENGTH, _DECODED = 3, 22, 18
 _NOT_CUT = ("mask", "bias", "alibi")  # in names of arguments: attention functions are given them as they are
 
 
-class CannotSplit(Exception):
+class CannotSplit(ValueError):
     """Why the layers of a model cannot have parts."""
 
 
@@ -40,25 +41,33 @@ class Call(NamedTuple):
         return dict(tensors_in({"args": self.args, "kwargs": self.kwargs}))
 
 
+class Sizes(NamedTuple):
+    """Of what a stack of layers is given.
+
+    lengths     of its sequences, and of those that it reads besides
+    """
+
+    samples: int
+    lengths: tuple[int, ...]
+
+    @property
+    def token(self) -> int:
+        """One in the middle of all sequences."""
+        return min(self.lengths) // 2
+
+    def shapes(self, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(samples, length) for samples in (1, self.samples) for length in lengths]
+
+
 class Probe:
     """
     model       a small copy, in evaluation mode
     name        of the attention function that it calls
-    words       token ids are below it
     trades      whether attention that goes through the interface may be traded
     """
 
-    def __init__(self, model: nn.Module, name: str, words: int, trades: bool) -> None:
+    def __init__(self, model: nn.Module, name: str, trades: bool) -> None:
         self.model = model
-        self._decodes = is_encoder_decoder(model)
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(5, words, (_SAMPLES, _LENGTH), generator=generator)
-        self.labels = torch.randint(5, words, (_SAMPLES, _DECODED if self._decodes else _LENGTH), generator=generator)
-        if not self._decodes:
-            self.labels = self.ids.clone()
-        self.labels[0, :6], self.labels[2, 9:14] = IGNORED, IGNORED
-        self.mask = torch.ones_like(self.ids)
-        self.mask[1, -4:] = 0
         self._calls: dict[str, Call] = {}
         self._times: dict[str, int] = {}
         self._attended: dict[nn.Module, Any] = {}
@@ -82,27 +91,31 @@ class Probe:
             use_attention(model, attention, "trial", masks_of=name)
         self._names = {module: name for name, module in model.named_modules()}
 
-    def run(self, **changes: Any) -> Any:
-        batch: dict[str, Any] = {"input_ids": self.ids, "attention_mask": self.mask, "labels": self.labels}
-        return self.model(**{**batch, "use_cache": False, **changes})
+    def run(self) -> Any:
+        """Call the model with what it is tried on."""
+        raise NotImplementedError
 
     # Plans.
 
-    def plan(self) -> LayerPlan:
-        plan = LayerPlan(self._stacks())
+    def plan(self, stacks: list[Stack] | None = None) -> LayerPlan:
+        """For `stacks`; None: for all that there are."""
+        plan = LayerPlan(self._stacks() if stacks is None else stacks)
         with torch.no_grad():
             self._record(None)
             calls, times, attended = dict(self._calls), dict(self._times), dict(self._attended)
             plan.stacks = self._in_order(plan.stacks, times)
             for stack in plan.stacks:
-                self._record(stack.layers[0])
+                self._record(next(name for name in stack.layers if name in times))
                 others = dict(self._calls)
                 self._calls, self._attended = calls, attended
-                lengths = (_DECODED, _LENGTH) if stack is plan.stacks[-1] and self._decodes else (_LENGTH,)
-                walk = _Walk(self, plan, others, lengths)
+                walk = _Walk(self, plan, others, self._sizes(stack, stack is plan.stacks[-1]))
                 for name in stack.layers:
-                    walk.layer(name)
+                    if name in times:
+                        walk.layer(name)
         return plan
+
+    def _sizes(self, stack: Stack, is_last: bool) -> Sizes:
+        raise NotImplementedError
 
     def _stacks(self) -> list[Stack]:
         found = [Stack([f"{name}.{index}" for index in range(len(each))]) for name, each in layer_lists(self.model)]
@@ -117,14 +130,14 @@ class Probe:
             called = [name for name in stack.layers if name in times]
             if not called:
                 continue
-            if any(times[name] > 1 for name in called):
+            if any(times[name] > 1 for name in called) and not stack.apart:
                 raise CannotSplit(f"its layer {called[0]} runs several times")
-            if len(called) < len(stack.layers):
+            if len(called) < len(stack.layers) and not stack.apart:
                 raise CannotSplit(f"some of its layers do not run ({stack.layers[0]}, ...)")
             found.append(stack)
         if not found:
             raise CannotSplit("none of its layers run")
-        found.sort(key=lambda stack: order.index(stack.layers[0]))
+        found.sort(key=lambda stack: min(order.index(name) for name in stack.layers if name in times))
         for stack in found[:-1]:
             stack.gathers = True
         return found
@@ -168,8 +181,8 @@ class Probe:
     def has_attended(self, module: nn.Module) -> bool:
         return module in self._attended
 
-    def once(self, module: nn.Module) -> bool:
-        return self._times.get(self._names[module], 0) == 1
+    def times(self, module: nn.Module) -> int:
+        return self._times.get(self._names[module], 0)
 
     @contextmanager
     def fixed(self, modules: list[nn.Module], attention: nn.Module | None = None) -> Iterator[None]:
@@ -186,14 +199,15 @@ class Probe:
             finally:
                 self._fixed = {}
 
-    def is_by_token(self, module: nn.Module, call: Call, parts: Places) -> bool:
+    def is_by_token(self, module: nn.Module, call: Call, parts: Places, sizes: Sizes) -> bool:
         """Whether another value of one token changes the module's result for that token alone."""
 
         def other(x: Tensor, dim: int) -> Tensor:
             if not x.is_floating_point():
                 return x
             x = x.clone()
-            token = x.unflatten(0, (_SAMPLES, -1))[:, _TOKEN] if dim < 0 else x.select(dim, _TOKEN)  # all in one dim
+            # below 0: all samples in one dim
+            token = x.unflatten(0, (sizes.samples, -1))[:, sizes.token] if dim < 0 else x.select(dim, sizes.token)
             token += torch.linspace(0, 50, token.numel(), dtype=x.dtype).view_as(token).cos()  # no norm hides it
             return x
 
@@ -203,7 +217,34 @@ class Probe:
         except Exception:  # of the model's own code
             return False
         before, after = dict(tensors_in(_plain(first))), dict(tensors_in(_plain(second)))
-        return before.keys() == after.keys() and all(_same_elsewhere(before[path], after[path]) for path in before)
+        return before.keys() == after.keys() and all(
+            _same_elsewhere(before[path], after[path], sizes) for path in before
+        )
+
+
+class TokenProbe(Probe):
+    """Of token ids, padded, with labels.
+
+    words       token ids are below it
+    """
+
+    def __init__(self, model: nn.Module, name: str, words: int, trades: bool) -> None:
+        super().__init__(model, name, trades)
+        self._decodes = is_encoder_decoder(model)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(5, words, (_SAMPLES, _LENGTH), generator=generator)
+        self.labels = torch.randint(5, words, (_SAMPLES, _DECODED if self._decodes else _LENGTH), generator=generator)
+        if not self._decodes:
+            self.labels = self.ids.clone()
+        self.labels[0, :6], self.labels[2, 9:14] = IGNORED, IGNORED
+        self.mask = torch.ones_like(self.ids)
+        self.mask[1, -4:] = 0
+
+    def run(self) -> Any:
+        return self.model(input_ids=self.ids, attention_mask=self.mask, labels=self.labels, use_cache=False)
+
+    def _sizes(self, stack: Stack, is_last: bool) -> Sizes:
+        return Sizes(_SAMPLES, (_DECODED, _LENGTH) if is_last and self._decodes else (_LENGTH,))
 
 
 def _noise(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -217,15 +258,16 @@ def _plain(output: Any) -> Any:
     return tuple(output.values()) if isinstance(output, Mapping) else output
 
 
-def _same_elsewhere(before: Tensor, after: Tensor) -> bool:
+def _same_elsewhere(before: Tensor, after: Tensor, sizes: Sizes) -> bool:
     if before.shape != after.shape:
         return False
-    if before.shape[:1] == (_SAMPLES,) and before.dim() > 1 and before.shape[1] in (_LENGTH, _DECODED):
-        keep = torch.arange(before.shape[1]) != _TOKEN
-        before, after = before[:, keep], after[:, keep]
-    elif before.dim() > 0 and before.shape[0] in (_SAMPLES * _LENGTH, _SAMPLES * _DECODED):
-        before, after = before.unflatten(0, (_SAMPLES, -1)), after.unflatten(0, (_SAMPLES, -1))
-        keep = torch.arange(before.shape[1]) != _TOKEN
+    samples, lengths = sizes
+    by_sample = before.dim() > 1 and before.shape[0] == samples and before.shape[1] in lengths
+    if not by_sample and before.dim() > 0 and before.shape[0] in [samples * length for length in lengths]:
+        before, after = before.unflatten(0, (samples, -1)), after.unflatten(0, (samples, -1))
+        by_sample = True
+    if by_sample:
+        keep = torch.arange(before.shape[1]) != sizes.token
         before, after = before[:, keep], after[:, keep]
     return torch.equal(before, after) or torch.allclose(before.double(), after.double(), rtol=1e-9, atol=1e-10)
 
@@ -234,15 +276,15 @@ class _Walk:
     """Goes down from layers to the modules in which tokens meet.
 
     others      calls where hidden states have other values
-    lengths     of sequences: of this stack, and of those that it reads
     """
 
-    def __init__(self, probe: Probe, plan: LayerPlan, others: dict[str, Call], lengths: tuple[int, ...]) -> None:
-        self._probe, self._plan, self._others = probe, plan, others
-        self._lengths = lengths
+    def __init__(self, probe: Probe, plan: LayerPlan, others: dict[str, Call], sizes: Sizes) -> None:
+        self._probe, self._plan, self._others, self._sizes = probe, plan, others, sizes
+        self._times = 1
 
     def layer(self, name: str) -> None:
         layer = self._probe.model.get_submodule(name)
+        self._times = self._probe.times(layer)
         call, parts = self._parts(layer)
         found = self._below(layer, call, parts)
         if found is None:
@@ -254,15 +296,12 @@ class _Walk:
             for path, tensor in call.given().items()
             if tensor is not hidden
             and id(tensor) not in read
-            and tensor.shape[:2] in self._shapes(self._lengths[:1])
+            and tensor.shape[:2] in self._sizes.shapes(self._sizes.lengths[:1])
             and path not in parts
             and tensor.dim() > 2
         }
         if extras:
             self._plan.extras[name] = extras
-
-    def _shapes(self, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [(samples, length) for samples in (1, _SAMPLES) for length in lengths]
 
     def _probe_call(self, module: nn.Module) -> Call:
         call = self._probe.call_of(module)
@@ -277,12 +316,13 @@ class _Walk:
 
     def _dependent(self, before: dict[Path, Tensor], after: dict[Path, Tensor]) -> Places:
         found: Places = {}
+        samples, length = self._sizes.samples, self._sizes.lengths[0]
         for path, tensor in before.items():
             if path not in after or tensor.shape != after[path].shape or torch.equal(tensor, after[path]):
                 continue
-            if tensor.dim() > 1 and tensor.shape[:2] == (_SAMPLES, self._lengths[0]):
+            if tensor.dim() > 1 and tensor.shape[:2] == (samples, length):
                 found[path] = 1
-            elif tensor.dim() > 0 and tensor.shape[0] == _SAMPLES * self._lengths[0]:
+            elif tensor.dim() > 0 and tensor.shape[0] == samples * length:
                 found[path] = -1
         return found
 
@@ -293,16 +333,16 @@ class _Walk:
             return []
         meeting = [child for child in _called_below(module, probe) if self._meets(child, *self._parts(child))]
         if module in probe.callers and probe.has_attended(module):
-            inner = any(not probe.is_by_token(child, *self._parts(child)) for child in meeting)
+            inner = any(not self._by_token(child, *self._parts(child)) for child in meeting)
             with probe.fixed([], module):
-                alone = not inner and probe.is_by_token(module, call, parts)
+                alone = not inner and self._by_token(module, call, parts)
             if alone:
                 self._plan.traded[probe.name_of(module)] = self._whole_arguments(call, parts)
                 return [module]
         if not meeting:
             return None
         with probe.fixed(meeting):
-            alone = probe.is_by_token(module, call, parts)
+            alone = self._by_token(module, call, parts)
         if not alone:
             return None
         found = []
@@ -321,13 +361,18 @@ class _Walk:
         """Whether tokens meet in a module, or such of another sequence, with masks that are whole."""
         if any(child in self._probe.callers for child in module.modules()):
             return True
-        read = [(_SAMPLES, length) for length in self._lengths[1:]]
+        if any(isinstance(child, BATCH_NORMS) for child in module.modules()):  # in training
+            return True
+        read = [(self._sizes.samples, length) for length in self._sizes.lengths[1:]]
         if any(tensor.dim() > 2 and tensor.shape[:2] in read for tensor in call.given().values()):
             return True
-        return not self._probe.is_by_token(module, call, parts)
+        return not self._by_token(module, call, parts)
+
+    def _by_token(self, module: nn.Module, call: Call, parts: Places) -> bool:
+        return self._probe.is_by_token(module, call, parts, self._sizes)
 
     def _can_be_whole(self, module: nn.Module, parts: Places) -> bool:
-        return bool(parts) and all(dim == 1 for dim in parts.values()) and self._probe.once(module)
+        return bool(parts) and all(dim == 1 for dim in parts.values()) and self._probe.times(module) == self._times
 
     def _note_whole(self, module: nn.Module, parts: Places) -> None:
         name = self._probe.name_of(module)
@@ -338,16 +383,17 @@ class _Walk:
     def _whole_arguments(self, call: Call, parts: Places) -> Places:
         """What of the arguments is whole and along the sequence, masks and biases left out."""
         found: Places = {}
+        lengths = self._sizes.lengths
         for path, tensor in call.given().items():
             named = any(isinstance(key, str) and any(part in key for part in _NOT_CUT) for key in path[1:])
             if path in parts or named:
                 continue
             shape = tuple(tensor.shape)
-            if shape[:2] in self._shapes(self._lengths) and (len(shape) < 4 or shape[3] not in self._lengths):
+            if shape[:2] in self._sizes.shapes(lengths) and (len(shape) < 4 or shape[3] not in lengths):
                 found[path] = 1
-            elif len(shape) == 4 and shape[1] == 1 and shape[2] in self._lengths and shape[3] not in self._lengths:
+            elif len(shape) == 4 and shape[1] == 1 and shape[2] in lengths and shape[3] not in lengths:
                 found[path] = 2
-            elif len(shape) < 4 and shape and shape[0] in self._lengths:
+            elif len(shape) < 4 and shape and shape[0] in lengths:
                 found[path] = 0
         return found
 

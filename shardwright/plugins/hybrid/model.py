@@ -73,12 +73,11 @@ class HybridModel(ModelWrapper):
             entered = self.sequence.axis.entered()
             whole = self.sequence.axis.named(args, kwargs)
             args, kwargs = (), self.sequence.divide(whole)
-        args, kwargs = self._policy.cast_inputs((args, kwargs))
         wanted = loss_wanted(kwargs.get("labels") is not None)
         with self._running(), self.executor.numbers(), job.forward(self._waits), wanted, entered:
-            outputs = self.module(*args, **kwargs)
+            outputs = self.executor.call(self.module, args, kwargs)
             if self.sequence is not None:
-                outputs = self.sequence.of_whole(outputs, whole, kwargs)
+                outputs = self.sequence.of_whole(outputs, *map(self.executor.on_device, (whole, kwargs)))
         return map_tensors(as_scripts_see, outputs) if self._shards_logits else outputs
 
     def check_batch(self, batch: Any) -> None:

@@ -57,7 +57,7 @@ from .compiled import check_compiled, compile_where_wanted, compiled_words, requ
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
 from .fused_loss import fused_loss_words
-from .layer_axis import LayerFacts
+from .layer_axis import LayerFacts, draws_alike
 from .layer_check import with_layers
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
@@ -153,7 +153,7 @@ class HybridParallelPlugin(ZeroPlugin):
         check_arguments(HybridParallelPlugin.__init__, arguments)
         self.settings = HybridSettings.deal(arguments)
         check_sequence(self.settings)
-        check_compiled(self.settings, pp_size)
+        check_compiled(self.settings)
         check_fp8(self.settings)
         require_process_group("HybridParallelPlugin")
         sizes: dict[str, Any] = {"pp": pp_size, "tp": tp_size, "sp": sp_size or 1, "ep": ep_size}
@@ -185,7 +185,7 @@ class HybridParallelPlugin(ZeroPlugin):
             sharing,
             self._postpones_weights,
             pp_style,
-            "" if custom_policy is None or custom_policy.acts_without_sharding else type(custom_policy).__name__,
+            self.settings.sharding.sharding_only(pp_size),
             enable_sequence_parallelism,
             self.mesh.size("sp"),
         )
@@ -369,13 +369,14 @@ class HybridParallelPlugin(ZeroPlugin):
             sharder.shard(materialize=False)  # other stages' layers are never made
             model = sharder.model
         keep_own_experts(model, self.mesh)
-        if self._postpones_weights and splits_backward(plan.pp_style):
+        apart = self._postpones_weights and splits_backward(plan.pp_style)
+        if apart:
             let_weight_grads_wait(model)
         convert_where_wanted(model, self.settings.precision)
         clock = Clock()
         if self.settings.sharding.enable_fused_cross_entropy:
             let_losses_do_without_logits(model, clock)
-        compile_where_wanted(model, self.settings)
+        compile_where_wanted(model, self.settings, apart)
         job = job.of_changed(model, self.policy)
         cut = plan.apply(model, self.mesh.coordinate("pp"))  # this rank's layers remain
         cut.staged.cast_released(job.dtypes)
@@ -429,7 +430,9 @@ class HybridParallelPlugin(ZeroPlugin):
     def _sharder(self, model: nn.Module) -> ModelSharder | None:
         options = self.settings.sharding
         wanted = options.enable_flash_attention or options.attention_backend is not None or fused_operators(options)
-        if self.tp_size == 1 and not wanted and options.custom_policy is None and not is_registered(model):
+        policy = options.policy_for(model, self.tp_size)
+        acts = options.acting_policy is not None or (policy is not None and self.pp_size > 1) or is_registered(model)
+        if self.tp_size == 1 and not wanted and not acts:
             return None  # any model will do, also one that no policy knows
         config = ShardConfig(
             tensor_parallel_process_group=self._layer_group,
@@ -438,7 +441,7 @@ class HybridParallelPlugin(ZeroPlugin):
         )
         return ModelSharder(
             model,
-            options.custom_policy,
+            policy,
             config,
             along_tensor(self.settings),
             self.policy.dtype if self.policy.is_half else None,
@@ -475,7 +478,7 @@ class HybridParallelPlugin(ZeroPlugin):
 
     def _place(self) -> int | None:
         """A number for the samples and layers of this rank; None where all ranks have the same."""
-        axes = ("dp", "pp", "sp")
+        axes = ("dp", "pp") if draws_alike(self._sequences) else ("dp", "pp", "sp")
         return self.mesh.coordinate(*axes) if self.mesh.size(*axes) > 1 else None
 
     def _executor(

@@ -141,12 +141,8 @@ def preflight(
         model, optimizer, settings, mesh, precision, plan, decisions, specs, job, batch, kernels
     ).layout()
     policy = sharder.policy if sharder is not None else None
-    if isinstance(policy, GenericPolicy) and mesh.size("tp") > 1 and not policy.findings.checked:
-        guessed = (
-            "the tensor-parallel plan follows from transformers' plan and from names; it was not tried "
-            "on a small copy here"
-        )
-        layout = replace(layout, notes=(*layout.notes, guessed))
+    if isinstance(policy, GenericPolicy) and mesh.size("tp") > 1:
+        layout = replace(layout, notes=(*layout.notes, *policy.findings.notes()))
     return Preflight(plan, with_parts(with_sequences(layout, settings), settings, batch.length), job)
 
 

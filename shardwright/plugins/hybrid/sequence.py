@@ -9,13 +9,14 @@ ring_attn      sequences over `sp_size` ranks; keys and values travel round them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ...attention.exchange import Exchange
+from ...attention.padded_exchange import PaddedExchange, TrueLengths
 from ...attention.ring import RingAttention
 from ...attention.sequence_modes import attention_of, form_of, native_function, use_attention
 from ...attention.ulysses import AttentionFunction, Trade, Ulysses
@@ -23,12 +24,16 @@ from ...attention.whole_masks import RingWithMasks, TradedHeads
 from ...attention.zigzag import Share
 from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
+from ...models.example_inputs import takes_more_than_text
+from ...models.windows import why_no_sequence
 from ...shardformer.adapters import native_model, refuse_prompts
 from ...shardformer.attention_routes import hides_by_numbers, route_attention
 from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
 from ..settings import HybridSettings
-from .layer_axis import LayerAxis, LayerFacts, check_layers
+from .enclosed_axis import EnclosedAxis, draw_apart
+from .enclosed_check import probe_enclosed
+from .layer_axis import ENCLOSED, LayerAxis, LayerFacts, check_layers
 from .layer_check import probe_layers, split_layers
 from .layer_probe import CannotSplit
 from .sequence_axis import SequenceAxis, SequenceFacts
@@ -108,21 +113,36 @@ def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts
         return None
     refuse_branches(model, f"sequence_parallelism_mode={mode!r}")
     refuse_prompts(model, f"sequence_parallelism_mode={mode!r}")
-    facts = probe_mode(mode, model)
+    facts = probe_mode(mode, model, settings.sharding.example_inputs)
     if isinstance(facts, LayerFacts):
         check_layers(settings, facts, type(native_model(model)).__name__)
     return facts
 
 
-def probe_mode(mode: str, model: nn.Module) -> SequenceFacts | LayerFacts:
-    """How a model can be given parts of sequences: as a whole, or within its layers alone. ValueError: not at all."""
-    try:
-        return probe_ulysses(model) if mode == "all_to_all" else probe_ring(model)
-    except ValueError as error:
+def probe_mode(mode: str, model: nn.Module, example: Any = None) -> SequenceFacts | LayerFacts:
+    """How a model can be given parts of sequences: as a whole, within its layers alone, or these within what is whole.
+    ValueError: not at all.
+
+    example     a batch, where the user gave one
+    """
+    native = native_model(model)
+    ways: dict[str, Callable[[], SequenceFacts | LayerFacts]] = {
+        "cut before the model": partial(probe_ulysses if mode == "all_to_all" else probe_ring, model),
+        "cut before its layers": partial(probe_layers, mode, model),
+        "cut before its layers, all around them whole": partial(probe_enclosed, mode, model, example),
+    }
+    chosen = list(ways)[2:] if why_no_sequence(native) or takes_more_than_text(native, example) else list(ways)
+    reasons: dict[str, str] = {}
+    for name in chosen:
         try:
-            return probe_layers(mode, model)
-        except CannotSplit as why:
-            raise ValueError(f"{error}. Nor can its layers alone have parts: {why}") from why
+            return ways[name]()
+        except CannotSplit as error:
+            reasons[name] = str(error)
+    said = "; ".join(f"{name}: {why}" for name, why in reasons.items()) if len(reasons) > 1 else reasons[chosen[0]]
+    raise ValueError(
+        f"sequence_parallelism_mode={mode!r}: {type(native).__name__} cannot have its sequences split ({said}); use "
+        "tp_size and pp_size"
+    )
 
 
 def split_sequences(
@@ -163,20 +183,22 @@ def split_sequences(
 
 
 def ring_attention(
-    settings: HybridSettings, mesh: ParallelMesh, causal: bool, whole_masks: bool = False
+    settings: HybridSettings, mesh: ParallelMesh, causal: bool, whole_masks: bool = False, pads: bool = False
 ) -> tuple[Share, AttentionFunction]:
     """What a rank holds in mode ring_attn, and the attention on it.
 
     whole_masks     the model makes masks of whole sequences; else they are as `attention.masks` has them
+    pads            sequences are padded where layers cut them
     """
     group, ulysses = mesh.group("sp"), settings.layout.ulysses_size or 1
-    share = Share(group.rank() // ulysses, group.size() // ulysses, zigzag=causal)
+    place = Share(group.rank() // ulysses, group.size() // ulysses, zigzag=causal)
+    trade = Trade(mesh.neighbours("sp", ulysses)) if ulysses > 1 else None
+    share = place if trade is None else place.shared_by(ulysses, trade.rank)
     rings = rings_of(group, settings.layout.inner_ring_size, apart=ulysses)
-    ring = RingWithMasks(share, rings) if whole_masks else RingAttention(share, rings)
-    if ulysses == 1:
+    lengths = TrueLengths(share.multiple) if pads else None
+    ring = RingWithMasks(place, rings, lengths) if whole_masks else RingAttention(place, rings)
+    if trade is None:
         return share, ring
-    trade = Trade(mesh.neighbours("sp", ulysses))
-    share = share.shared_by(ulysses, trade.rank)
     if whole_masks:
         return share, TradedHeads(trade, lambda module: ring, around_ring=True)
     return share, Ulysses(trade, lambda module: ring, "documents")
@@ -191,15 +213,20 @@ def _split_layers(
     copies: Sequence[nn.Module],
 ) -> LayerAxis:
     name, group = attention_of(native), mesh.group("sp")
-    pads_in_front = not hides_by_numbers(native)
+    pads_in_front, pads = not hides_by_numbers(native), facts.loss == ENCLOSED
     function: AttentionFunction
     if mode == "all_to_all":
         trade = Trade(group)
-        share, function = trade.share(), TradedHeads(trade, native_function(name))
+        share = trade.share()
+        lengths = TrueLengths(share.multiple) if pads else None
+        function = TradedHeads(trade, native_function(name), lengths=lengths)
     else:
-        share, function = ring_attention(settings, mesh, facts.causal, whole_masks=True)
-    exchange = Exchange(share, group)
+        share, function = ring_attention(settings, mesh, facts.causal, whole_masks=True, pads=pads)
+    exchange = PaddedExchange(share, group) if pads else Exchange(share, group)
     shapes = split_layers(mode, native, exchange, function, copies, facts)
+    if pads:
+        draw_apart(native, exchange, facts)
+        return EnclosedAxis(mode, exchange, native, facts)
     return LayerAxis(mode, exchange, native, facts, pads_in_front, shapes)
 
 

@@ -77,6 +77,7 @@ class SequenceAxis:
     """
 
     # What a call may ask for beside the loss, and no part of a sequence can give.
+    is_whole = False  # whether the loss, and what is around layers, is that of whole sequences on every rank
     _flags: tuple[str, ...] = ("output_attentions", "output_hidden_states", "output_router_logits")
 
     def __init__(

@@ -65,6 +65,8 @@ class SequenceLoss:
 
     def of_whole(self, outputs: Any, batch: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
         """`outputs` of a part, with the loss of the whole sequences."""
+        if self.axis.is_whole:
+            return outputs
         if batch.get("labels") is None:
             if torch.is_grad_enabled():
                 raise ValueError(
@@ -100,6 +102,8 @@ class SequenceLoss:
         """ValueError for a criterion that looks at anything but the model's loss: labels and logits of a part are not
         those that it expects.
         """
+        if self.axis.is_whole:
+            return
         self.axis.require_model_loss()
         if criterion is None or hasattr(criterion, "weight"):
             own = criterion is None

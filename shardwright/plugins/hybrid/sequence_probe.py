@@ -27,6 +27,7 @@ from ...shardformer.adapters import native_model
 from ...shardformer.attention_routes import route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small, take_own_functions
+from .layer_probe import CannotSplit
 from .sequence_axis import IGNORED, Positions, SequenceFacts
 
 _LENGTH, _WINDOW, _FIRST_WORD, _LAST_WORD = 16, 5, 5, 60
@@ -54,18 +55,18 @@ class Shuffle(Trade):
 
 
 def probe_ulysses(model: nn.Module) -> SequenceFacts:
-    """ValueError, naming what stands in the way, for a model that `all_to_all` cannot serve."""
+    """CannotSplit, naming what stands in the way, for a model that `all_to_all` cannot serve."""
     name = attention_of(native_model(model))
     form = form_of(name)
     if form is None:
-        raise ValueError(_refusal("all_to_all", model, f"its attention is {name!r}, and 'sdpa' or 'eager' would do"))
+        raise CannotSplit(f"its attention is {name!r}, and 'sdpa' or 'eager' would do")
     small = "sdpa" if form == "flash" else name
 
     def wrap(order: Tensor) -> tuple[AttentionFunction, Callable[[], int]]:
         trade = Shuffle(order)
         return Ulysses(trade, native_function(small), small), lambda: trade.calls
 
-    return _Probe("all_to_all", model, small, wrap).facts()
+    return _Probe(model, small, wrap).facts()
 
 
 def probe_ring(model: nn.Module) -> SequenceFacts:
@@ -84,38 +85,29 @@ def probe_ring(model: nn.Module) -> SequenceFacts:
         return attention, lambda: shuffle.calls
 
     name = attention_of(native)
-    return _Probe("ring_attn", model, "sdpa" if name.startswith("flash") else name, wrap).facts()
-
-
-def _refusal(mode: str, model: nn.Module, why: str) -> str:
-    return (
-        f"sequence_parallelism_mode={mode!r}: {type(native_model(model)).__name__} cannot have its sequences split: "
-        f"{why}. Decoders and encoders for text whose attention goes through transformers' AttentionInterface can "
-        "(Llama, Qwen, Mistral, GPT-2, BERT, ...); others: tp_size and pp_size"
-    )
+    return _Probe(model, "sdpa" if name.startswith("flash") else name, wrap).facts()
 
 
 class _Probe:
-    def __init__(self, mode: str, model: nn.Module, name: str, wrap: Callable[[Tensor], Any]) -> None:
-        self._mode, self._model, self._wrap = mode, model, wrap
+    def __init__(self, model: nn.Module, name: str, wrap: Callable[[Tensor], Any]) -> None:
         native = native_model(model)
         config = copy.deepcopy(getattr(native, "config", None))
         if config is None or not hasattr(config, "_attn_implementation"):
-            raise self._refused("it is none of transformers")
+            raise CannotSplit("it is none of transformers")
         for part in parts(config):
             if getattr(part, "output_router_logits", False):
-                raise self._refused(
+                raise CannotSplit(
                     "output_router_logits=True adds a loss that is no sum over tokens; use output_router_logits=False"
                 )
             if follows_length(part):
-                raise self._refused("its rotary frequencies follow the length of what it is given")
+                raise CannotSplit("its rotary frequencies follow the length of what it is given")
             shorten_windows(part, _WINDOW)
             part._attn_implementation = name
         size = sum(param.numel() for param in native.parameters())
         small = build_small(native_class(native), copy.deepcopy(config), size, ranks=1)
         other = build_small(native_class(native), config, size, ranks=1)
         if small is None or other is None:
-            raise self._refused("no small copy of it could be built to try it")
+            raise CannotSplit("no small copy of it could be built to try it")
         for copied in (small, other):
             take_own_functions(native, copied)
         self._native, self._other = small, other
@@ -130,22 +122,19 @@ class _Probe:
         self._mask[2, :3] = 0
         self._places = torch.arange(_LENGTH).expand(3, -1)
 
-    def _refused(self, why: str) -> ValueError:
-        return ValueError(_refusal(self._mode, self._model, why))
-
     def facts(self) -> SequenceFacts:
         """Runs the copies; raises where the shuffled one differs."""
         with torch.no_grad():
             try:
                 plain = self._plain()
             except Exception as error:  # of the model's own code
-                raise self._refused(f"a call with input_ids alone fails ({_line(error)})") from error
+                raise CannotSplit(f"a call with input_ids alone fails ({_line(error)})") from error
             if not isinstance(getattr(plain, "logits", None), Tensor) or plain.logits.shape[:2] != self._ids.shape:
-                raise self._refused("its head gives no logits for every token")
+                raise CannotSplit("its head gives no logits for every token")
             try:
                 self._at_places()
             except Exception as error:
-                raise self._refused(
+                raise CannotSplit(
                     f"with position_ids, which tell where a part stands, it fails ({_line(error)})"
                 ) from error
             self._words = plain.logits.shape[-1]
@@ -187,14 +176,14 @@ class _Probe:
             got = self._shuffled({**batch, "documents": documents}).logits[:, self._order.argsort()]
         except Exception as error:  # of the model's own code, or of a function that cannot honour what it is asked
             if self._calls() == before:
-                raise self._refused(_BY_ITSELF) from error
-            raise self._refused(f"with {what} it fails ({_line(error)})") from error
+                raise CannotSplit(_BY_ITSELF) from error
+            raise CannotSplit(f"with {what} it fails ({_line(error)})") from error
         if self._calls() == before:
-            raise self._refused(_BY_ITSELF)
+            raise CannotSplit(_BY_ITSELF)
         if mask is not None:
             expected, got = expected[mask.bool()], got[mask.bool()]
         if not torch.allclose(expected, got, rtol=1e-6, atol=1e-6):
-            raise self._refused(f"with {what} its logits are others, so that tokens meet outside of its attention")
+            raise CannotSplit(f"with {what} its logits are others, so that tokens meet outside of its attention")
 
     def _is_causal(self) -> bool:
         other = self._ids.clone()
@@ -269,7 +258,7 @@ class _Probe:
         try:
             expected = self._at_places(labels=labels).loss
         except Exception as error:
-            raise self._refused(
+            raise CannotSplit(
                 f"it takes no label for every token, of which {IGNORED} does not count ({_line(error)})"
             ) from error
         for shifts, extra in ((False, {}), (True, {"shift_labels": moved})):
@@ -281,7 +270,7 @@ class _Probe:
                 counted = moved if shifts else labels
                 self._require_mean(labels, counted, expected)
                 return shifts, self._divides(labels, expected, int((counted != IGNORED).sum()))
-        raise self._refused("its loss is no mean over the labels of tokens")
+        raise CannotSplit("its loss is no mean over the labels of tokens")
 
     def _divides(self, labels: Tensor, expected: Tensor, count: int) -> bool:
         try:
@@ -292,7 +281,7 @@ class _Probe:
             return True
         if torch.allclose(loss, expected, rtol=1e-6, atol=1e-6):
             return False
-        raise self._refused("its loss is neither divided by num_items_in_batch nor the same without")
+        raise CannotSplit("its loss is neither divided by num_items_in_batch nor the same without")
 
     def _require_mean(self, labels: Tensor, counted: Tensor, expected: Tensor) -> None:
         total = torch.zeros_like(expected)
@@ -303,7 +292,7 @@ class _Probe:
             loss = self._at_places(labels=chosen).loss
             total += loss * (left != IGNORED).sum() / (counted != IGNORED).sum()
         if not torch.allclose(expected, total, rtol=1e-6, atol=1e-6):
-            raise self._refused("its loss is no mean over the labels of tokens")
+            raise CannotSplit("its loss is no mean over the labels of tokens")
 
 
 def _are_close(outputs: Any, logits: Tensor) -> bool:

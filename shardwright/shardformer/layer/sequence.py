@@ -324,13 +324,15 @@ class ScatteringRow(_InStack):
 
 
 class WholeModule(_InStack):
-    """Every rank gathers the sequence and keeps its part of the result: gradients of the parameters are whole."""
+    """Every rank gathers the sequence and keeps its part of the result: gradients of the parameters are whole. A module
+    that is given no tensor sees no sequence: what it makes (a bias by relative position) is whole.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._in_graph(args, kwargs)
         sizes, group = self._sizes, self.parallel.group
-        if sizes is None:
+        if sizes is None or not has_tensor(args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = with_first(lambda x: gather_from_group(x, group, 1, sizes), args, kwargs)
 
@@ -344,7 +346,7 @@ class WholeModule(_InStack):
 
     def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         length, name = traced.length, self._group_name
-        if length is None:
+        if length is None or not has_tensor(args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = with_first(lambda x: compiled_sequence.gather_sequence(x, name, 1, length), args, kwargs)
 
@@ -380,6 +382,10 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     place = _place(args, kwargs)
     value = args[place] if isinstance(place, int) else kwargs[place]
     return cast(Tensor, value)
+
+
+def has_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
 
 
 def with_first(

@@ -149,9 +149,15 @@ def get_autopolicy(model: nn.Module) -> Policy:
     if kind is None:
         raise ValueError(
             f"{type(model).__name__} is no transformers model, so no policy can be found for it; pass policy=, to the "
-            f"plugin custom_policy=, or name one for its class with shardwright.shardformer.register_policy. {ADVICE}"
+            "plugin custom_policy= ('auto', with example_inputs=, infers one and tries it on a small copy), or "
+            f"name one for its class with shardwright.shardformer.register_policy. {ADVICE}"
         )
     return GenericPolicy()
+
+
+def has_policy(model: nn.Module) -> bool:
+    """Whether `get_autopolicy` finds one: for models of transformers, and for those that one was registered for."""
+    return is_registered(model) or getattr(getattr(model, "config", None), "model_type", None) is not None
 
 
 def is_registered(model: nn.Module) -> bool:

@@ -5,20 +5,20 @@ there is none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch.nn as nn
 
+from ..adapters import without_adapters
 from ..alternatives import further, is_computed_whole, of_vocabulary, tables
 from ..apply import apply_plan
-from ..attention import LocalHeads
 from ..conventions import conventional_regions
 from ..fewer_sums import summed_together
 from ..hf_plan import Proposal, plan_regions
-from ..layer.linear import is_linear
-from ..patterns import modules_by_pattern, patterns_of, shape_of_name
+from ..inferred import inferred_regions
+from ..joined_rules import Findings, claimed_first, guess, joined
+from ..patterns import modules_by_pattern, shape_of_name
 from ..plan import Plan
 from ..regions import find_regions, undecided_parameters
 from ..rules import Rules
@@ -33,70 +33,62 @@ ADVICE = (
 )
 
 
-@dataclass
-class Findings:
-    """What was found out about a class of models.
-
-    rules       the rules that passed
-    dropped     regions that stay whole, because no way to shard them was found
-    checked     whether the rules were tried on a small copy
-    """
-
-    rules: Rules = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    checked: bool = False
-
-
 class GenericPolicy(Policy):
     """Collects regions, tries them together, then one by one, and keeps what gives the gradients of the whole model."""
 
     findings: Findings
+    chosen_for = "has no policy here and could not be sharded"
+    whole_model = False  # whether embeddings and heads are looked for too
 
     def plan(self) -> Plan:
+        with without_adapters(self.model):  # rules for a linear hold for what adapts it
+            return self._plan()
+
+    def _plan(self) -> Plan:
         model = self.model
         regions = plan_regions(model)
         planned = {pattern for region in regions for pattern in region.alternatives[0]}
         regions += conventional_regions(model, planned)
         vocabulary = self.vocabulary_rules()
-        if not regions and not vocabulary:
-            raise ValueError(
-                f"{type(model).__name__} has neither a policy here, nor a plan in transformers, nor attention and MLPs "
-                f"that are recognised; pass policy=, to the plugin custom_policy=. {ADVICE}"
-            )
         modules = modules_by_pattern(model)
         for region in regions:
             region.alternatives = further(region, modules)
-        regions = _claimed_first(regions)
+        regions = claimed_first(regions)
         regions += tables(model, vocabulary, {pattern for region in regions for pattern in region.alternatives[0]})
         if vocabulary:
             regions.append(Proposal("vocabulary", of_vocabulary(vocabulary)))
         self.findings = self._find(regions)
+        if not self.findings.rules:
+            raise ValueError(
+                f"{type(self.model).__name__} {self.chosen_for}: {self.findings.why_none}; pass policy=, to the plugin "
+                f"custom_policy=. {ADVICE}"
+            )
         return Plan(self.findings.rules, type(self).__name__)
 
     def _find(self, regions: list[Proposal]) -> Findings:
         parallel = self.shard_config.parallel
         for region in regions:
             self._leave_out_impossible(region)
-        best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
+        best = self._completed(joined(region.alternatives[0] for region in regions if region.alternatives))
         example = self.shard_config.example_inputs
-        copies = small_copies(self.model, parallel.size, keep_inputs=example is not None)
+        copies = self._copies()
         smallest = next(copies, None)
         if parallel.is_played:
-            return Findings(best if smallest is None else self._with_fewer_sums(smallest, best))
+            return self._on_paper(best, smallest)
         if smallest is None:
             _LOGGER.warning(
                 f"{type(self.model).__name__} has no policy of its own and no small copy to try its plan on: the plan "
                 "is used untested"
             )
             return Findings(best)
-        check = SelfCheck(chain([smallest], copies), parallel, example)
+        check = SelfCheck(chain([smallest], copies), parallel, example, self.whole_model)
         unseen = self._leave_out_unseen(check, regions)
         if unseen:
-            best = self._completed(_joined(region.alternatives[0] for region in regions if region.alternatives))
+            best = self._completed(joined(region.alternatives[0] for region in regions if region.alternatives))
         if (rules := self._passing(check, best)) is not None:
             dropped = [region.name for region in regions if not region.alternatives]
             self._tell_of_computed_whole((each.name, each.alternatives[0]) for each in regions if each.alternatives)
-            return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
+            return self._finished(check, rules, dropped)
         kept: list[tuple[str, Rules]] = []
         dropped = []
         for region in regions:
@@ -108,11 +100,12 @@ class GenericPolicy(Policy):
                 dropped.append(region.name)
             else:
                 kept.append((region.name, found))
-        rules = self._passing(check, self._completed(_joined(found for _, found in kept))) if kept else None
+        rules = self._passing(check, self._completed(joined(found for _, found in kept)))
         if rules is None:
             raise ValueError(
-                f"{type(self.model).__name__} has no policy here, and what its plan and names suggest does not give "
-                f"its gradients; pass policy=, to the plugin custom_policy=. {ADVICE}"
+                f"{type(self.model).__name__} {self.chosen_for}: what its plan and names suggest does not give "
+                f"its gradients together: {', '.join(name for name, _ in kept)}; pass policy=, to the plugin "
+                f"custom_policy=. {ADVICE}"
             )
         if dropped:
             _LOGGER.warning(
@@ -120,7 +113,48 @@ class GenericPolicy(Policy):
                 "passed the check"
             )
         self._tell_of_computed_whole(kept)
-        return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True)
+        return self._finished(check, rules, dropped)
+
+    def _copies(self) -> Iterator[nn.Module]:
+        example = self.shard_config.example_inputs
+        return small_copies(self.model, self.shard_config.parallel.size, keep_inputs=example is not None)
+
+    def _finished(self, check: SelfCheck, rules: Rules, dropped: list[str]) -> Findings:
+        """With what autograd finds for linears that nothing is known about, each found thing tried with all before."""
+        inferred = inferred_regions(self.model, check, rules, self.whole_model)
+        kept: list[tuple[str, Rules]] = []
+        for region in inferred.regions:
+            if rules.keys() & region.alternatives[0].keys():
+                continue  # a pair took it
+            for more in region.alternatives:
+                if (together := self._together(check, rules, more)) is not None:
+                    rules = together
+                    kept.append((region.name, more))
+                    break
+            else:
+                inferred.fails(region)
+        self._tell_of_computed_whole(kept)
+        left = inferred.left(self.model, rules)
+        return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True, left=left)
+
+    def _together(self, check: SelfCheck, rules: Rules, more: Rules) -> Rules | None:
+        try:
+            together = self._completed({**rules, **more})
+        except ValueError:  # it does not fit the numbers
+            return None
+        return self._passing(check, together)
+
+    def _on_paper(self, rules: Rules, smallest: nn.Module | None) -> Findings:
+        """Where no rank can try anything: what would be tried first."""
+        if smallest is None:
+            return Findings(rules)
+        try:
+            check = SelfCheck([smallest], self.shard_config.parallel, self.shard_config.example_inputs)
+        except Exception:  # no batch runs
+            return Findings(self._with_fewer_sums(smallest, rules))
+        inferred = inferred_regions(self.model, check, rules, self.whole_model)
+        rules = self._completed(joined([rules, *(region.alternatives[0] for region in inferred.regions)]))
+        return Findings(self._with_fewer_sums(smallest, rules), left=inferred.left(self.model, rules))
 
     def _tell_of_computed_whole(self, kept: Iterable[tuple[str, Rules]]) -> None:
         """Warn of regions whose parameters are dealt, but not what they compute."""
@@ -206,36 +240,6 @@ class GenericPolicy(Policy):
         plan = Plan(rules, type(self).__name__)
         decisions = plan.decide(self.model, self.shard_config.parallel, complete=False)
         undecided = undecided_parameters(find_regions(self.model, decisions))
-        guessed = {shape_of_name(name): _guess(self.model, name, rules) for name in undecided}
+        guessed = {shape_of_name(name): guess(self.model, name, rules) for name in undecided}
         self._guessed = getattr(self, "_guessed", set()) | set(guessed)
         return {**rules, **guessed}
-
-
-def _claimed_first(regions: list[Proposal]) -> list[Proposal]:
-    """The regions whose modules another one knows of too (an MLP that makes the biases of an attention) before those,
-    whose rules count where they are joined.
-    """
-
-    def claimed(region: Proposal) -> bool:
-        named = set(chain.from_iterable(region.alternatives))
-        return any(named < set(chain.from_iterable(other.alternatives)) for other in regions if other is not region)
-
-    return sorted(regions, key=claimed, reverse=True)
-
-
-def _joined(rules: Iterable[Rules]) -> Rules:
-    joined: Rules = {}
-    for some in rules:
-        joined |= some
-    return joined
-
-
-def _guess(model: nn.Module, name: str, rules: Rules) -> str:
-    """Norms and scales inside attention or MLP meet sharded activations, linears that no rule names meet whole ones."""
-    owner_name = name.rpartition(".")[0]
-    owner = model.get_submodule(owner_name)
-    if is_linear(owner) or model.get_parameter(name).ndim > 1 or "_a_" in owner_name.rpartition(".")[2]:
-        return "replicated"
-    around = patterns_of(model, owner_name) | patterns_of(model, owner_name.rpartition(".")[0])
-    in_attention = any(isinstance(rules.get(pattern), LocalHeads) for pattern in around)
-    return "partial_gradient" if in_attention or "act" in owner_name.rpartition(".")[2] else "replicated"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...models.windows import why_no_sequence
 from ...utils.errors import nearest
+
+if TYPE_CHECKING:
+    from .subject import Built
 
 _TP: dict[str, Any] = {"tp_size": 2}
 _PP: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2}
@@ -42,6 +46,8 @@ _ALL = (
     Axis("interleaved", "interleaved", {**_PP, "pp_style": "interleaved", "num_model_chunks": 2}),
     Axis("zbv", "ZBV", {**_PP, "pp_style": "zbv", "num_model_chunks": 2}),
     Axis("tp2_pp2", "tp2 x pp2", {**_TP, **_PP}, world=4),
+    Axis("ep2", "experts", {"ep_size": 2}),
+    Axis("tp2_ep2", "tp2 x experts", {**_TP, "ep_size": 2}, world=4),
     Axis("fp32", "fp32", dtype="float32"),
     Axis("split_gather", "split_gather", _SPLIT, group="sequences"),
     Axis("ring", "ring", {**_SPLIT, "sequence_parallelism_mode": "ring"}, group="sequences"),
@@ -50,6 +56,7 @@ _ALL = (
     Axis("ring_attn", "ring attention", _along("ring_attn"), group="sequences"),
     Axis("tp2_sp2", "tp2 x Ulysses", {**_TP, **_along("all_to_all")}, world=4, group="sequences"),
     Axis("flash", "flash attention", {**_TP, "enable_flash_attention": True}, group="uses"),
+    Axis("xformers", "xformers", {**_TP, "attention_backend": "xformers"}, kind="xformers", group="uses"),
     Axis("jit", "fused by JIT", {**_TP, "enable_jit_fused": True}, group="uses"),
     Axis("fused_norm", "fused norm", {**_TP, "enable_fused_normalization": True}, group="uses"),
     Axis("lazy", "lazy", kind="lazy", group="uses"),
@@ -57,10 +64,16 @@ _ALL = (
     Axis("round_trip", "HF round trip", kind="round_trip", group="uses"),
     Axis("generate", "generate", kind="generate", group="uses"),
 )
-AXES: dict[str, Axis] = {axis.name: axis for axis in _ALL}
+_TIMES = Axis("times", "step times", {}, kind="times", group="")  # no column: a table of its own
+AXES: dict[str, Axis] = {axis.name: axis for axis in (*_ALL, _TIMES)}
 GROUPS = {"layouts": "Layouts", "sequences": "Split sequences", "uses": "Options and uses, at tp2"}
 # What users say for short.
-_SHORT = {"tp": ("tp2",), "pp": ("pp2",), "sp": ("split_gather", "all_to_all"), "all": tuple(AXES)}
+_SHORT: dict[str, tuple[str, ...]] = {
+    "tp": ("tp2",),
+    "pp": ("pp2",),
+    "sp": ("split_gather", "all_to_all"),
+    "all": tuple(axis.name for axis in _ALL),
+}
 
 
 def pick_axes(names: Iterable[str]) -> list[Axis]:
@@ -74,10 +87,17 @@ def pick_axes(names: Iterable[str]) -> list[Axis]:
     return list(found.values())
 
 
-def not_applicable(axis: Axis, model: Any) -> str:
+def not_applicable(axis: Axis, built: Built) -> str:
     """Why this cell makes no sense for the model in one process; "" where it does. All such reasons stand here."""
+    model: Any = built.model
     if axis.kind == "generate" and not (hasattr(model, "can_generate") and model.can_generate()):
         return "the class does not generate"
     if axis.kind == "lora" and importlib.util.find_spec("peft") is None:
         return "peft is not installed"
-    return ""
+    if axis.group == "sequences":
+        return why_no_sequence(model)
+    if axis.plugin.get("ep_size", 1) == 1:
+        return ""
+    if not any("Expert" in type(module).__name__ for module in model.modules()):
+        return "the class has no experts"
+    return "" if built.rows % 2 == 0 and built.rows else "its batch cannot be dealt out by samples"

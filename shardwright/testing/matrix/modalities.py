@@ -35,24 +35,28 @@ _SPEECH: dict[str, Any] = {
     "num_labels": 5,
 }
 _WINDOWS: dict[str, Any] = {
-    "image_size": 32,
+    "image_size": 64,
     "patch_size": 4,
     "embed_dim": 16,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "window_size": 4,
+    "depths": [2, 1, 1, 2],
+    "num_heads": [2, 2, 4, 4],
+    "window_size": 2,
     "drop_path_rate": 0.0,
     "hidden_dropout_prob": 0.0,
     "initializer_range": 0.15,
     "num_labels": 5,
 }
 _CLIP_TEXT = _TEXT | {"bos_token_id": 1, "eos_token_id": 2, "projection_dim": 24}
-_QUERIES = _SIZES | {
-    "encoder_hidden_size": 48,
-    "cross_attention_frequency": 1,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_QUERIES = (
+    _SIZES
+    | _DEEPER
+    | {
+        "encoder_hidden_size": 48,
+        "cross_attention_frequency": 1,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+)
 _OPT = {
     "model_type": "opt",
     "vocab_size": 101,
@@ -65,15 +69,15 @@ _OPT = {
     "dropout": 0.0,
     "pad_token_id": 1,
 }
-_SEEN = {
+_SEEN: dict[str, Any] = {
     **_SIZES,
     "num_attention_heads": 4,
     "image_size": 32,
     "patch_size": 8,
     "window_size": 2,
-    "global_attn_indexes": [1],
+    "global_attn_indexes": [1, 2],
     "mlp_dim": 88,
-}
+} | _DEEPER
 _GEMMA: dict[str, Any] = _TEXT | {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -163,4 +167,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_token_index": 100,
         "image_seq_length": 16,
     },
+}
+
+_READING = {"qformer_config": _QUERIES | {"use_qformer_text_input": True, "vocab_size": 101}}
+# What single classes of a config need over that.
+OF_CLASS: dict[str, dict[str, Any]] = {
+    "Blip2TextModelWithProjection": _READING,
+    "Blip2ForImageTextRetrieval": _READING | {"image_token_index": None},
 }

@@ -34,17 +34,17 @@ _LONGEST = 600  # characters of a reason
 
 def run_cells(subject: Subject, axes: Sequence[Axis], seconds: float = SECONDS) -> Iterator[Result]:
     """A dict for every axis, worlds of equal size together: model_class, axis, outcome, seconds, and what belongs to
-    the outcome (why, share, whole, note, trace).
+    the outcome (why, share, whole, note, steps, times, trace).
     """
-    for world in sorted({axis.world for axis in axes}):
-        waiting = [axis.name for axis in axes if axis.world == world]
+    for world, timed in sorted({(axis.world, axis.kind == "times") for axis in axes}):
+        waiting = [axis.name for axis in axes if (axis.world, axis.kind == "times") == (world, timed)]
         while waiting:
-            for result in _run_world(subject, waiting, world, seconds):
+            for result in _run_world(subject, waiting, world, seconds, timed):
                 waiting.remove(result["axis"])
                 yield {"model_class": subject.model_class, **result}
 
 
-def _run_world(subject: Subject, names: list[str], world: int, seconds: float) -> Iterator[Result]:
+def _run_world(subject: Subject, names: list[str], world: int, seconds: float, timed: bool) -> Iterator[Result]:
     """Results of the first cells, up to one that ended the world; at least one."""
     names = list(names)
     with tempfile.TemporaryDirectory(prefix="shardwright-cells-") as folder:
@@ -53,8 +53,9 @@ def _run_world(subject: Subject, names: list[str], world: int, seconds: float) -
 
         def work() -> None:
             limit = _BUILD_SECONDS + (seconds + 5) * len(names)
+            debug = "OFF" if timed else None  # torch's checks take as long as what they check
             try:
-                run_ranks(_work, world, subject, names, folder, seconds * patience, timeout=limit)
+                run_ranks(_work, world, subject, names, folder, seconds * patience, timeout=limit, debug=debug)
                 ended.append(None)
             except RankError as error:
                 ended.append(error)

@@ -48,7 +48,7 @@ _NAMES: tuple[tuple[int | float, str], ...] = (
     (8, "qk_rope_head_dim rotary_dim patch_size"),
     (1, "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts mamba_n_groups n_groups"),
     (1, "indexer_kv_heads"),
-    (64, "sliding_window"),
+    (6, "sliding_window"),  # fewer than the tokens of a batch
     (0.05, "initializer_range"),
     # Tokens: the last ones of the vocabulary stand for images and the like.
     (0, "pad_token_id"),
@@ -142,6 +142,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"n_head": 8},
     "cpmant": {"dim_head": 16},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [1, 2]},
+    "qwen3_vl_moe_vision": {"deepstack_visual_indexes": [1, 2]},
     "gemma3": {"mm_tokens_per_image": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid"] * 2},

@@ -22,7 +22,7 @@ from ...utils.tensors import map_tensors
 from .. import zoo
 from ..exact import keep_float64
 from ..rank_process import load_module
-from .modalities import CONFIGS
+from .modalities import CONFIGS, OF_CLASS
 from .sizes import sizes_of
 
 Batch = dict[str, Any]
@@ -71,6 +71,7 @@ class Built:
     """
     model       in float64, in training mode where that is not random; nothing is changed in it
     batch       four samples of different lengths and numbers of labels
+    later       a batch for another step: where the model takes it, the samples in another order, without a last word
     own_loss    whether the model computes its loss itself
     separable   whether samples can be computed apart from each other
     given       whether the batch is a user's, which layouts are told as example_inputs
@@ -78,9 +79,15 @@ class Built:
 
     model: nn.Module
     batch: Batch
+    later: Batch
     own_loss: bool
     separable: bool
     given: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Samples, 0 where not all tensors of the batch have one row for each."""
+        return _rows(self.batch)
 
     def criterion(self, outputs: Any, inputs: Any = None) -> torch.Tensor:
         return loss_of(outputs) if self.own_loss else sample_mean(outputs)
@@ -143,7 +150,8 @@ def _makers(subject: Subject) -> Iterator[Any]:
     config_class = native.config_class
     known = CONFIGS.get(config_class.__name__)
     if known is not None:
-        yield lambda: _finish(native, config_class(**{**copy.deepcopy(known), **subject.settings}))
+        own = copy.deepcopy(known | OF_CLASS.get(subject.model_class, {}))
+        yield lambda: _finish(native, config_class(**{**own, **subject.settings}))
     yield lambda: _finish(native, config_class(**{**sizes_of(config_class), **subject.settings}))
     yield lambda: _made_small(native, config_class(**subject.settings))
 
@@ -219,15 +227,16 @@ def joined(first: Batch, second: Batch) -> Batch:
     if is_ragged and (mask == 0).any():
         second["attention_mask"] = mask.clone()
         second["attention_mask"][0, -5:] = 0
-    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and (labels == _IGNORE).any():
+    is_rows = isinstance(labels, torch.Tensor) and labels.dim() == 2 and len(labels) > 1
+    if is_rows and (labels == _IGNORE).any():
         second["labels"] = labels.clone()
-        second["labels"][0, -5:] = second["labels"][1, : labels.shape[1] // 2] = _IGNORE
+        second["labels"][0, -5:] = second["labels"][1:2, : labels.shape[1] // 2] = _IGNORE
 
     def both(key: str) -> Any:
         one, other = first[key], second[key]
         return torch.cat([one, other]) if isinstance(one, torch.Tensor) else one
 
-    return {key: both(key) for key in first}
+    return {key: both(key) for key in first if key in second}
 
 
 # --- one process ---
@@ -256,7 +265,37 @@ def _try(model: nn.Module, batch: Batch) -> Built:
     else:
         raise NotBuilt("two runs of one process differ")
     model.train(mode)
-    return Built(model, batch, has_loss(outputs), _is_separable(model, batch, outputs))
+    return Built(model, batch, _later(model, batch), has_loss(outputs), _is_separable(model, batch, outputs))
+
+
+def _later(model: nn.Module, batch: Batch) -> Batch:
+    """The first of what another batch may be that the model takes."""
+    for other in _others(batch):
+        with contextlib.suppress(Exception):  # of the model's own code, on a batch that was guessed
+            outputs = call_model(copy.deepcopy(model), other)
+            if torch.isfinite(loss_of(outputs) if has_loss(outputs) else sample_mean(outputs)):
+                return other
+    return batch
+
+
+def _others(batch: Batch) -> Iterator[Batch]:
+    if not _rows(batch):
+        return
+    turned = {key: value.flip(0) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    ids: Any = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 2:
+
+        def shorter(value: Any) -> Any:
+            fits = isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
+            return value[:, :-1] if fits else value
+
+        yield {key: shorter(value) for key, value in turned.items()}
+    yield turned
+
+
+def _rows(batch: Batch) -> int:
+    rows = {len(value) if value.ndim else 0 for value in batch.values() if isinstance(value, torch.Tensor)}
+    return rows.pop() if len(rows) == 1 else 0
 
 
 def _is_separable(model: nn.Module, batch: Batch, outputs: Any) -> bool:
@@ -264,10 +303,10 @@ def _is_separable(model: nn.Module, batch: Batch, outputs: Any) -> bool:
     losses over pairs of samples look at all.
     """
     tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    rows = {len(value) for value in tensors.values()}
-    if len(rows) != 1:
+    half = _rows(batch) // 2
+    if not half:
         return False
-    half = rows.pop() // 2
+    model = copy.deepcopy(model)  # which may keep a state
     found = []
     for part in (slice(0, half), slice(half, None)):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,18 @@ _FIRST_OF = {"BERT": "BertForMaskedLM", "ERNIE": "ErnieForMaskedLM", "RoBERTa": 
 _FIRST_OF |= {"Electra": "ElectraForMaskedLM", "DeBERTa-v2": "DebertaV2ForMaskedLM"}
 _FIRST_OF |= {"BART": "BartForConditionalGeneration", "mBART": "MBartForConditionalGeneration"}
 _FIRST_OF |= {"Pegasus": "PegasusForConditionalGeneration", "Whisper": "WhisperForConditionalGeneration"}
-# Mappings of transformers' auto classes that the sweep goes through.
-MAPPINGS = (
-    *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_IMAGE_MODELING"),
-    *("AUDIO_CLASSIFICATION", "CTC", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "VIDEO_CLASSIFICATION"),
-    *("VISUAL_QUESTION_ANSWERING", "ZERO_SHOT_IMAGE_CLASSIFICATION", "MASK_GENERATION"),
-)
+# Kinds of models -> the mappings of transformers' auto classes that the sweep goes through.
+KINDS = {
+    "causal LM": ("CAUSAL_LM",),
+    "masked LM": ("MASKED_LM",),
+    "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM",),
+    "image": ("IMAGE_CLASSIFICATION", "MASKED_IMAGE_MODELING", "VIDEO_CLASSIFICATION"),
+    "audio": ("AUDIO_CLASSIFICATION", "CTC", "SPEECH_SEQ_2_SEQ"),
+    "multimodal": (
+        *("IMAGE_TEXT_TO_TEXT", "VISUAL_QUESTION_ANSWERING", "ZERO_SHOT_IMAGE_CLASSIFICATION", "MASK_GENERATION"),
+    ),
+}
+MAPPINGS = tuple(mapping for kind in KINDS.values() for mapping in kind)
 
 
 @dataclass(frozen=True)
@@ -157,12 +163,36 @@ def classes_of(model_type: str) -> tuple[Subject, ...]:
     return tuple(Subject(each) for each in found)
 
 
-def sweep_rows() -> Iterator[Row]:
-    """Every class of the mappings once."""
+def sweep_rows(asked: Iterable[str] = ()) -> Iterator[Row]:
+    """Every class of the mappings once; of those asked for, where some are, by their names or those of kinds."""
+    words = [word.lower() for word in asked]
+    known = {word.lower() for word in (*KINDS, *MAPPINGS)}
+    for word in words:
+        if word not in known:
+            raise SystemExit(f"--mapping {word}: kinds and mappings are {', '.join((*KINDS, *MAPPINGS))}")
     seen: set[str] = set()
-    for mapping in MAPPINGS:
-        for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
-            name = names if isinstance(names, str) else names[0]
-            if name not in seen:
-                seen.add(name)
-                yield Row(mapping, model_type, Subject(name))
+    for kind, mappings in KINDS.items():
+        for mapping in mappings:
+            if words and not {kind.lower(), mapping.lower()} & set(words):
+                continue
+            for model_type, subject in _of_mapping(mapping):
+                if subject.model_class not in seen:
+                    seen.add(subject.model_class)
+                    yield Row(mapping, model_type, subject)
+
+
+def _of_mapping(mapping: str) -> Iterator[tuple[str, Subject]]:
+    for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+        yield model_type, Subject(names if isinstance(names, str) else names[0])
+    if mapping == "CAUSAL_LM":
+        yield "chatglm", classes_of("chatglm")[0]
+
+
+@functools.cache
+def kinds_of(model_class: str) -> tuple[str, ...]:
+    """Kinds of models that the class is one of."""
+    return tuple(
+        kind
+        for kind, mappings in KINDS.items()
+        if any(subject.model_class == model_class for mapping in mappings for _, subject in _of_mapping(mapping))
+    )

@@ -1,0 +1,50 @@
+"""Streams and events: the one place where code asks for them.
+
+    streams = streams_of(device)     None where the work of a call has ended when it returns
+    stream = streams.Stream(device)  all as in torch.cuda: Stream, Event, stream, current_stream, synchronize
+
+[Note: a model in their place] `shardwright.testing.stream_model` stands in for the streams of the CPU, where there are
+none. Whatever asks here, and not for the type of a device, whether it has streams goes the way of a GPU then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_model: Any = None  # of streams, which the CPU has while a test says so
+
+
+def streams_of(device: torch.device) -> Any:
+    """What stands for `torch.cuda` on this device; None where it has no streams."""
+    if device.type == "cuda":
+        return torch.cuda
+    return _model if device.type == "cpu" else None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether calls return before their work has ended."""
+    return streams_of(device) is not None
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room on the host that `device` copies to and from beside its other work: pinned, and with nothing in it yet."""
+    room = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    if _model is not None:
+        _model.is_on_host(room)
+    return room
+
+
+@contextmanager
+def modelled(model: Any) -> Iterator[None]:
+    """Inside, the CPU has the streams of `model`. For tests."""
+    global _model
+    assert _model is None, "the CPU has the streams of one model at a time"
+    _model = model
+    try:
+        yield
+    finally:
+        _model = None

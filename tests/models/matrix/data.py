@@ -1,0 +1,63 @@
+"""Results of cells as the package's data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shardwright.models.verified import FILE
+from shardwright.testing.matrix.axes import AXES, GROUPS
+from tests.models.matrix.rows import kinds_of
+
+_LONGEST = 240  # characters of a reason
+_TRAINING = ("train", "lazy", "lora", "xformers")
+
+
+def write_data(results: Iterable[dict[str, Any]], file: Path = FILE) -> None:
+    """One line per class, so that a change of one cell is a change of one line."""
+    rows: dict[str, dict[str, Any]] = {}
+    reasons: dict[str, int] = {}
+    one_step = 0
+    for cell in results:
+        name = cell["model_class"]
+        row = rows.setdefault(name, {"model_class": name, "first": False, "kinds": kinds_of(name), "cells": {}})
+        if cell["first"] or "family" not in row:  # a family rather than a mapping
+            row |= {key: cell[key] for key in ("family", "model_type", "first")}
+        if cell["outcome"] == "timed":
+            row["times"] = cell["times"]
+            continue
+        why = _plain(cell.get("why", "") or cell.get("note", ""), name)
+        number = reasons.setdefault(why, len(reasons)) if why else -1
+        row["cells"][cell["axis"]] = [cell["outcome"], number]
+        one_step += is_one_step(cell)
+        if "share" in cell:
+            row |= {"share": cell["share"], "whole": cell["whole"]}
+    for row in rows.values():
+        row["cells"] = {axis: row["cells"][axis] for axis in AXES if axis in row["cells"]}
+    head = {
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]},
+        "axes": {axis.name: {"title": axis.title, "group": axis.group} for axis in AXES.values() if axis.group},
+        "groups": GROUPS,
+        "one_step": one_step,
+        "reasons": list(reasons),
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    listed = ",\n".join(json.dumps(row) for row in rows.values())
+    file.write_text("{" + ",\n".join(lines) + ',\n"rows": [\n' + listed + "\n]}\n")
+
+
+def is_one_step(cell: dict[str, Any]) -> bool:
+    """Whether it was trained, for one step: lines of before there were two."""
+    axis = AXES.get(cell["axis"])
+    trained = axis is not None and axis.kind in _TRAINING
+    return trained and cell["outcome"] == "verified" and cell.get("steps", 1) == 1
+
+
+def _plain(why: str, name: str) -> str:
+    """Without what differs from one class or one run to the next."""
+    return " ".join(why.replace(name, "the model").split())[:_LONGEST]

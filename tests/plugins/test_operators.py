@@ -1,0 +1,151 @@
+"""What a step dispatches beside the operators of a loop by hand: nothing in the layers where every size is 1, and
+what the collectives of a layout need where it is not. Views and allocations are not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import run_ranks, zoo
+from shardwright.testing.operators import counted, more_than, per_layer
+
+NAME = "llama-causal-lm"
+SP: dict[str, Any] = {"enable_sequence_parallelism": True}
+
+# What a step of the plugin has beside that of a loop, whatever the model's depth.
+GUARDS = {
+    # ids and labels are looked at on the host, before they travel (`plugins.data.input_limits`)
+    "aminmax": 2,
+    "eq": 1,
+    "masked_fill": 1,
+    # one buffer holds all gradients
+    "zero_": 1,
+    "_foreach_zero_": -1,
+}
+# The layers at size 1: nothing.
+AT_SIZE_1: list[tuple[dict[str, Any], bool, dict[str, float]]] = [
+    ({}, False, {}),
+    ({}, True, {}),
+    ({"zero_stage": 1, "max_norm": 1.0}, False, {}),
+    ({"zero_stage": 2}, False, {"add_": -9}),  # the first gradients of a step are copied, not added to zeros
+]
+# What a layer has more on each of two ranks.
+ON_2_RANKS: list[tuple[dict[str, Any], dict[str, float]]] = [
+    ({}, {}),  # gradients are reduced in place, in buckets that do not know of layers
+    ({"zero_stage": 1}, {}),
+    ({"zero_stage": 2}, {"add_": -9}),
+    (
+        {"zero_stage": 3},
+        {
+            # two gathers of the weights, and one sum of the gradients into their shard: over gloo messages and copies
+            "c10d.send": 3,
+            "c10d.recv_": 3,
+            "copy_": 3,
+            "_foreach_copy_": 1,  # gradients into the layer's flat buffer
+            "_foreach_zero_": 1,  # what lies between gradients there, some elements
+            "set_": 2,  # the weights' memory is given back
+            "add_": -8,  # gradients are not added one by one but in the shard
+        },
+    ),
+    # Two sums in forward and two in backward, those of forward in copies of what somebody else may hold. One copy that
+    # the loop makes falls away.
+    ({"tp_size": 2}, {"c10d.allreduce_": 4, "clone": 1}),
+    (
+        # Four gathers and four scatters: one copy each to put parts along tokens one after the other, and back.
+        {"tp_size": 2, **SP, "sequence_parallelism_mode": "split_gather"},
+        {"c10d._allgather_base_": 4, "c10d._reduce_scatter_base_": 4, "clone": 7, "copy_": 4},
+    ),
+    (
+        # Queries, keys, values and outputs are traded, there and back: one copy before each, one join behind it. Two
+        # copies more where autograd hands transposed gradients on.
+        {"sp_size": 2, **SP, "sequence_parallelism_mode": "all_to_all"},
+        {"c10d.alltoall_base_": 8, "clone": 10, "cat": 8},
+    ),
+]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    made = zoo.inputs(NAME, batch_size=4, seq_len=16, seed=0)
+    del made["attention_mask"]
+    return made
+
+
+def warm(step: Callable[[], None]) -> Counter[str]:
+    for _ in range(2):
+        step()
+    return Counter({name: number for name, number in counted(step).items() if not name.startswith("profiler")})
+
+
+def by_hand(layers: int) -> Counter[str]:
+    model, inputs = zoo.build(NAME, dtype=torch.float32, num_hidden_layers=layers), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return warm(step)
+
+
+def by_plugin(layers: int, options: dict[str, Any], pipeline: bool) -> Counter[str]:
+    model, inputs = zoo.build(NAME, dtype=torch.float32, num_hidden_layers=layers), batch()
+    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", **options}))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+    def step() -> None:
+        if pipeline:
+            booster.execute_pipeline(iter([inputs]), model, lambda outputs, _: outputs.loss, optimizer)
+        else:
+            booster.backward(model(**inputs).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return warm(step)
+
+
+def in_layers(options: dict[str, Any], pipeline: bool, hand: dict[str, float]) -> dict[str, float]:
+    """What a layer, computed once per microbatch, has more than one of the loop."""
+    stages, microbatches = options.get("pp_size", 1), options.get("num_microbatches", 1)
+    fewer, more = (by_plugin(layers * stages, options, pipeline) for layers in (2, 4))
+    wanted = {name: number * microbatches for name, number in hand.items()}
+    return more_than(per_layer(fewer, more, 2), wanted)
+
+
+def differences(rank: int, world: int, cases: list[tuple[dict[str, Any], bool]]) -> tuple[list[dict[str, float]], Any]:
+    fewer, more = by_hand(2), by_hand(4)
+    hand = per_layer(fewer, more, 2)
+    besides = more_than(by_plugin(2, {}, False), fewer) if world == 1 else None
+    return [in_layers(options, pipeline, hand) for options, pipeline in cases], besides
+
+
+def test_nothing_is_added_at_size_1() -> None:
+    [(found, besides)] = run_ranks(differences, 1, [case[:2] for case in AT_SIZE_1], timeout=120)
+    assert found == [expected for *_, expected in AT_SIZE_1]
+    assert besides == GUARDS
+
+
+def test_layers_have_what_their_collectives_need() -> None:
+    results = run_ranks(differences, 2, [(options, False) for options, _ in ON_2_RANKS], timeout=240)
+    for found, _ in results:
+        for (options, expected), more in zip(ON_2_RANKS, found, strict=True):
+            assert more == expected, options
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("style", ["gpipe", "1f1b", "eager_1f1b", "interleaved", "zbv"])
+def test_stages_add_nothing_to_layers(style: str) -> None:
+    """Beside the sum over microbatches, which a loop with accumulation has as well. Weight gradients that a schedule
+    postpones come from the same products.
+    """
+    chunks = 2 if style in ("interleaved", "zbv") else 1
+    options = {"pp_size": 2, "num_microbatches": 2, "pp_style": style, "num_model_chunks": chunks}
+    for found, _ in run_ranks(differences, 2, [(options, True)], timeout=120):
+        assert found == [{}]
