@@ -49,7 +49,7 @@ setup(
     packages=find_packages(include=["shardwright", "shardwright.*"]),
     package_data={"shardwright": ["py.typed", "models/verified.json"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.11", "transformers>=5.17", "safetensors>=0.5", "numpy>=1.26", "rich>=13"],
+    install_requires=["torch>=2.11", "transformers>=5.17", "safetensors>=0.5", "numpy>=1.26", "pyyaml>=6", "rich>=13"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["shardwright = shardwright.cli.main:main"]},
     classifiers=[

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import transformers
@@ -125,6 +126,16 @@ def load_config(recipe: Recipe) -> Any:
         ) from error
 
 
+def local_directory(name: str) -> str:
+    """Where the files of a model are; those of a name on the hub are fetched once, and ranks read their slices."""
+    if Path(name).is_dir():
+        return name
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+    except Exception as error:  # of many kinds: no network, no such name, no access
+        raise RecipeError(f"model={name!r} cannot be fetched ({_first_line(error)})") from error
+
+
 def build_model(recipe: Recipe, config: Any) -> Any:
     """The causal language model, its weights still unmade; they are the same at every layout."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -136,7 +147,8 @@ def build_model(recipe: Recipe, config: Any) -> Any:
         if isinstance(recipe.model, dict):
             model: Any = AutoModelForCausalLM.from_config(config)
         else:
-            model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=torch.float32)
+            directory = local_directory(recipe.model)
+            model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
         return _with_adapters(recipe, model)
 
 

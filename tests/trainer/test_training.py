@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from shardwright.testing import run_ranks
 from shardwright.trainer import build_recipe
 from shardwright.trainer.build import prepare
+from shardwright.trainer.datasets import Collate
 from shardwright.trainer.run import train_here
 
 
@@ -48,8 +49,6 @@ def by_hand(given: dict[str, Any], batch_size: int, steps: int) -> tuple[list[fl
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
-    from shardwright.trainer.datasets import Collate
-
     losses = []
     for batch in DataLoader(dataset, batch_size, sampler=order, drop_last=True, collate_fn=Collate(parts.padding)):
         loss = model(**batch, use_cache=False).loss

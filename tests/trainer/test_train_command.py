@@ -1,0 +1,82 @@
+"""`shardwright train` as users start it: from a file, on ranks of its own, interrupted, resumed, and with mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipe_files import recipe
+
+from shardwright.trainer.reading import keys_of
+from shardwright.trainer.recipe import Data, Lora, Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(folder, **changes)))
+    return file
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "shardwright.cli", "train", *arguments]
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_is_interrupted_goes_on(tmp_path: Path) -> None:
+    """SIGTERM to the command: all ranks save at the end of their step, and the command with resume=true goes on."""
+    file = write(tmp_path, layout={"pp_size": 2, "num_microbatches": 2}, save_strategy="steps")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command(str(file), "max_steps=100000"), env=environment, cwd=tmp_path) as running:
+        until = time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):
+            assert running.poll() is None, "it has ended"
+            assert time.monotonic() < until, "no step in two minutes"
+            time.sleep(0.2)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) != 0
+    (saved,) = (tmp_path / "out" / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    arguments = (str(file), "resume=true", f"max_steps={step + 2}")
+    subprocess.run(command(*arguments), env=environment, cwd=tmp_path, check=True, timeout=120)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, step + 3))
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+    assert yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())["resume"] is True
+
+
+def test_mistakes_end_before_ranks_start(tmp_path: Path) -> None:
+    """One sentence and status 2; the layout is looked at on the ranks that would be started."""
+    file = write(tmp_path)
+    for changes, said in (
+        (["learning_rat=1"], "did you mean 'learning_rate'"),
+        (["layout={tp_size: 0}"], "layout: "),
+        (["layout={tp_sise: 2}"], "tp_size"),
+    ):
+        ended = subprocess.run(
+            command(str(file), *changes), env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert ended.returncode == 2, ended.stderr
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("shardwright train: ")
+        assert said in line
+        assert "Starting" not in ended.stdout
+
+
+def test_the_page_lists_every_key() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", text, re.MULTILINE))
+    for kind, prefix in ((Recipe, ""), (Data, "data."), (Lora, "lora.")):
+        for name, (_, key) in keys_of(kind).items():
+            assert rows[f"{prefix}{name}"].startswith(key.doc), name
