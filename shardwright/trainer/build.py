@@ -168,7 +168,7 @@ def make_optimizer(recipe: Recipe, model: Any) -> Any:
     rest = [param for param in trained if param.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_epsilon}
+    adam: dict[str, Any] = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_epsilon}
     makers: dict[str, Callable[..., Any]] = {
         "adamw_torch": lambda lr: torch.optim.AdamW(groups, lr=lr, **adam),
         "adamw_torch_fused": lambda lr: torch.optim.AdamW(groups, lr=lr, fused=True, **adam),

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from .packing import TokenStore, fill, join
 from .samples import IGNORED, Encoder, Sample
-from .sources import Row
+from .sources import Row, Rows
 
 Item = dict[str, torch.Tensor]
 
@@ -18,7 +18,7 @@ Item = dict[str, torch.Tensor]
 class Samples(Dataset[Item]):
     """One sequence per row, encoded when it is asked for."""
 
-    def __init__(self, rows: Sequence[Row], encoder: Encoder) -> None:
+    def __init__(self, rows: Rows, encoder: Encoder) -> None:
         self.rows, self.encoder = rows, encoder
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ another is seen or predicted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -77,4 +77,4 @@ class TokenStore:
     def __getitem__(self, index: int) -> Sample:
         end = int(self.ends[index])
         start = end - int(self.lengths[index])
-        return Sample(self.ids[start:end], self.labels[start:end])
+        return Sample(cast(Any, self.ids[start:end]), cast(Any, self.labels[start:end]))

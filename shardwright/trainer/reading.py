@@ -46,7 +46,8 @@ class Read:
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Read:
     """The recipe of a file, with `key=value` and `key.key=value` on top."""
-    given, origins = _load(Path(path)), {}
+    origins: dict[str, str] = {}
+    given = _load(Path(path))
     if not isinstance(given, Mapping):
         raise RecipeError(f"{path}: a recipe is a mapping of keys, such as model: NAME; this is {_word_of(given)}")
     merged: dict[str, Any] = json.loads(json.dumps(given, default=str))

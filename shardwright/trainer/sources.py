@@ -21,7 +21,20 @@ _TABLES = {".parquet": "parquet", ".csv": "csv"}
 _KNOWN = (*_LINES, ".json", *_TABLES)
 
 
-class LineFile(Sequence[Row]):
+class Rows:
+    """Rows that can be counted."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Row:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+
+class LineFile(Rows):
     """Rows of a file with one per line, read when they are asked for. Empty lines are none.
 
     Only where each line begins is kept, 8 bytes a line.
@@ -41,7 +54,7 @@ class LineFile(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         with self.path.open("rb") as lines:
             lines.seek(int(self.starts[index]))
             return self.parse(lines.readline(), index)
@@ -69,28 +82,28 @@ class LineFile(Sequence[Row]):
         return row
 
 
-class Joined(Sequence[Row]):
+class Joined(Rows):
     """Several sequences behind each other."""
 
-    def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
+    def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self.ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         part = int(np.searchsorted(self.ends, index, side="right"))
         return self.parts[part][index - (int(self.ends[part - 1]) if part else 0)]
 
 
-class Mixture(Sequence[Row]):
+class Mixture(Rows):
     """As many rows as the parts have together, of each as its weight says: small parts repeat, large ones are cut.
 
     Row i of part p comes around evenly between those of the others, so that a prefix has the shares of the whole.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Row]], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
         self.parts = parts
         total = sum(len(part) for part in parts)
         shares = np.asarray(weights) / sum(weights)
@@ -105,7 +118,7 @@ class Mixture(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.part)
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         part = self.parts[self.part[index]]
         return part[int(self.inner[index]) % len(part)]
 
@@ -133,16 +146,16 @@ class MixedStream(Iterable[Row]):
             yield row
 
 
-class Picked(Sequence[Row]):
+class Picked(Rows):
     """The columns of rows that make a sample, under the names `text`, `messages`, `prompt`, `completion`."""
 
-    def __init__(self, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    def __init__(self, rows: Any, columns: Mapping[str, str]) -> None:
         self.rows, self.columns = rows, columns
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         row = self.rows[index]
         return {part: row.get(column) for part, column in self.columns.items()}
 
@@ -158,7 +171,7 @@ class PickedStream(Iterable[Row]):
             yield {part: row.get(column) for part, column in self.columns.items()}
 
 
-def rows_of(data: Data, key: str, seed: int) -> Sequence[Row] | Iterable[Row]:
+def rows_of(data: Data, key: str, seed: int) -> Rows | Iterable[Row]:
     """All rows that `data` names: a sequence, or a stream where it says streaming."""
     sources: list[Source] = data.mix if data.mix is not None else [data]
     names = [f"{key}.mix[{at}]" for at in range(len(sources))] if data.mix is not None else [key]

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hybrid_ranks import Layout, run_layout
-from test_live_bytes import Live
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +21,7 @@ from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.ops.vocab_mode import whole_logits
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import keep_float64, run_ranks, zoo
+from shardwright.testing.live_bytes import LiveBytes
 
 NAME = "llama-causal-lm"
 WIDE = 4096  # words of a vocabulary that makes logits the largest tensor of a step
@@ -178,7 +178,7 @@ def test_logits_are_there_for_those_who_read_them(settings: dict[str, Any]) -> N
     run_ranks(read_logits, settings.get("tp_size", 1), settings)
 
 
-class Largest(Live):
+class Largest(LiveBytes):
     """Also the most bytes of any one tensor that an operator has returned."""
 
     largest = 0

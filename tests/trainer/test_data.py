@@ -23,7 +23,7 @@ from shardwright.trainer.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 def test_bytes_come_back(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     assert len(tokenizer) == 260
-    text = "Grüße, 世界!\n\t 🦊 "
+    text = "Gr\u00fc\u00dfe, \u4e16\u754c!\n\t \U0001f98a "
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
