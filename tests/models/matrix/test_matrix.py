@@ -1,10 +1,9 @@
-"""Cells that the package says are verified, one process against ranks: of every model one of its axes, another one
-every day, so that all models and all axes have their turn. The whole matrix is `python -m tests.models.matrix`.
+"""Cells that the package says are verified, one process against ranks: of every model one of its axes, so that all
+axes have their turn among the models; another turn takes others. The whole matrix is `python -m tests.models.matrix`.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 
 import pytest
@@ -14,8 +13,8 @@ from shardwright.shardformer.modeling.chatglm2_6b import modeling_chatglm
 from shardwright.testing.matrix import AXES, Subject, pick_axes, run_cells
 
 FIRST = [row for row in load().rows if row.first and any(cell.outcome == "verified" for cell in row.cells.values())]
-TURN = int(os.environ.get("SHARDWRIGHT_MATRIX_TURN") or datetime.date.today().toordinal())
-# Four ranks, or layers that are compiled: these have one model a day each, and are no model's only cell.
+TURN = int(os.environ.get("SHARDWRIGHT_MATRIX_TURN", "0"))
+# Four ranks, or layers that are compiled: these have one model a turn each, and are no model's only cell.
 DEAR = [axis.name for axis in AXES.values() if axis.world > 2 or axis.name in ("jit", "overlap")]
 
 
@@ -23,7 +22,7 @@ def axes_of_turn(number: int, verified: list[str], turn: int) -> list[str]:
     """For the model `number`, which has the `verified` axes."""
     usual = [axis for axis in verified if axis not in DEAR]
     chosen = [usual[(number + turn) % len(usual)]] if usual else verified[:1]
-    # Models of the dear axes are spread over all of them, and move on by one every day.
+    # Models of the dear axes are spread over all of them, and move on by one every turn.
     places = {(turn + place * len(FIRST) // len(DEAR)) % len(FIRST): axis for place, axis in enumerate(DEAR)}
     return chosen + [axis for place, axis in places.items() if place == number and axis in verified]
 
