@@ -26,7 +26,7 @@ class Listener(Protocol):
         """After every evaluation."""
 
     def finished(self, facts: Mapping[str, Any]) -> None:
-        """At the end, also of a run that was interrupted."""
+        """Behind the last step: `step`, `total_steps`, `tokens_seen`, and whether a signal `interrupted` the run."""
 
 
 class Log:
@@ -70,7 +70,13 @@ class Log:
     def finished(self, facts: Mapping[str, Any]) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self.console.print(facts["message"])
+        if facts["interrupted"]:
+            text = f"interrupted after step {facts['step']}; a checkpoint is written, which resume=true goes on from"
+        else:
+            early = facts["step"] < facts["total_steps"]
+            why = ", after which the evaluation's loss did not fall any more" if early else ""
+            text = f"trained {facts['step']} steps on {facts['tokens_seen']:,} tokens{why}"
+        self.console.print(text)
 
 
 class JsonLines:

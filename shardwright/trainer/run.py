@@ -63,9 +63,7 @@ def train_here(recipe: Recipe) -> int:
     trainer.train(facts)
     if not trainer.interrupted:
         export(trainer, parts, directory / "model")
-    message = _message(trainer, directory)
-    for listener in trainer.listeners:
-        listener.finished({"message": message, "step": trainer.progress.step})
+        coordinator.print_on_master(f"the model is in {directory / 'model'}")
     coordinator.block_all()
     return _INTERRUPTED if trainer.interrupted else 0
 
@@ -79,15 +77,6 @@ def export(trainer: Trainer, parts: Parts, directory: Path) -> None:
         trainer.booster.save_model(trainer.model, str(directory), shard=True)
     if dist.get_rank() == 0:
         parts.tokenizer.save_pretrained(directory)
-
-
-def _message(trainer: Trainer, directory: Path) -> str:
-    done = trainer.progress
-    if trainer.interrupted:
-        return f"interrupted after step {done.step}; the same command with resume=true goes on from its checkpoint"
-    early = done.step < trainer.total_steps
-    why = " (the evaluation's loss did not fall any more)" if early else ""
-    return f"trained {done.step} steps on {done.tokens_seen:,} tokens{why}; the model is in {directory / 'model'}"
 
 
 def _check_output(directory: Path, recipe: Recipe) -> None:

@@ -110,9 +110,15 @@ class Trainer:
         self.progress = Progressed(**state["extra"])
         return True
 
-    def train(self, facts: Mapping[str, Any]) -> Progressed:
-        """All steps that are left. `facts` are what listeners are told at the start."""
-        self._tell("started", {**facts, "total_steps": self.total_steps, "step": self.progress.step})
+    def train(self, facts: Mapping[str, Any] | None = None) -> Progressed:
+        """All steps that are left. `facts` are told to listeners at the start, beside what is known here."""
+        plugin: Any = self.booster.plugin
+        known = {
+            "model": type(self.model.unwrap()).__name__,
+            "parameters": self.model.num_parameters(),
+            "layout": str(plugin.mesh),
+        }
+        self._tell("started", {**known, **(facts or {}), "total_steps": self.total_steps, "step": self.progress.step})
         supply, clock, saved = self._batches(), Clock(), self.progress.step
         self.model.train()
         with SaveOnSignal() as signalled:
@@ -133,6 +139,8 @@ class Trainer:
         if self.save_when != Every() and saved != self.progress.step:
             self.save()
         self.booster.wait()
+        done = {"step": self.progress.step, "tokens_seen": self.progress.tokens_seen, "interrupted": self.interrupted}
+        self._tell("finished", {**done, "total_steps": self.total_steps})
         return self.progress
 
     def train_step(self, batch: Batch) -> dict[str, Any]:

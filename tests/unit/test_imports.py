@@ -73,7 +73,6 @@ DEFERRED_ALLOWED = {
     "cli/doctor": "it must tell of a machine without torch",
     "cli/plan": "`--help` and a mistyped option do not wait for torch",
     "cli/train": "as cli/plan",
-    "trainer/__init__": "recipes are read without torch",
     "cli/demo/command": "as cli/plan",
     "cli/demo/layout": "as cli/plan",
     "cli/demo/training": "one rank writes the results, and every rank's start would wait for what writes them",

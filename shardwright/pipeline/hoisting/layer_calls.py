@@ -206,7 +206,9 @@ class LayerCalls:
         if not trace.is_proven:
             trace = Trace(self._templates, self._entry, first, wanted, sources, batch, proof, prove=True)
             looked_at = [module for unit in wanted for module in self._layers[unit].modules()]
-            before, kept = module_state(looked_at), Kept([*looked_at, *around.modules])
+            # also of layers of other stages, to which transformers adds hooks at the model's first call
+            everything = [module for layer in self._layers for module in layer.modules()] + around.modules
+            before, kept = module_state(looked_at), Kept(everything)
             run(trace, batch)
             assert trace.prover is not None
             around.defined |= trace.prover.defined
