@@ -297,7 +297,10 @@ class _Linear(torch.autograd.Function):
         ctx.x_shape, ctx.params, ctx.transposed = x.shape, params, transposed
         ctx.link, ctx.is_local = None if link is None else link[:2], local is not None
         weight = weight.t() if transposed else weight
-        return F.linear(x, weight, bias) if link is None else link[0].product(x, weight, bias)
+        y = F.linear(x, weight, bias) if link is None else link[0].product(x, weight, bias)
+        # With a bias torch returns a view, and refuses to change a view that a function has returned in place, as
+        # nn.ReLU(inplace=True) behind the linear does.
+        return y.data if bias is not None and x.dim() > 2 and not torch.compiler.is_compiling() else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

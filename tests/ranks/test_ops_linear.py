@@ -383,6 +383,24 @@ def test_plain_linear_defers_into_flat_fp32_views(transposed: bool) -> None:
     assert params[0].grad.data_ptr() == flat.data_ptr()
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)], ids=str)
+def test_what_a_linear_returns_may_be_changed_in_place(shape: tuple[int, ...], has_bias: bool) -> None:
+    """By nn.ReLU(inplace=True), say. A deferring linear is a function of its own, as those of tensor parallelism."""
+    torch.manual_seed(0)
+    data = [torch.randn(size, dtype=torch.float64) for size in (shape, (6, 8), (6,))]
+    found = []
+    for ours in (True, False):
+        x, weight, bias = (one.clone().requires_grad_() for one in data)
+        store = WeightGradStore()
+        with store.deferring(0):
+            y = (linear if ours else F.linear)(x, weight, bias if has_bias else None)
+            y.mul_(2).relu_().square().sum().backward()
+        store.run(0)
+        found.append([y.detach(), x.grad, weight.grad, *([bias.grad] if has_bias else [])])
+    torch.testing.assert_close(found[0], found[1], **CLOSE)
+
+
 def test_deferring_nests_and_can_be_suspended() -> None:
     outer, inner = WeightGradStore(), WeightGradStore()
     weight, x = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2)
