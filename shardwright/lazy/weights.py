@@ -63,7 +63,8 @@ class LazyWeights:
         calls give the same.
         """
         if model not in _WEIGHTS:
-            if not any(notes_of(param) is not None for param in model.parameters()):
+            reads = any(SOURCE in module.__dict__ for module in model.modules())  # copies do, and have no notes
+            if not reads and not any(notes_of(param) is not None for param in model.parameters()):
                 return None
             _WEIGHTS[model] = cls(model)
         return _WEIGHTS[model]
