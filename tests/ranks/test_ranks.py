@@ -281,7 +281,7 @@ def test_ranks_end_with_a_killed_caller(tmp_path: Path) -> None:
             lambda: all(
                 (tmp_path / f"pid-{rank}").exists() and (tmp_path / f"pid-{rank}").read_text() for rank in range(2)
             ),
-            60,
+            240,  # of imports, on a machine that others use
         )
     finally:
         caller.kill()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -312,6 +313,42 @@ def test_survey_needs_no_memory() -> None:
     survey = survey_model(model)
     assert survey.num_units == 6
     assert survey.boundary(3) == (2,)
+
+
+class Looker(torch.nn.Module):
+    """Four layers, the last of which sees the first one's output in a way that gradients do not take."""
+
+    def __init__(self, look: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.look = look
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        with torch.no_grad():
+            second = self.layers[1](first)
+        third = self.layers[2](first + second)
+        result: torch.Tensor = self.layers[3](third * self.look(first))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("look", "sees_it"),
+    [
+        (lambda x: x.detach() * 2, True),
+        (lambda x: x.data, True),
+        (lambda x: x > 0, True),
+        (lambda x: torch.zeros_like(x).masked_fill(x > 0, 1.0), True),
+        (lambda x: x.new_ones(x.shape).index_fill_(-1, x[0].argmax(-1), 0.5), True),
+        (lambda x: torch.ones_like(x), False),
+        (lambda x: torch.ones(8, dtype=torch.long).to(x), False),
+    ],
+)
+def test_what_gradients_do_not_take_travels_too(look: Callable[[torch.Tensor], torch.Tensor], sees_it: bool) -> None:
+    survey = survey_model(Looker(look), ["layers"], example_inputs=(torch.randn(2, 8),))
+    assert survey.boundary(1) == (0,)
+    assert survey.boundary(2) == (0, 1)
+    assert survey.boundary(3) == ((0, 2) if sees_it else (2,))
 
 
 def test_checkpoint_config() -> None:

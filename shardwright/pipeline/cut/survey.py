@@ -1,8 +1,8 @@
 """What every part of a model reads: the facts from which stages are cut, learnt from one dry run.
 
 The dry run cuts the model behind every unit, and in front of the first one: a gate's output, and the hidden states that
-the first layer receives, go on as fresh leaf tensors. Walking the autograd graph back from each gate's output (and from
-the model's output) then tells, unit by unit,
+the first layer receives, go on as fresh leaf tensors. Walking back from each gate's output (and from the model's
+output), through the autograd graph and what it leaves out (`Flows`), then tells, unit by unit,
 
     reads       the units whose outputs it needs: normally the one before; for T5 decoders also the encoder
     parameters  the parameters that take part: its own, and any outside the layers (embeddings before the first layer,
@@ -31,6 +31,7 @@ from ...models.layer_chain import Unit, numbers_by_module, paths_to
 from ...utils import pytree
 from .chain import Chain, CutError, OtherOrder, list_of
 from .entry import ENTRY, Entry, find_place
+from .flows import Flows
 
 
 @dataclass(frozen=True)
@@ -341,6 +342,7 @@ class _Surveyor:
     ran: set[str] = field(default_factory=set)
     # modules outside that compute without gradients: who reads them is unknown
     untracked: set[str] = field(default_factory=set)
+    flows: Flows = field(default_factory=Flows)
 
     def run(self, call: Callable[[], Any]) -> Survey:
         handles = [
@@ -356,7 +358,8 @@ class _Surveyor:
         for name in outside:
             handles.append(self.model.get_submodule(name).register_forward_hook(self._outside_hook(name)))
         try:
-            output = call()
+            with self.flows:
+                output = call()
         finally:
             for handle in handles:
                 handle.remove()
@@ -406,12 +409,14 @@ class _Surveyor:
         return (*args[:place], self.entered[2], *args[place + 1 :]), kwargs
 
     def _fresh(self, tensor: torch.Tensor, index: int, number: int = 0) -> torch.Tensor:
-        leaf = tensor.detach()
-        if leaf.is_floating_point():
-            leaf.requires_grad_(True)
+        with self.flows.paused(), torch.enable_grad():
+            leaf = tensor.detach()
             self.leaves[id(leaf)], self.numbers[id(leaf)] = index, number
             self.keep.append(leaf)
-        return leaf.clone()  # which the model may write to
+            passed_on = leaf.requires_grad_(leaf.is_floating_point()).clone()  # which the model may write to
+        if not leaf.requires_grad:
+            self.flows.begin_at(passed_on, leaf)
+        return passed_on
 
     def _outside_hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -506,21 +511,23 @@ class _Surveyor:
         return any(name.startswith(f"{unit.layer}.") for unit in self.units)
 
     def _walk(self, outputs: list[torch.Tensor], names: dict[int, list[str]]) -> tuple[set[int], set[str], set[str]]:
-        """Units, parameters and modules that autograd reaches from `outputs`."""
+        """Units, parameters and modules that `outputs` are made of."""
         parameters, modules = set(), set()
         self.met = {self._place(tensor) for tensor in outputs if id(tensor) in self.leaves}
-        pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-        seen = set(pending)
+        seen = set().union(*map(self.flows.sources, outputs))
+        pending = list(seen)
         while pending:
             node = pending.pop()
-            modules |= self.produced.get(node, set())
-            variable = getattr(node, "variable", None)
+            variable = node if isinstance(node, torch.Tensor) else getattr(node, "variable", None)
             if variable is not None:
                 if id(variable) in self.leaves:
                     self.met.add(self._place(variable))
                 elif id(variable) in names:
                     parameters.add(names[id(variable)][0])
-            for following, _ in node.next_functions:
+            if variable is node:
+                continue
+            modules |= self.produced.get(node, set())
+            for following in (*(before for before, _ in node.next_functions), *self.flows.beyond(node)):
                 if following is not None and following not in seen:
                     seen.add(following)
                     pending.append(following)
