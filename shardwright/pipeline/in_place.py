@@ -52,7 +52,8 @@ def stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | No
 
 def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Output of `module` as meta tensors, for inputs like these, and whether it follows from their shapes: its call
-    runs once with every tensor on the meta device, or, where it asks for them, with whole numbers on the CPU.
+    runs once with every tensor on the meta device, or, where it asks for them, with whole numbers on the CPU, or, where
+    it looks at others, too, with zeros for its weights.
     """
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (table, name, tensor)
@@ -71,12 +72,24 @@ def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs
                 with without_data():
                     return call(*given[0], **given[1]), True
             except Exception:  # of a module whose shapes follow from sizes of images, say
-                args, kwargs = known((args, kwargs))
-                with knowing_whole_numbers():
+                try:
+                    given = known((args, kwargs))
+                    with knowing_whole_numbers():
+                        return call(*given[0], **given[1]), False
+                except Exception:  # of a module that counts, say, what is not a number
+                    for table, name, tensor in places:
+                        table[name] = _zeros(tensor)
                     return call(*args, **kwargs), False
     finally:
         for table, name, tensor in places:
             table[name] = tensor
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """For a parameter of any size the memory of one element; what may be written to keeps what it holds."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.new_zeros(()).expand(tensor.shape), requires_grad=False)
+    return torch.zeros_like(tensor) if tensor.isnan().any() else tensor.clone()
 
 
 def keep_slices(layers: nn.Module) -> None:
