@@ -4,7 +4,7 @@ keep their slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,24 @@ def release(module: nn.Module, table: dict[str, Any], name: str) -> None:
 def stand_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)
+
+
+def show_released(module: nn.Module, in_forward: Callable[[], bool]) -> None:
+    """Let `module`, all of whose parameters are released, name what stands for them while the model's forward runs:
+    models ask a part of theirs for its device and dtype, which is that of its first parameter.
+    """
+    base = type(module)
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
+        if in_forward():
+            for owner in self.modules() if recurse else (self,):
+                yield from (value for value in owner.__dict__.values() if isinstance(value, torch.Tensor))
+        else:
+            yield from base.parameters(self, recurse)
+
+    module.__class__ = type(
+        base.__name__, (base,), {"parameters": parameters, "__module__": base.__module__, "__doc__": base.__doc__}
+    )
 
 
 def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:

@@ -27,7 +27,7 @@ from torch import nn
 
 from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
-from ..models.layer_chain import Unit, numbers_by_module
+from ..models.layer_chain import Unit, numbers_by_module, paths_to
 from ..utils.tensors import map_tensors
 from ..utils.transfer import needs_transfer
 from .applications import Applications
@@ -42,7 +42,7 @@ from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
 from .hoisting.reads import HostReads, Unwatchable, Watch
 from .hoisting.surroundings import Surroundings
-from .in_place import change_class, disable_own_checkpointing, keep_slices, release, stand_in
+from .in_place import change_class, disable_own_checkpointing, keep_slices, release, show_released, stand_in
 from .loss.router_logits import RouterLogits
 from .slices.sequence_slices import Payload, SlicedInputs
 from .stubs import stub_call
@@ -452,6 +452,10 @@ class StagedModel:
                     if buffer is not None:
                         release(module, module._buffers, name)
                         self._released.append((module, name, path + name))
+        for path in {path for _, _, name in self._released for path in paths_to(name.rpartition(".")[0])}:
+            module = self.model.get_submodule(path)
+            if path and not f"{path}.".startswith(foreign) and next(module.parameters(), None) is None:
+                show_released(module, lambda: self.current is not None)
 
     def cast_released(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """What stands for released parameters gets the dtypes that parameters, by full name, work in: stubs compute
