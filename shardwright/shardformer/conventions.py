@@ -19,6 +19,7 @@ from .patterns import shape_of_name
 from .rules import Rules, latent_attention_rules
 from .splits import Heads, Packed, PackedHeads
 from .styles import Column, Row, ShardedParameter
+from .torch_attention import TorchAttention, is_torch_attention
 
 _ATTENTION = [
     ("q_proj", "k_proj", "v_proj"),
@@ -113,6 +114,7 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
             bracketed = shape if len(recognised) == 1 and not _is_planned(shape, known) else f"{shape}[{kind}]"
             for region in proposals:
                 named = region.of_class(shape, bracketed)
+                named.kind = f"{kind}: {[[each.removeprefix(shape) for each in some] for some in region.alternatives]}"
                 regions.setdefault(named.name, named)
     return list(regions.values())
 
@@ -123,6 +125,9 @@ def _is_planned(shape: str, known: set[str]) -> bool:
 
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
+    if is_torch_attention(module):
+        yield Proposal(name, [{name: TorchAttention()}])
+        return
     linears = {local: child for local, child in module.named_children() if is_linear(child)}
     if alternatives := _bert_attention(name, module):
         yield Proposal(name, alternatives)

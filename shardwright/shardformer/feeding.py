@@ -29,6 +29,7 @@ from ..models.dry_run import call_model
 from ..models.example_inputs import loss_of
 from ..utils.pytree import tree_leaves
 from .layer.linear import input_size, is_linear, output_size
+from .patterns import shape_of_name
 
 _SAMPLES = 16  # features of an input that are followed
 _PARTS = (1, 2, 3, 4)  # that may lie one after the other in one output: q, k and v; gate and up
@@ -71,15 +72,17 @@ def find_feedings(model: nn.Module, batch: Any, taken: Callable[[str], bool]) ->
     hops = _Hops(traced)
     found = Found(outputs=sorted(hops.escaping))
     grouped: set[str] = set()
+    known: set[str] = set()  # of layers of one name the first one speaks for all
     for row in sorted(traced.ends, key=lambda name: -traced.sizes[name][0] * traced.sizes[name][1]):
-        if row in grouped or taken(row):
+        if row in grouped or taken(row) or shape_of_name(row) in known:
             continue
         feeding = _feeding_of(row, hops, traced, taken, grouped)
         if feeding is not None:
             found.feedings.append(feeding)
             grouped |= {*feeding.columns, *feeding.rows}
+            known |= {shape_of_name(name) for name in (*feeding.columns, *feeding.rows)}
     for name in traced.ends:
-        if name not in grouped and not taken(name):
+        if name not in grouped and not taken(name) and shape_of_name(name) not in known:
             found.reasons[name] = hops.reason(name)
     order = {name: place for place, name in enumerate(traced.ends)}
     found.feedings.sort(key=lambda feeding: order[feeding.rows[0]])

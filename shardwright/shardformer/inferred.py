@@ -27,6 +27,7 @@ from .rules import Rules
 from .self_check import SelfCheck
 from .splits import EVEN, Even, Packed, Pieces
 from .styles import Column, HiddenEmbedding, Row, VocabEmbedding, VocabHead
+from .torch_attention import TorchAttention
 
 _WORTH = 0.01  # share of the parameters from which it pays to look for a way to deal linears, or to speak of one
 _WORTH_GATHERING = 0.02  # the same for what is gathered at once
@@ -109,7 +110,13 @@ def inferred_regions(model: nn.Module, check: SelfCheck, rules: Rules, whole_mod
 def _taken(rules: Rules) -> Callable[[str], bool]:
     """Whether a rule deals the module of a name."""
     patterns = {without_classes(pattern) for pattern, style in rules.items() if style != "replicated"}
-    return lambda name: name in patterns or shape_of_name(name) in patterns
+    attentions = {without_classes(pattern) for pattern, style in rules.items() if isinstance(style, TorchAttention)}
+
+    def taken(name: str) -> bool:
+        shape = shape_of_name(name)
+        return bool({name, shape} & patterns) or shape.rpartition(".")[0] in attentions
+
+    return taken
 
 
 def _search(
@@ -193,11 +200,19 @@ class _Feeding:
         ]
         return f"{shape_of_name(self.around)} ({' -> '.join(names)})".strip()
 
+    @property
+    def kind(self) -> str:
+        """The same for layers of one class that go by names of their own."""
+        prefix = f"{self.around}." if self.around else ""
+        names = (*self.feeding.columns, *self.feeding.rows)
+        sizes = {shape_of_name(name.removeprefix(prefix)): self._sizes(name) for name in names}
+        return f"{type(self.small.get_submodule(self.around)).__name__}, {self.feeding.blocks}: {sizes}"
+
     def proposal(self) -> Proposal | None:
         """None where it cannot be said for the model."""
         by_feature = all(self._sizes(row)[0] == self.feeding.blocks for row in self.feeding.rows)
         alternatives = self._by_feature() if by_feature else self._by_blocks()
-        return Proposal(self.label, alternatives) if alternatives else None
+        return Proposal(self.label, alternatives, self.kind) if alternatives else None
 
     def _by_feature(self) -> list[Rules]:
         rules: Rules = {shape_of_name(row): Row(EVEN) for row in self.feeding.rows}
