@@ -139,6 +139,7 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
         _mlp(name, linears),
         _sequential_mlp(name, module),
         _nested_mlp(name, module, linears),
+        _merging(name, module),
     ):
         if recognised:
             yield Proposal(name, recognised)
@@ -185,6 +186,14 @@ def _size_choices(module: nn.Module) -> list[tuple[str, ...]]:
     others.
     """
     return [(), *((size,) for size in _SIZES if isinstance(getattr(module, size, None), int))]
+
+
+def _merging(name: str, module: nn.Module) -> list[Rules]:
+    """Patches that are merged between stages (Swin): a linear beside a norm over all features."""
+    reduction = getattr(module, "reduction", None)
+    if not isinstance(reduction, nn.Module) or not is_linear(reduction) or not hasattr(module, "norm"):
+        return []
+    return [{f"{name}.reduction": "colwise_gathered"}]
 
 
 def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> list[Rules]:
