@@ -44,7 +44,10 @@ def further(region: Proposal, modules: dict[str, nn.Module]) -> list[Rules]:
             *(rules for rules in expert_alternatives(region.name, modules[region.name]) if rules not in known),
         ]
     whole = _computed_whole(known[-1]) if known else None
-    return [*found, *known, *([whole] if whole is not None and whole not in known else [])]
+    if whole is None or whole in known:
+        return [*found, *known]
+    others = _gathered_beside(known[-1], modules)
+    return [*found, *known, *([{**whole, **others}] if others else []), whole]
 
 
 def _style(style: Style | str) -> Style | None:
@@ -163,6 +166,20 @@ def _computed_whole(rules: Rules) -> Rules | None:
         elif not isinstance(style, LocalHeads | ShardedParameter):
             return None
     return found if any(isinstance(style, Column | Row) for style in found.values()) else None
+
+
+def _gathered_beside(rules: Rules, modules: dict[str, nn.Module]) -> Rules:
+    """Other linears in an attention that is computed whole, as large as its queries (of relative positions)."""
+    found: Rules = {}
+    for path, style in rules.items():
+        if not isinstance(style, LocalHeads) or path not in modules:
+            continue
+        linears = {f"{path}.{name}": child for name, child in modules[path].named_children() if is_linear(child)}
+        sizes = [input_size(child) * output_size(child) for name, child in linears.items() if name in rules]
+        for name, child in linears.items():
+            if name not in rules and sizes and input_size(child) * output_size(child) >= min(sizes):
+                found[name] = Column(gather_output=True)
+    return found
 
 
 def is_computed_whole(rules: Rules) -> bool:

@@ -19,6 +19,7 @@ from .patterns import shape_of_name
 from .rules import Rules, latent_attention_rules
 from .splits import Heads, Packed, PackedHeads
 from .styles import Column, Row, ShardedParameter
+from .torch_attention import TorchAttention, is_torch_attention
 
 _ATTENTION = [
     ("q_proj", "k_proj", "v_proj"),
@@ -113,6 +114,7 @@ def conventional_regions(model: nn.Module, known: set[str]) -> list[Proposal]:
             bracketed = shape if len(recognised) == 1 and not _is_planned(shape, known) else f"{shape}[{kind}]"
             for region in proposals:
                 named = region.of_class(shape, bracketed)
+                named.kind = f"{kind}: {[[each.removeprefix(shape) for each in some] for some in region.alternatives]}"
                 regions.setdefault(named.name, named)
     return list(regions.values())
 
@@ -123,6 +125,9 @@ def _is_planned(shape: str, known: set[str]) -> bool:
 
 
 def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
+    if is_torch_attention(module):
+        yield Proposal(name, [{name: TorchAttention()}])
+        return
     linears = {local: child for local, child in module.named_children() if is_linear(child)}
     if alternatives := _bert_attention(name, module):
         yield Proposal(name, alternatives)
@@ -134,6 +139,7 @@ def _proposals(name: str, module: nn.Module) -> Iterator[Proposal]:
         _mlp(name, linears),
         _sequential_mlp(name, module),
         _nested_mlp(name, module, linears),
+        _merging(name, module),
     ):
         if recognised:
             yield Proposal(name, recognised)
@@ -180,6 +186,14 @@ def _size_choices(module: nn.Module) -> list[tuple[str, ...]]:
     others.
     """
     return [(), *((size,) for size in _SIZES if isinstance(getattr(module, size, None), int))]
+
+
+def _merging(name: str, module: nn.Module) -> list[Rules]:
+    """Patches that are merged between stages (Swin): a linear beside a norm over all features."""
+    reduction = getattr(module, "reduction", None)
+    if not isinstance(reduction, nn.Module) or not is_linear(reduction) or not hasattr(module, "norm"):
+        return []
+    return [{f"{name}.reduction": "colwise_gathered"}]
 
 
 def _latent_attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> list[Rules]:

@@ -29,6 +29,7 @@ from ..models.dry_run import call_model
 from ..models.example_inputs import loss_of
 from ..utils.pytree import tree_leaves
 from .layer.linear import input_size, is_linear, output_size
+from .patterns import any_of, home_of, starred
 
 _SAMPLES = 16  # features of an input that are followed
 _PARTS = (1, 2, 3, 4)  # that may lie one after the other in one output: q, k and v; gate and up
@@ -46,6 +47,12 @@ class Feeding:
     blocks: int
     columns: Mapping[str, int]
     rows: tuple[str, ...]
+
+    @property
+    def patterns(self) -> dict[str, str]:
+        """Name -> what the linear is called in all layers that are wired so."""
+        home = home_of((*self.columns, *self.rows))
+        return {name: starred(name, home) for name in (*self.columns, *self.rows)}
 
 
 @dataclass
@@ -71,15 +78,17 @@ def find_feedings(model: nn.Module, batch: Any, taken: Callable[[str], bool]) ->
     hops = _Hops(traced)
     found = Found(outputs=sorted(hops.escaping))
     grouped: set[str] = set()
+    is_known = any_of(())  # of layers that go by one name the first one speaks for all
     for row in sorted(traced.ends, key=lambda name: -traced.sizes[name][0] * traced.sizes[name][1]):
-        if row in grouped or taken(row):
+        if row in grouped or taken(row) or is_known(row):
             continue
         feeding = _feeding_of(row, hops, traced, taken, grouped)
         if feeding is not None:
             found.feedings.append(feeding)
             grouped |= {*feeding.columns, *feeding.rows}
+            is_known = any_of(pattern for each in found.feedings for pattern in each.patterns.values())
     for name in traced.ends:
-        if name not in grouped and not taken(name):
+        if name not in grouped and not taken(name) and not is_known(name):
             found.reasons[name] = hops.reason(name)
     order = {name: place for place, name in enumerate(traced.ends)}
     found.feedings.sort(key=lambda feeding: order[feeding.rows[0]])

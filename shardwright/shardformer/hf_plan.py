@@ -35,10 +35,13 @@ class Proposal:
 
     name            pattern of the module around the sharded ones
     alternatives    rules to try, best first
+    kind            of what it is about: proposals of one kind hold, or do not, for the same reasons; "" where it is the
+                    only one
     """
 
     name: str
     alternatives: list[Rules] = field(default_factory=list)
+    kind: str = ""
 
     def of_class(self, around: str, bracketed: str) -> Proposal:
         """The same for those of the modules `around` that are of a class; `bracketed` is their pattern."""

@@ -17,16 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ..spec import Piece, joined_pieces
+from .attention import LocalHeads
 from .feeding import Feeding, find_feedings
 from .hf_plan import Proposal
 from .joined_rules import joined
 from .layer.linear import input_size, is_linear, output_size
 from .mixer_styles import LocalSizes, number_at
-from .patterns import shape_of_name, without_classes
+from .patterns import any_of, home_of, shape_of_name, starred
 from .rules import Rules
 from .self_check import SelfCheck
 from .splits import EVEN, Even, Packed, Pieces
 from .styles import Column, HiddenEmbedding, Row, VocabEmbedding, VocabHead
+from .torch_attention import TorchAttention
 
 _WORTH = 0.01  # share of the parameters from which it pays to look for a way to deal linears, or to speak of one
 _WORTH_GATHERING = 0.02  # the same for what is gathered at once
@@ -73,14 +75,36 @@ class Inferred:
         self._reasons |= dict.fromkeys(patterns, f"{region.name} did not give the gradients of the whole model")
 
     def left(self, model: nn.Module, rules: Rules) -> dict[str, str]:
-        """Pattern of linears that hold much and that no rule deals -> why, as far as it is known."""
+        """Pattern of what holds much and is dealt by no rule, linears first -> why, as far as it is known."""
         least = _WORTH * sum(param.numel() for param in model.parameters())
-        sizes: Counter[str] = Counter()
-        taken = _taken(rules)
-        for name, module in model.named_modules():
-            if is_linear(module) and not taken(name):
-                sizes[shape_of_name(name)] += input_size(module) * output_size(module)
-        return {name: self._reasons.get(name, _UNKNOWN) for name, size in sizes.most_common() if size >= least}
+        sizes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        why: dict[str, str] = {}
+        deciding = {
+            pattern: style for pattern, style in rules.items() if not isinstance(style, LocalHeads | LocalSizes)
+        }
+        taken, taken_around = _taken(rules), _taken(deciding)
+        for name, param in model.named_parameters():
+            owner = name.rpartition(".")[0]
+            module = model.get_submodule(owner)
+            if param.ndim < 2 or taken(name) or taken(owner) or any(map(taken_around, _around(owner))):
+                continue
+            shape = _above_starred(owner if is_linear(module) else name)
+            sizes[not is_linear(module)][shape] += param.numel()
+            why.setdefault(shape, self._reason(owner, module))
+        found = [shape for kind in sizes for shape, size in kind.most_common() if size >= least]
+        return {shape: why[shape] for shape in found}
+
+    def _reason(self, name: str, module: nn.Module) -> str:
+        known = next((why for pattern, why in self._reasons.items() if any_of([pattern])(name)), None)
+        if known is None and not is_linear(module):
+            return f"no way to deal the parameters of {type(module).__name__} is known"
+        return known or _UNKNOWN
+
+
+def _around(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def inferred_regions(model: nn.Module, check: SelfCheck, rules: Rules, whole_model: bool) -> Inferred:
@@ -108,8 +132,9 @@ def inferred_regions(model: nn.Module, check: SelfCheck, rules: Rules, whole_mod
 
 def _taken(rules: Rules) -> Callable[[str], bool]:
     """Whether a rule deals the module of a name."""
-    patterns = {without_classes(pattern) for pattern, style in rules.items() if style != "replicated"}
-    return lambda name: name in patterns or shape_of_name(name) in patterns
+    dealt = any_of(pattern for pattern, style in rules.items() if style != "replicated")
+    attention = any_of(pattern for pattern, style in rules.items() if isinstance(style, TorchAttention))
+    return lambda name: dealt(name) or dealt(shape_of_name(name)) or attention(name.rpartition(".")[0])
 
 
 def _search(
@@ -131,7 +156,7 @@ def _search(
         regions += _ends(model, found.outputs)
     taken = _taken({**rules, **joined(each.alternatives[0] for each in regions)})
     regions += _alone(model, [name for name in found.reasons if name not in found.outputs], taken)
-    reasons = {shape_of_name(name): why for name, why in reversed(found.reasons.items())}
+    reasons = {_above_starred(name): why for name, why in reversed(found.reasons.items())}
     return regions, reasons
 
 
@@ -139,15 +164,20 @@ def _ends(model: nn.Module, outputs: Iterable[str]) -> Iterator[Proposal]:
     """Large embeddings, and large linears that make what the model returns; what shares a weight goes together."""
     least = _WORTH * sum(param.numel() for param in model.parameters())
     of_weight: dict[int, Rules] = {}
-    shapes = {shape_of_name(name) for name in outputs}
+    shapes = {_above_starred(name) for name in outputs}
     for name, module in model.named_modules():
+        shape = _above_starred(name)
         if isinstance(module, nn.Embedding) and module.weight.numel() >= least:
-            of_weight.setdefault(id(module.weight), {})[shape_of_name(name)] = VocabEmbedding()
-        elif is_linear(module) and shape_of_name(name) in shapes and input_size(module) * output_size(module) >= least:
-            head = VocabHead(gather_output=True)
-            of_weight.setdefault(id(module.weight), {})[shape_of_name(name)] = head
+            of_weight.setdefault(id(module.weight), {})[shape] = VocabEmbedding()
+        elif is_linear(module) and shape in shapes and input_size(module) * output_size(module) >= least:
+            of_weight.setdefault(id(module.weight), {})[shape] = VocabHead(gather_output=True)
     for rules in of_weight.values():
         yield Proposal(", ".join(rules), [rules])
+
+
+def _above_starred(name: str) -> str:
+    """Layers by one name, whatever their number, and parts of an `nn.Sequential` by their own."""
+    return starred(name, name.rpartition(".")[0])
 
 
 def _alone(model: nn.Module, names: Iterable[str], taken: Callable[[str], bool]) -> Iterator[Proposal]:
@@ -157,7 +187,12 @@ def _alone(model: nn.Module, names: Iterable[str], taken: Callable[[str], bool])
     least = _WORTH_GATHERING * sum(param.numel() for param in model.parameters())
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if name != shape_of_name(name) or taken(name) or not isinstance(weight, nn.Parameter) or weight.numel() < least:
+        if (
+            name != _above_starred(name)
+            or taken(name)
+            or not isinstance(weight, nn.Parameter)
+            or weight.numel() < least
+        ):
             continue
         if sum(getattr(other, "weight", None) is weight for other in model.modules()) > 1:
             continue
@@ -178,45 +213,53 @@ class _Feeding:
     @property
     def around(self) -> str:
         """The module around all columns, by its name in the copy."""
-        parts = [name.split(".")[:-1] for name in self.feeding.columns]
-        alike = 0
-        while all(len(part) > alike for part in parts) and len({part[alike] for part in parts}) == 1:
-            alike += 1
-        return ".".join(parts[0][:alike])
+        return home_of(self.feeding.columns)
 
     @property
     def label(self) -> str:
         prefix = f"{self.around}." if self.around else ""
         names = [
-            ", ".join(shape_of_name(name.removeprefix(prefix)) for name in found)
+            ", ".join(name.removeprefix(prefix) for name in found)
             for found in (self.feeding.columns, self.feeding.rows)
         ]
         return f"{shape_of_name(self.around)} ({' -> '.join(names)})".strip()
 
+    @property
+    def kind(self) -> str:
+        """The same for layers of one class that go by names of their own."""
+        prefix = f"{self.around}." if self.around else ""
+        names = (*self.feeding.columns, *self.feeding.rows)
+        sizes = {name.removeprefix(prefix): self._sizes(name) for name in names}
+        return f"{type(self.small.get_submodule(self.around)).__name__}, {self.feeding.blocks}: {sizes}"
+
     def proposal(self) -> Proposal | None:
         """None where it cannot be said for the model."""
+        if any(self._is_of_other_number(name) for name in (*self.feeding.columns, *self.feeding.rows)):
+            return None
         by_feature = all(self._sizes(row)[0] == self.feeding.blocks for row in self.feeding.rows)
         alternatives = self._by_feature() if by_feature else self._by_blocks()
-        return Proposal(self.label, alternatives) if alternatives else None
+        return Proposal(self.label, alternatives, self.kind) if alternatives else None
 
     def _by_feature(self) -> list[Rules]:
-        rules: Rules = {shape_of_name(row): Row(EVEN) for row in self.feeding.rows}
+        called = self.feeding.patterns
+        rules: Rules = {called[row]: Row(EVEN) for row in self.feeding.rows}
         for column, parts in self.feeding.columns.items():
             granule = self._sizes(column)[1] // (parts * self.feeding.blocks)
             if granule > 1 and parts > 1:
                 return []
-            rules[shape_of_name(column)] = Column(Packed(parts) if parts > 1 else Even(granule))
+            rules[called[column]] = Column(Packed(parts) if parts > 1 else Even(granule))
         return [rules]
 
     def _by_blocks(self) -> list[Rules]:
-        whole: Rules = {shape_of_name(row): "rowwise_split" for row in self.feeding.rows}
-        whole |= {shape_of_name(column): "colwise_gathered" for column in self.feeding.columns}
+        called = self.feeding.patterns
+        whole: Rules = {called[row]: "rowwise_split" for row in self.feeding.rows}
+        whole |= {called[column]: "colwise_gathered" for column in self.feeding.columns}
         count = self._count()
         if count is None:
             return [whole]
-        rules: Rules = {shape_of_name(row): Row(Blocks(count)) for row in self.feeding.rows}
+        rules: Rules = {called[row]: Row(Blocks(count)) for row in self.feeding.rows}
         columns = self.feeding.columns.items()
-        rules |= {shape_of_name(column): Column(Blocks(count, parts)) for column, parts in columns}
+        rules |= {called[column]: Column(Blocks(count, parts)) for column, parts in columns}
         if isinstance(count, int) or not self.around:
             return [rules, whole]
         widths = {self._sizes(column)[1] // parts for column, parts in columns}
@@ -249,8 +292,22 @@ class _Feeding:
 
     def _of_model(self, names: Iterable[str]) -> dict[str, nn.Module]:
         """Name in the copy -> a module of the model that goes by the same pattern."""
-        modules = {shape_of_name(name): module for name, module in self.model.named_modules()}
-        return {name: modules[shape_of_name(name)] for name in names if shape_of_name(name) in modules}
+        home = home_of((*self.feeding.columns, *self.feeding.rows))
+        modules = {starred(name, home): module for name, module in self.model.named_modules()}
+        return {name: modules[starred(name, home)] for name in names if starred(name, home) in modules}
+
+    def _is_of_other_number(self, name: str) -> bool:
+        """Whether a number in what the linear is called is that of a layer which may be another one in the model, as
+        the copy has fewer of them.
+        """
+        parts = name.split(".")
+        kept = [place for place, part in enumerate(self.feeding.patterns[name].split(".")) if part.isdigit()]
+        for place in kept:
+            layers = self.small.get_submodule(".".join(parts[:place]))
+            real = next(iter(self._of_model([".".join(parts[:place])]).values()), None)
+            if isinstance(layers, nn.ModuleList) and (not isinstance(real, nn.ModuleList) or len(real) != len(layers)):
+                return True
+        return False
 
 
 def _numbers(module: nn.Module, fits: Callable[[int], bool]) -> Iterator[str]:

@@ -21,6 +21,30 @@ def shape_of_name(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
+def starred(name: str, home: str) -> str:
+    """The name with numbers replaced at or above `home`: what is below it keeps the numbers that tell its parts from
+    one another (`net.0` and `net.2` of an `nn.Sequential`).
+    """
+    parts, above = name.split("."), len(home.split(".")) if home else 0
+    return ".".join([*shape_of_name(".".join(parts[:above])).split(".")[: above or 0], *parts[above:]])
+
+
+def home_of(names: Iterable[str]) -> str:
+    """The smallest module around all of these."""
+    parts = [name.split(".")[:-1] for name in names]
+    alike = 0
+    while all(len(part) > alike for part in parts) and len({part[alike] for part in parts}) == 1:
+        alike += 1
+    return ".".join(parts[0][:alike])
+
+
+def any_of(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a name is one that a pattern, without classes, stands for."""
+    bare = {without_classes(pattern) for pattern in patterns}
+    wild = [re.compile("[^.]+".join(map(re.escape, pattern.split("*")))) for pattern in bare if "*" in pattern]
+    return lambda name: name in bare or any(expression.fullmatch(name) for expression in wild)
+
+
 def without_classes(pattern: str) -> str:
     return _CLASS.sub("", pattern)
 

@@ -34,7 +34,7 @@ def _copy(model: nn.Module, short: bool, own: bool) -> nn.Module | None:
     with ExitStack() as stack:
         if short:
             for module in model.modules():
-                if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > _DEPTH:
+                if isinstance(module, nn.ModuleList | nn.Sequential) and _has_many_layers(module):
                     stack.enter_context(_shortened(module))
         if sum(param.numel() for param in model.parameters()) > LARGEST:
             return None
@@ -63,12 +63,24 @@ def _drawn(name: str, param: Tensor, generator: torch.Generator) -> Tensor:
     return 0.1 * noise + (1.0 if name.endswith("weight") else 0.0)
 
 
+def _has_many_layers(layers: nn.ModuleList | nn.Sequential) -> bool:
+    """Linears and the like in a row are the parts of one layer, each of which has its place."""
+    return sum(_is_layer(layer) for layer in layers) > _DEPTH
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
 @contextmanager
 def _shortened(layers: nn.ModuleList | nn.Sequential) -> Iterator[None]:
-    """Inside, the list has few of its layers, under the numbers from zero on where it has numbers."""
+    """Inside, the list has few of its layers; an `nn.ModuleList`, which is read by numbers, has them under the first
+    numbers.
+    """
     before = layers._modules
     kept = _of_every_kind(list(before.items()))
-    names = map(str, range(len(kept))) if all(name.isdigit() for name in before) else (name for name, _ in kept)
+    in_order = isinstance(layers, nn.ModuleList) and all(name.isdigit() for name in before)
+    names = map(str, range(len(kept))) if in_order else (name for name, _ in kept)
     layers._modules = dict(zip(names, (layer for _, layer in kept), strict=True))  # type: ignore[arg-type,misc]
     try:
         yield
@@ -77,16 +89,17 @@ def _shortened(layers: nn.ModuleList | nn.Sequential) -> Iterator[None]:
 
 
 def _of_every_kind(layers: list[tuple[str, nn.Module | None]]) -> list[tuple[str, nn.Module | None]]:
-    """The first of each kind, and the first others until there are enough."""
+    """The first of each kind, the first others until there are enough, and what is no layer."""
     seen: set[str] = set()
     chosen: set[int] = set()
     for place, (_, layer) in enumerate(layers):
         kind = _kind(layer)
-        if kind not in seen:
+        if kind not in seen or (layer is not None and not _is_layer(layer)):
             seen.add(kind)
             chosen.add(place)
+    wanted = max(_DEPTH, sum(layer is not None and not _is_layer(layer) for _, layer in layers) + 1)
     for place in range(len(layers)):
-        if len(chosen) < _DEPTH:
+        if len(chosen) < wanted:
             chosen.add(place)
     return [layers[place] for place in sorted(chosen)]
 

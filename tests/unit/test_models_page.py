@@ -17,6 +17,7 @@ from shardwright.testing.matrix.check import find
 from shardwright.testing.matrix.check import main as check
 from tests.models.matrix.data import write_data
 from tests.models.matrix.page import PAGE, page
+from tests.models.matrix.reasons import reason_of
 
 
 def test_the_page_is_what_the_data_give() -> None:
@@ -65,10 +66,18 @@ def test_written_data_are_read_back(tmp_path: Path) -> None:
         "| masked LM | 1 | 1 of 1 (100%) | 1 of 1 (100%) | 0 of 1 (0%) | 0 of 1 (0%) |  |  |  |  |",
         f"| 1F1B refused | 1 | {name} |",
         f"| t | {name} | yes | 50% | `a.b` | no (1) |",
+        f"| F | {name} | 50% | `a.b` | no way to deal it is known |",
         "1. too / short",
         "2. the model ended",
     ):
         assert line in shown, line
+
+
+def test_reasons_for_what_stays_whole() -> None:
+    assert "convolution" in reason_of("model.encoder.conv2.weight")
+    assert "positions" in reason_of("model.decoder.embed_positions.weight")
+    assert "pixels" in reason_of("vision_encoder.patch_embed.projection.weight")
+    assert reason_of("model.layers.*.mlp.up_proj.weight") == "no way to deal it is known"
 
 
 def test_models_are_listed_without_torch() -> None:

@@ -46,6 +46,7 @@ _OWN = {
     "gpt_oss": ("gpt_oss", "GptOssPolicy"),
     "phi": ("phi", "PhiPolicy"),
     "phi3": ("phi", "Phi3Policy"),
+    "xlnet": ("xlnet", "XLNetPolicy"),
     "mixtral": ("moe", "MixtralPolicy"),
     "qwen2_moe": ("moe", "Qwen2MoePolicy"),
     "qwen3_moe": ("moe", "Qwen3MoePolicy"),

@@ -22,6 +22,7 @@ from ..patterns import modules_by_pattern, shape_of_name
 from ..plan import Plan
 from ..regions import find_regions, undecided_parameters
 from ..rules import Rules
+from ..search import Search
 from ..self_check import SelfCheck
 from ..small_copy import small_copies
 from .base import Policy
@@ -34,7 +35,7 @@ ADVICE = (
 
 
 class GenericPolicy(Policy):
-    """Collects regions, tries them together, then one by one, and keeps what gives the gradients of the whole model."""
+    """Collects regions, tries them together, then in parts, and keeps what gives the gradients of the whole model."""
 
     findings: Findings
     chosen_for = "has no policy here and could not be sharded"
@@ -89,31 +90,17 @@ class GenericPolicy(Policy):
             dropped = [region.name for region in regions if not region.alternatives]
             self._tell_of_computed_whole((each.name, each.alternatives[0]) for each in regions if each.alternatives)
             return self._finished(check, rules, dropped)
-        kept: list[tuple[str, Rules]] = []
-        dropped = []
-        for region in regions:
-            found = next(
-                (rules for rules in region.alternatives if self._passing(check, self._completed(rules)) is not None),
-                None,
-            )
-            if found is None:
-                dropped.append(region.name)
-            else:
-                kept.append((region.name, found))
-        rules = self._passing(check, self._completed(joined(found for _, found in kept)))
-        if rules is None:
-            raise ValueError(
-                f"{type(self.model).__name__} {self.chosen_for}: what its plan and names suggest does not give "
-                f"its gradients together: {', '.join(name for name, _ in kept)}; pass policy=, to the plugin "
-                f"custom_policy=. {ADVICE}"
-            )
-        if dropped:
+        search = self._search(check, overlap=True)
+        rules = search.grown({}, regions)
+        impossible = [region.name for region in regions if not region.alternatives]
+        failed = [region.name for region in search.failed]
+        if failed:
             _LOGGER.warning(
-                f"{type(self.model).__name__}: {', '.join(dropped)} stay whole on every rank, no way to shard them "
+                f"{type(self.model).__name__}: {', '.join(failed)} stay whole on every rank, no way to shard them "
                 "passed the check"
             )
-        self._tell_of_computed_whole(kept)
-        return self._finished(check, rules, dropped)
+        self._tell_of_computed_whole(search.kept)
+        return self._finished(check, rules, [*impossible, *failed])
 
     def _copies(self) -> Iterator[nn.Module]:
         example = self.shard_config.example_inputs
@@ -122,24 +109,23 @@ class GenericPolicy(Policy):
     def _finished(self, check: SelfCheck, rules: Rules, dropped: list[str]) -> Findings:
         """With what autograd finds for linears that nothing is known about, each found thing tried with all before."""
         inferred = inferred_regions(self.model, check, rules, self.whole_model)
-        kept: list[tuple[str, Rules]] = []
-        for region in inferred.regions:
-            if rules.keys() & region.alternatives[0].keys():
-                continue  # a pair took it
-            for more in region.alternatives:
-                if (together := self._together(check, rules, more)) is not None:
-                    rules = together
-                    kept.append((region.name, more))
-                    break
-            else:
-                inferred.fails(region)
-        self._tell_of_computed_whole(kept)
+        search = self._search(check, overlap=False)
+        rules = search.grown(rules, inferred.regions)
+        for region in search.failed:
+            inferred.fails(region)
+        self._tell_of_computed_whole(search.kept)
         left = inferred.left(self.model, rules)
         return Findings(self._with_fewer_sums(check.whole, rules, check), dropped, checked=True, left=left)
 
+    def _search(self, check: SelfCheck, overlap: bool) -> Search:
+        return Search(lambda known, more: self._together(check, known, more), type(self.model).__name__, overlap)
+
     def _together(self, check: SelfCheck, rules: Rules, more: Rules) -> Rules | None:
+        """Both, with what was guessed for parameters before a rule for their module came."""
+        outdated = {name for name in self._guessed if name.rpartition(".")[0] in more}
+        kept = {pattern: style for pattern, style in rules.items() if pattern not in outdated}
         try:
-            together = self._completed({**rules, **more})
+            together = self._completed({**kept, **more})
         except ValueError:  # it does not fit the numbers
             return None
         return self._passing(check, together)

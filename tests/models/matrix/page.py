@@ -10,6 +10,8 @@ from pathlib import Path
 
 from shardwright.models.verified import Cell, Row, Verified
 from shardwright.testing.matrix.times import LAYOUTS
+from tests.models.matrix.reasons import ENOUGH as NEARLY_ALL
+from tests.models.matrix.reasons import reason_of
 from tests.models.matrix.rows import KINDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -55,6 +57,7 @@ def page(found: Verified) -> str:
     lines = [
         *_head(found),
         *_summary(first, titles, notes),
+        *_left_whole(first),
         *_sweep(found.rows, titles),
         *_details(found, first, notes),
         *_times(first),
@@ -106,6 +109,23 @@ def _summary(rows: Sequence[Row], titles: dict[str, str], notes: Notes) -> Itera
         cells = [_together(row, axes, titles, notes) for axes in SUMMARY.values()]
         yield _line(row.family, row.model_class, share, *cells)
     yield from _text("**sharded** is the share of the parameters of which two tensor-parallel ranks have a half each.")
+
+
+def _left_whole(rows: Sequence[Row]) -> Iterator[str]:
+    """Of models of which much is not dealt, the larger parameters that are not, each with the reason."""
+    few = [row for row in rows if row.share is not None and row.share < NEARLY_ALL and _is(row, "tp2", "verified")]
+    if not few:
+        return
+    yield from _table(
+        f"Less than {NEARLY_ALL:.0%} sharded", ["model", "class", "sharded", "whole on every rank", "why"]
+    )
+    for row in few:
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for name in row.whole:
+            reasons[reason_of(name)].append(f"`{name}`")
+        for place, (why, names) in enumerate(reasons.items()):
+            start = ("", "", "") if place else (row.family, row.model_class, f"{row.share:.0%}")
+            yield _line(*start, ", ".join(names), why)
 
 
 def _together(row: Row, axes: Sequence[str], titles: dict[str, str], notes: Notes) -> str:
