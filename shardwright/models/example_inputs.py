@@ -181,6 +181,8 @@ class _Maker:
 
     def _all(self) -> Iterator[Batch]:
         takes_text = "input_ids" in self.arguments
+        if {"image_pixel_values", "audio_input_features"} <= self.arguments:
+            yield self.crops_and_sounds()
         pictures = [] if not set(_IMAGES) & self.arguments else [*self.patches(), self.images(), self.videos()]
         sounds = [] if not set(_SOUNDS) & self.arguments else [*self.spectra(), self.waveform()]
         for seen in filter(None, pictures):
@@ -229,6 +231,29 @@ class _Maker:
             extra["mm_token_type_ids"] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape).contiguous()
         return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self.arguments else {}), **extra}
 
+    def crops_and_sounds(self) -> Batch:
+        """Images as their whole and one crop [B, 2, C, H, W], sounds [B, F, bins], and texts with places for both. The
+        second sound is shorter.
+        """
+        size, patch = _image_size(self.vision)[0], _pair(self.vision.patch_size)[0]
+        side = size // patch
+        half = (side + 1) // 2  # places of a crop along one side, after which stands a mark
+        sounds = torch.tensor([_FRAMES_OF_SOUND // self.audio.time_reduction - row for row in range(SAMPLES)])
+        texts = self.words()
+        seen = torch.full((SAMPLES, 2 * half * (half + 1) + 1), self.vision.image_token_id)
+        heard = torch.full((SAMPLES, int(sounds.max())), self.audio.audio_token_id)
+        heard[torch.arange(heard.shape[1]) >= sounds[:, None]] = _FIRST_WORD
+        mask = torch.ones(SAMPLES, seen.shape[1] + heard.shape[1], dtype=torch.long)
+        return {
+            "input_ids": torch.cat([seen, heard, texts["input_ids"]], 1),
+            "attention_mask": torch.cat([mask, texts["attention_mask"]], 1),
+            "image_pixel_values": self._noise(SAMPLES, 2, _channels(self.vision), size, size),
+            "image_sizes": torch.tensor([[self.vision.crop_size] * 2] * SAMPLES),
+            "image_attention_mask": torch.ones(SAMPLES, 2, side, side, dtype=torch.long),
+            "audio_input_features": self._noise(SAMPLES, _FRAMES_OF_SOUND, self.audio.input_size),
+            "audio_embed_sizes": sounds,
+        }
+
     def choices(self) -> Batch:
         """Texts [B, C, S]."""
         return {"input_ids": self._random_ids(SAMPLES, CHOICES, _LENGTH)}
@@ -238,16 +263,20 @@ class _Maker:
         return {"decoder_input_ids": _counting_ids(SAMPLES, _PLAIN_LENGTH)} if takes else {}
 
     def patches(self) -> Iterator[Batch]:
-        """Images that were cut before: patches of all of them [P, d] and a grid (t, h, w) for each, or [B, P, d]."""
+        """Images that were cut before: patches of all of them [P, d] or [P, C, h, w] and a grid (t, h, w) for each, or
+        [B, P, d].
+        """
         size = getattr(self.vision, "patch_size", None)
         if not isinstance(size, int):
             return
         features = _channels(self.vision) * size * size
         if "image_grid_thw" in self.arguments:
-            side = 2 * (_size(self.vision, "spatial_merge_size") or 1)
+            side = 2 * self._merged()
             frames = _size(self.vision, "temporal_patch_size") or 1
             grid = torch.tensor([[1, side, side]] * SAMPLES)
-            yield {"pixel_values": self._noise(SAMPLES * side * side, frames * features), "image_grid_thw": grid}
+            count = SAMPLES * side * side
+            yield {"pixel_values": self._noise(count, frames * features), "image_grid_thw": grid}
+            yield {"pixel_values": self._noise(count, _channels(self.vision), size, size), "image_grid_thw": grid}
         if "spatial_shapes" in self.arguments:
             side = round((_size(self.vision, "num_patches") or 16) ** 0.5)
             mask = torch.ones(SAMPLES, side * side, dtype=torch.long)
@@ -385,8 +414,7 @@ class _Maker:
         if all(getattr(self.config, name, None) is None for name in _PLACEHOLDERS):
             return 0
         if "image_grid_thw" in seen:
-            merged = _size(self.vision, "spatial_merge_size") or 1
-            return int(seen["image_grid_thw"][0].prod()) // merged**2
+            return int(seen["image_grid_thw"][0].prod()) // self._merged() ** 2
         queries = (
             _size(self.config, "num_query_tokens")
             or _size(self.config, "image_seq_length")
@@ -397,7 +425,14 @@ class _Maker:
         patches = (height // patch[0]) * (width // patch[1])
         # The numbers of a model that was made small may still be those of large images.
         is_stale = queries is not None and "num_query_tokens" not in vars(self.config) and patches < queries
-        return patches if queries is None or is_stale else queries
+        if queries is None or is_stale:
+            return round(patches * getattr(self.vision, "pixel_shuffle_ratio", 1) ** 2)
+        return queries
+
+    def _merged(self) -> int:
+        """Patches along a side of what becomes one place of a text."""
+        merged = getattr(self.vision, "spatial_merge_size", None) or getattr(self.vision, "merge_kernel_size", None)
+        return _pair(merged or 1)[0]
 
     def _special(self, name: str) -> int | None:
         """A token that the text's config names; None where its vocabulary has no such token."""

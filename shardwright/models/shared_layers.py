@@ -24,7 +24,7 @@ def repeated_applications(model: nn.Module) -> list[str] | None:
     config says that the model is deep, where it says so; of several lists the one with most parameters at work counts.
     """
     depth = first_int(config_of(model), LAYERS)
-    lists = list(_outermost_lists(model))
+    lists = list(compound_lists(model))
     if not lists:
         return None
     for example in example_batches(model):
@@ -43,7 +43,8 @@ def repeated_applications(model: nn.Module) -> list[str] | None:
     return None
 
 
-def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, Sequence[str]]]:
+def compound_lists(model: nn.Module) -> Iterator[tuple[str, Sequence[str]]]:
+    """The outermost ModuleLists whose children hold modules and parameters: their names and those of the children."""
     seen: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in seen):

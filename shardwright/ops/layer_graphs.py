@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..comm.compat import runs_backward
 from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
+from ..models.shared_layers import compound_lists
 from ..utils.device import get_current_device
 from .compiled import keep_order, share_copies
 from .compiled_products import join_linears
@@ -54,7 +55,7 @@ from .late_products import LateProducts
 from .layer_parts import IN_PARTS, parts_of
 
 _LOGGER = logging.getLogger(__name__)
-backend = "inductor"  # what tests that need no fast code replace
+backend: str | Callable[..., Any] = "inductor"  # what tests that need no fast code replace
 MOST_GRAPHS = 32  # of one kind of layers
 _WATCHED = "_shardwright_watched"
 _GRAPH = "_shardwright_graph"
@@ -85,11 +86,13 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = [
         (f"{name}.{child}", layer) for name, layers in layer_lists(model) for child, layer in layers.named_children()
     ]
+    if not found:  # a layer that is applied again and again, such as ALBERT's, is a list of its own
+        found = [(name, model.get_submodule(name)) for _, names in compound_lists(model) for name in names]
     if not found:
         raise ValueError(
             f"enable_jit_fused=True compiles the layers of a model, and {type(model).__name__} has no list of layers "
-            "(a ModuleList of modules of a class named in _no_split_modules, or of config.num_hidden_layers equal "
-            "children); leave it out, and compile modules of your choice by module.compile()"
+            "(a ModuleList of modules of a class named in _no_split_modules, or of children with modules of their "
+            "own); leave it out, and compile modules of your choice by module.compile()"
         )
     return found
 

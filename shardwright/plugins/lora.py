@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_READ_BY_KERNELS = ("out_proj", "conv1d")  # of mamba layers, as peft's own check names them
+
 
 def add_lora(model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
     """`model` with adapters: new ones by `lora_config` (a peft LoraConfig), or those saved in `pretrained_dir`. Call
@@ -23,8 +25,22 @@ def add_lora(model: nn.Module, pretrained_dir: str | None = None, lora_config: A
         )
     peft = _peft("enable_lora")
     if pretrained_dir is None:
-        return peft.get_peft_model(model, lora_config)
+        return _with_new(model, lora_config, peft)
     return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True, config=lora_config)
+
+
+def _with_new(model: nn.Module, lora_config: Any, peft: Any) -> nn.Module:
+    try:
+        return peft.get_peft_model(model, lora_config)  # type: ignore[no-any-return]
+    except ValueError as error:
+        if "Incompatible modules" not in str(error):
+            raise
+        raise ValueError(
+            f"enable_lora: LoraConfig(target_modules={lora_config.target_modules!r}) names linears of "
+            f"{type(model).__name__} whose weights kernels read past any adapter ({', '.join(_READ_BY_KERNELS)}), and "
+            f"peft refuses them; leave them out with LoraConfig(..., exclude_modules={list(_READ_BY_KERNELS)}), on a "
+            "model that is made anew: this one has some adapters already"
+        ) from error
 
 
 def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:

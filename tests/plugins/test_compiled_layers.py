@@ -17,6 +17,7 @@ from hybrid_ranks import Layout, run_layout
 from sequence_ranks import compare_all
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from transformers import AlbertConfig, AlbertForMaskedLM
 
 import shardwright
 import shardwright.attention.ring  # whose operators graphs may hold
@@ -265,6 +266,29 @@ def test_what_is_compiled_stays_so_when_others_cannot_be(
     assert counters["stats"]["unique_graphs"] == 2
     [said] = [record.getMessage() for record in caplog.records if "enable_jit_fused" in record.getMessage()]
     assert "layers of class GPT2Block are not compiled where graphs do not fit" in said
+
+
+def test_a_layer_that_is_applied_again_and_again_is_compiled(alone: Callable[[str], None]) -> None:
+    alone("aot_eager")
+    config = AlbertConfig(
+        vocab_size=40,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
+    plain = AlbertForMaskedLM(config).train()
+    for module in plain.modules():  # without dropout
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    boosted = _boost(copy.deepcopy(plain))
+    ids = torch.randint(4, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+    _steps_are_equal(
+        plain, boosted, {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    )
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 class _Printing(nn.Module):

@@ -19,6 +19,8 @@ from transformers import (
     OPTForCausalLM,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
+    Phi4MultimodalConfig,
+    Phi4MultimodalForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     TapasConfig,
@@ -27,6 +29,7 @@ from transformers import (
 
 from shardwright.plugins.data.input_limits import InputLimits
 from shardwright.testing import zoo
+from shardwright.testing.matrix.sizes import sizes_of
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 16}
 
@@ -115,6 +118,8 @@ def test_what_models_take_beyond_their_tables() -> None:
     cells = torch.zeros(2, 20, 7, dtype=torch.int64)
     cells[:, :, 1] = cells[:, :, 2] = torch.arange(20) // 5
     assert not refuses(tapas, {"input_ids": ids(20), "token_type_ids": cells})  # it counts the tokens of a cell
+    phi4 = Phi4MultimodalForCausalLM(Phi4MultimodalConfig(**sizes_of(Phi4MultimodalConfig)))
+    assert not refuses(phi4, {"input_ids": ids(20)})  # its table of positions is that of an image's 16 patches
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=2))
     labels = ids(8)
     labels[:, 1] = -1

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import MambaConfig, MambaForCausalLM
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
@@ -181,6 +182,18 @@ def test_what_adapters_cannot_do_is_refused() -> None:
         assert "tp_size=1" in dora
         assert "carries no adapters" in unadapted
         assert "booster.enable_lora" in unadapted
+
+
+def test_linears_that_kernels_read_are_named() -> None:
+    config = MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1)
+    booster = Booster()
+    with pytest.raises(ValueError, match=r"MambaForCausalLM .*exclude_modules=\['out_proj', 'conv1d'\]"):
+        booster.enable_lora(MambaForCausalLM(config), lora_config=peft.LoraConfig(target_modules="all-linear"))
+    left_out = peft.LoraConfig(target_modules="all-linear", exclude_modules=["out_proj", "conv1d"])
+    adapted = booster.enable_lora(MambaForCausalLM(config), lora_config=left_out)
+    names = [name for name, param in adapted.named_parameters() if param.requires_grad]
+    assert any("in_proj.lora_A" in name for name in names)
+    assert not any("out_proj" in name for name in names)
 
 
 def _dropout(rank: int, world: int) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ...models.dry_run import forward_defaults, meta_copy, run_dry, weight_sharing_copy
-from ...models.example_inputs import example_batches
+from ...models.example_inputs import example_batches, takes_more_than_text
 from ...models.known_values import run_knowing
 from ...models.layer_chain import Unit, numbers_by_module, paths_to
 from ...utils import pytree
@@ -255,8 +255,7 @@ def survey_model(
     found: list[Survey] = []
     for learn in ways:
         for example in examples:
-            known = {_entries(survey.example) for survey in found}
-            if found and (not set.intersection(*(set(one.unread) for one in found)) or _entries(example) in known):
+            if found and not _may_tell_more(model, found, example):
                 continue
             try:
                 found.append(_survey(learn, model, chain, example))
@@ -274,6 +273,18 @@ def survey_model(
         f"({'; '.join(dict.fromkeys(failures))}); pass example_inputs=, a batch like the real ones, to the plugin, or "
         "use pp_size=1"
     )
+
+
+def _may_tell_more(model: nn.Module, found: Sequence[Survey], example: Any) -> bool:
+    """Whether parts of the model that have not run may do so on `example`: one with other entries, or the same one with
+    its numbers, where a model looks for places of images before it looks at images.
+    """
+    if not set.intersection(*(set(one.unread) for one in found)):
+        return False
+    if _entries(example) not in {_entries(one.example) for one in found}:
+        return True
+    idle = set(found[0].outside).difference(*(one.ran for one in found))
+    return bool(idle) and takes_more_than_text(model, example)
 
 
 def _entries(example: Any) -> frozenset[str]:

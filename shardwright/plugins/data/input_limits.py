@@ -150,7 +150,7 @@ class InputLimits:
         tables = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding) and "vision" not in name
+            if isinstance(module, nn.Embedding) and not _is_of_images(model, name)
         }
         config = getattr(model, "config", None)
         positions = {
@@ -188,6 +188,15 @@ class InputLimits:
 
 
 _SINGLE = "single_label_classification"
+
+
+def _is_of_images(model: nn.Module, table: str) -> bool:
+    """Whether it lies in a tower of images: modules are called so, or one beside it cuts images into patches."""
+    path = table.split(".")[:-1]
+    owners = [model.get_submodule(".".join(path[: end + 1])) for end in range(len(path))]
+    if "vision" in table or any("Vision" in type(owner).__name__ for owner in owners):
+        return True
+    return bool(owners) and any(isinstance(beside, nn.Conv2d | nn.Conv3d) for beside in owners[-1].children())
 
 
 def _ask(model: Any, name: str) -> Any:

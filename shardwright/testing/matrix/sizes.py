@@ -109,7 +109,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
-    "phi4_multimodal_audio": {"num_blocks": 4},
+    "phi4_multimodal_audio": {"num_blocks": 4, "input_size": 16, "bias_max_distance": 6, "audio_token_id": 104},
+    "phi4_multimodal_vision": {"crop_size": 32},
     "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "longcat_flash": {"head_dim": 8},
@@ -140,6 +141,22 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("local_attention_probs_dropout_prob", "lsh_attention_probs_dropout_prob"), 0.0),
     },
     "big_bird": {"attention_type": "original_full"},
+    # Layers of both kinds: a cache of keys and values without attention has no length.
+    "bamba": {"attn_layer_indices": [2]},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    "xlstm": {"qk_dim_factor": 1.0},  # states are as wide as a multiple of 64, queries as wide as this makes them
+    "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}},
+    "qwen2_5_vl_vision": {"window_size": 16, "fullatt_block_indexes": [1, 3]},
+    "kimi_k25": {"projection_hidden_size": 64},
+    "kimi_k25_vision": {"pos_emb_height": 3, "pos_emb_width": 3},
+    # The adapter's first linear reads four tokens of the tower at once.
+    "llama4_vision_model": {
+        "intermediate_size": 4 * WIDTH,
+        "vision_output_dim": WIDTH,
+        "projector_input_dim": WIDTH,
+        "projector_output_dim": WIDTH,
+    },
     "codegen": {"n_head": 8},
     "cpmant": {"dim_head": 16},
     "qwen3_vl_vision": {"deepstack_visual_indexes": [1, 2]},

@@ -28,13 +28,20 @@ def xformers(built: Built, axis: Axis) -> Result:
 
 
 def lora(built: Built, axis: Axis) -> Result:
-    """Training of adapters on all linears, those of experts' blocks left out, of which A and B are random."""
-    peft: Any = importlib.import_module("peft")
+    """Training of adapters on all linears of which A and B are random; those of experts' blocks are left out, and those
+    that peft refuses.
+    """
     side = Side(axis, copy.deepcopy(built.model), built)
     names = _outside_of_experts(built.model)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=names or "all-linear", lora_dropout=0.0)
-    side.model = side.booster.enable_lora(side.model, lora_config=config)
     side.note = "adapters on linears outside of experts' blocks" if names else ""
+    try:
+        _add_adapters(side, names)
+    except ValueError as error:
+        if "exclude_modules" not in str(error):
+            raise
+        side.model = copy.deepcopy(built.model)
+        _add_adapters(side, names, exclude_modules=["out_proj", "conv1d"])
+        side.note = "adapters on linears but those that peft refuses"
     side.model.double()  # adapters come in single precision
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():  # B starts at zero, and then A has no gradient
@@ -45,6 +52,12 @@ def lora(built: Built, axis: Axis) -> Result:
     reference = copy.deepcopy(side.model)
     side.boost()
     return train(built, axis, reference, side)
+
+
+def _add_adapters(side: Side, names: list[str], **options: Any) -> None:
+    peft: Any = importlib.import_module("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=names or "all-linear", lora_dropout=0.0, **options)
+    side.model = side.booster.enable_lora(side.model, lora_config=config)
 
 
 def _outside_of_experts(model: Any) -> list[str]:
@@ -73,12 +86,18 @@ def lazy(built: Built, axis: Axis) -> Result:
             copy.deepcopy(built.model).save_pretrained(folder)  # type: ignore[operator]
         dist.barrier()
         with LazyInitContext():
-            model: Any = type(built.model).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined]
-        _settle(model.double(), built)  # tables of positions, too
+            model = _read(built, folder)
         side = Side(axis, model, built)
         side.boost()
         side.model.train(built.model.training)
-        return train(built, axis, None, side)
+        # Constants that no file has are computed in the dtype that is read.
+        return train(built, axis, _read(built, folder).train(built.model.training), side)
+
+
+def _read(built: Built, folder: Path) -> Any:
+    model: Any = type(built.model).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined]
+    _settle(model.double(), built)  # tables of positions, too
+    return model
 
 
 def _settle(model: nn.Module, built: Built) -> None:
