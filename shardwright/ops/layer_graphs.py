@@ -48,6 +48,7 @@ from ..models.layer_chain import layer_lists
 from ..models.shared_layers import compound_lists
 from ..utils.device import get_current_device
 from .compiled import keep_order, share_copies
+from .compiled_numbers import put_back_after_errors, spare_switches
 from .compiled_products import join_linears
 from .compiled_sequence import read_by_shards, share_gathers, traced
 from .hooks_inside import hooks_inside
@@ -124,6 +125,7 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Any], late: LateProducts |
     from torch._functorch import config
 
     share_copies(graph.graph)
+    spare_switches(graph.graph)
     read_by_shards(graph.graph)
     if not torch.is_autocast_enabled(get_current_device().type):  # of which operators of ours know nothing
         join_linears(graph.graph)
@@ -253,7 +255,11 @@ class LayerGraph:
         if not self._num_graphs:
             return self._in_parts(layer, given, named)
         with torch.compiler.set_stance("eager_on_recompile"):  # see [Note: the same way twice]
-            return self._compiled(self._twin(layer), self._split_length(layer), *given, **named)
+            return self._call_graph(layer, given, named)
+
+    def _call_graph(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with put_back_after_errors():
+            return self._compiled(self._twin(layer), self._split_length(layer), *args, **kwargs)
 
     def _in_parts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = vars(layer)
@@ -277,7 +283,7 @@ class LayerGraph:
         may_be_last = self._num_graphs + 1 >= min(config.recompile_limit, MOST_GRAPHS)
         with config.patch(recompile_limit=MOST_GRAPHS) if may_be_last else nullcontext():
             try:
-                return self._compiled(self._twin(layer), self._split_length(layer), *args, **kwargs)
+                return self._call_graph(layer, args, kwargs)
             except _refusals():
                 others = _with_gradients_of_other_dtypes(layer)
                 if not others:
@@ -287,7 +293,7 @@ class LayerGraph:
             for param in others:
                 param.grad = None
             try:
-                return self._compiled(self._twin(layer), self._split_length(layer), *args, **kwargs)
+                return self._call_graph(layer, args, kwargs)
             finally:
                 for param, gradient in zip(others, gradients, strict=True):
                     param.grad = gradient

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from .attention import LocalHeads
 from .conventions import expert_alternatives
+from .head_inputs import DealtRow
 from .heads import HeadGeometry
 from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
@@ -73,6 +74,8 @@ def _beside_heads(rules: Rules, modules: dict[str, nn.Module]) -> Rules:
                 continue
             if is_linear(child) and (input_size(child), output_size(child)) in widths:
                 found[f"{path}.{name}"] = Column(widths[input_size(child), output_size(child)])
+            elif is_linear(child) and _of_all_values(child, widths, geometry):
+                found[f"{path}.{name}"] = DealtRow(Heads("kv", style.geometry), outputs=Heads("kv", style.geometry))
             elif (weight := weight_of(child)) is not None and rms_offset(child) is not None:
                 splits = {out: split for (_, out), split in widths.items()}
                 if weight.shape[0] in splits and weight.shape[0] != _query_width(path, rules, modules, geometry):
@@ -84,6 +87,13 @@ def _beside_heads(rules: Rules, modules: dict[str, nn.Module]) -> Rules:
                 found[f"{path}.{name}"] = ShardedParameter(0, split)
         found |= _position_biases(path, modules, style, geometry)
     return found
+
+
+def _of_all_values(linear: nn.Module, widths: dict[tuple[int, int], Split], geometry: HeadGeometry) -> bool:
+    """Whether a linear reads the keys or values of all heads, and makes a number for each head of them."""
+    of_keys = {out for (_, out), split in widths.items() if isinstance(split, Heads) and split.kind == "kv"}
+    kv_heads = geometry.num_kv_heads
+    return output_size(linear) == kv_heads and input_size(linear) in of_keys - {kv_heads}
 
 
 def _position_biases(path: str, modules: dict[str, nn.Module], style: LocalHeads, geometry: HeadGeometry) -> Rules:

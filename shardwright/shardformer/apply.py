@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch.nn as nn
 
+from .drawing_regions import make_sharded_region
 from .layer.embedding import LogitsParallel
 from .layer.linear import ColumnParallel, input_size
 from .layer.parallel_module import ParallelGroup
 from .model import GeneratingModel, ShardedModel
 from .plan import Plan
 from .regions import Region, find_regions
-from .rng import make_sharded_region, synchronize_rng, uses_dropout
+from .rng import synchronize_rng, uses_dropout
 from .styles import Decision
 
 

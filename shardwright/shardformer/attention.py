@@ -159,17 +159,22 @@ class LocalConfig:
 
 
 def _reads_counts_from_config(module: nn.Module) -> bool:
-    source = _source_of_forward(module)
+    source = source_of_forward(module)
     return any(f"config.{name}" in source for name in QUERY_HEADS + KEY_VALUE_HEADS)
 
 
 def divides_width(module: nn.Module) -> bool:
     """Whether the forward divides something by its count of heads."""
-    source = _source_of_forward(module)
+    source = source_of_forward(module)
     return any(f"// self.{name}" in source for name in QUERY_HEADS)
 
 
-def _source_of_forward(module: nn.Module) -> str:
+def takes(module: nn.Module, argument: str) -> bool:
+    """Whether the forward has an argument of this name."""
+    return argument in inspect.signature(own_forward(module)).parameters
+
+
+def source_of_forward(module: nn.Module) -> str:
     return _source_of(own_forward(module))
 
 

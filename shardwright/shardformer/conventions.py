@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch.nn as nn
 
 from ..models.config import QUERY_HEADS, first_int
-from .attention import LocalHeads, divides_width
+from .attention import LocalHeads, by_head, divides_width, takes
+from .head_inputs import NarrowInput, WideColumn, reads_width
 from .hf_plan import Proposal
 from .layer.linear import input_size, is_linear, output_size
 from .mixers import mixer_rules
@@ -161,6 +162,8 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
     styles = [LocalHeads(sizes=sizes) for sizes in _size_choices(module)]
     if divides_width(module):
         styles.insert(0, LocalHeads(of_width=True))
+    if takes(module, "position_bias"):  # of all heads (MPT)
+        styles.append(LocalHeads(arguments={"position_bias": by_head}))
     for local_heads in styles:
         around: Rules = {name: local_heads, **out}
         if parts is not None:
@@ -178,6 +181,15 @@ def _attention(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> l
     if parts is None:  # in four blocks, each of queries, values and keys (CodeGen)
         rows, columns = Row(PackedHeads(4, 4)), Column(PackedHeads(12, 4))
         found.append({name: LocalHeads(), f"{name}.{fused}": columns, f"{name}.{output}": rows})
+    else:
+        q, k, v = parts
+        if reads_width(module):
+            wide = {f"{name}.{part}": WideColumn(Heads(kind)) for part, kind in ((q, "q"), (k, "kv"), (v, "kv"))}  # type: ignore[arg-type]
+            found.append({name: NarrowInput(), **out, **wide})
+        # Heads of one half with those of the other, which go together behind attention (DiffLlama)
+        of_keys = Column(PackedHeads(2, 2, "kv"))
+        halves: Rules = {f"{name}.{q}": Column(PackedHeads(2, 2)), f"{name}.{k}": of_keys, f"{name}.{v}": of_keys}
+        found.append({name: LocalHeads(), **halves, f"{name}.{output}": Row(PackedHeads(1, 2))})
     return found
 
 

@@ -12,23 +12,29 @@ needs to save nothing else.
 
 A region is a stretch of time, not a module: it opens when its module is entered (or at a column linear inside) and ends
 with the row linear whose output is replicated again, or with the module. `nn.Dropout`, `F.dropout` and the `dropout_p`
-of attention kernels all draw from the global generators, so all of them are reached without touching a forward.
+of attention kernels all draw from the global generators, so all of them are reached without touching a forward
+(`drawing_regions`).
+
+In a graph of torch.compile each step of this is an operator (`ops.compiled_numbers`) on a tensor that passes by.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..ops import compiled
+from ..ops.compiled_numbers import BEGIN, CLOSE, END, OPEN, name_numbers
 from ..utils.device import host_device
 from ..utils.generators import States, accelerator_module, get_states, set_states
 
+OWN, SHARED = "own", "shared"
 _MASK = (1 << 63) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring ranks over all bits
 _PLACES = 0xD1B54A32D192ED03  # likewise, for places
@@ -40,6 +46,7 @@ class ShardedRng:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         self._size = group.size()
+        self.name = name_numbers(compiled.name_of(group), self)
         # A forward and the recomputation of another microbatch, on a thread of its own, may each be in a region
         # (`pipeline.two_at_once`).
         self._of_thread = threading.local()
@@ -53,6 +60,14 @@ class ShardedRng:
     @_outer.setter
     def _outer(self, states: States | None) -> None:
         self._of_thread.outer = states
+
+    @property
+    def _around(self) -> list[States | None]:
+        """For each `fork` and `replicated` that we are in, what its end goes by."""
+        around: list[States | None] | None = getattr(self._of_thread, "around", None)
+        if around is None:
+            around = self._of_thread.around = []
+        return around
 
     @property
     def is_open(self) -> bool:
@@ -71,31 +86,62 @@ class ShardedRng:
             set_states(self._outer)
             self._outer = None
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def fork(self) -> AbstractContextManager[None]:
         """A sharded region of its own, or part of the one that is open."""
-        if self.is_open:
-            yield
-            return
-        self.open()
-        try:
-            yield
-        finally:
-            self.close()
+        return self.between(OWN)
+
+    def replicated(self) -> AbstractContextManager[None]:
+        """Shared numbers within a sharded region, for replicated activations in its middle."""
+        return self.between(SHARED)
 
     @contextmanager
-    def replicated(self) -> Iterator[None]:
-        """Shared numbers within a sharded region, for replicated activations in its middle."""
-        if self._outer is None:
-            yield
-            return
-        inner = get_states()
-        self.close()
+    def between(self, numbers: str) -> Iterator[None]:
+        self.switch(BEGIN + numbers)
         try:
             yield
         finally:
-            self._outer = get_states()
-            set_states(inner)
+            self.switch(END + numbers)
+
+    def switch(self, to: str) -> None:
+        """By name: `open`, `close`, and what is done at both ends of `between`."""
+        if to == OPEN:
+            self.open()
+        elif to == CLOSE:
+            self.close()
+        elif to == BEGIN + OWN:
+            self._around.append(self._outer)
+            self.open()
+        elif to == END + OWN:
+            if self._around.pop() is None:
+                self.close()
+        elif to == BEGIN + SHARED:
+            self._around.append(None if self._outer is None else get_states())
+            self.close()
+        elif to == END + SHARED:
+            inner = self._around.pop()
+            if inner is not None:
+                self._outer = get_states()
+                set_states(inner)
+        else:
+            raise AssertionError(to)
+
+    def mark(self) -> Mark:
+        return Mark(self.is_open, len(self._around))
+
+    def go_back(self, mark: Mark) -> None:
+        """To where a graph began that has ended with an error."""
+        del self._around[mark.depth :]
+        if not mark.is_open:
+            self.close()
+
+
+class Mark(NamedTuple):
+    """
+    depth   of `fork` and `replicated` in one another
+    """
+
+    is_open: bool
+    depth: int
 
 
 class PlacedNumbers:
@@ -148,36 +194,6 @@ def synchronize_rng(group: dist.ProcessGroup) -> None:
         dist.broadcast(shared, group=group, group_src=0)
         states[number] = shared.to(state.device)
     set_states(states)
-
-
-def make_sharded_region(
-    module: nn.Module, group: dist.ProcessGroup, opens: Sequence[nn.Module], closes: Sequence[nn.Module] = ()
-) -> None:
-    """Let the forward of `module` draw per-rank numbers, in training.
-
-    opens    descendants whose output is the first sharded activation (column linears); or `module`: the region opens as
-             it is entered
-    closes   descendants whose output is replicated again (row linears); whatever happens, the region ends with `module`
-    """
-    rng = sharded_rng(group)
-
-    def open_region(entered: nn.Module, *_: Any) -> None:
-        if entered.training:
-            rng.open()
-
-    def close_region(*_: Any) -> None:
-        rng.close()
-
-    for child in opens:
-        if child is module:
-            module.register_forward_pre_hook(open_region)
-        else:
-            child.register_forward_hook(open_region)
-    for child in closes:
-        if child is not module:
-            child.register_forward_hook(close_region)
-    # Recomputation under activation checkpointing may leave a forward by an exception once it has all it needs.
-    module.register_forward_hook(close_region, always_call=True)
 
 
 def uses_dropout(module: nn.Module) -> bool:

@@ -44,6 +44,17 @@ class AlongTensor:
     ring: bool = False
 
 
+@dataclass(frozen=True)
+class Way:
+    """
+    careful     compute all regions whole and split what they return
+    trusting    give parts to modules of which nothing is known and in which nothing is sharded
+    """
+
+    careful: bool = False
+    trusting: bool = False
+
+
 @dataclass
 class SequencePlan:
     """What becomes of the modules of a model, by name.
@@ -132,16 +143,15 @@ def plan_sequence(
     decisions: Sequence[Decision],
     regions: Sequence[Region],
     lists: Sequence[str] | None,
-    careful: bool = False,
+    way: Way = Way(),
 ) -> SequencePlan:
     """
     lists       names of the lists of layers that sequences go through; None: they are found
-    careful     compute all regions whole and split what they return
     """
     plan = SequencePlan()
     for layer in dict.fromkeys(unit.layer for unit in find_units(model, lists)):
         plan.stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
-    walk = _Walk(model, decisions, regions, plan, careful)
+    walk = _Walk(model, decisions, regions, plan, way)
     for name, layers in plan.stacks.items():
         for layer in layers:
             walk.layer(layer, name)
@@ -165,9 +175,9 @@ class _Walk:
         decisions: Sequence[Decision],
         regions: Sequence[Region],
         plan: SequencePlan,
-        careful: bool,
+        way: Way,
     ) -> None:
-        self._model, self._plan, self._careful = model, plan, careful
+        self._model, self._plan, self._way = model, plan, way
         self._names = {id(module): name for name, module in model.named_modules()}
         self._regions = {
             region.name: region
@@ -209,7 +219,7 @@ class _Walk:
         ):
             self._compute_whole(name)
         elif region is not None and not inner and (region.opens or self._gathered_columns(name)):
-            if self._careful:
+            if self._way.careful:
                 self._compute_whole(name)
             else:
                 self._gather(name, region)
@@ -217,7 +227,7 @@ class _Walk:
             self._compute_whole(name)  # a mixer whose parts open by themselves: it views what they return as whole
         elif region is not None or inner or any(is_within(other, name) for other in self._sums):
             self._open(name, module)
-        elif any(is_within(other, name) for other in self._sharded) or not is_by_token(module):
+        elif any(is_within(other, name) for other in self._sharded) or not (self._way.trusting or is_by_token(module)):
             self._compute_whole(name)
         else:
             self._note_partial(name, module)

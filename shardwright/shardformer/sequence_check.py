@@ -2,7 +2,8 @@
 
 What layers do with whole sequences outside of attention and MLPs (convolutions, state spaces, positions that they count
 themselves) shows as a wrong shape, loss or gradient. Then regions are tried as whole ones whose output is split, which
-is right for all that looks along the sequence within a module; what fails then too is refused by name.
+is right for all that looks along the sequence within a module; then modules of which nothing is known are given parts,
+which is right for all that computes token by token. What fails then too is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .plan import Plan
 from .random_branches import refuse_branches
 from .regions import Region, find_regions
 from .self_check import SelfCheck
-from .sequence import AlongTensor, SequencePlan, plan_sequence
+from .sequence import AlongTensor, SequencePlan, Way, plan_sequence
 from .small_copy import small_copies
 from .styles import Decision
 
@@ -65,23 +66,23 @@ def verified(
         )
     check = SelfCheck(chain([smallest], copies), config.parallel, example)
     failed: list[str] = []
-    for careful in (False, True):
+    for way in (Way(), Way(careful=True), Way(trusting=True)):
 
-        def apply(copied: nn.Module, careful: bool = careful) -> None:
+        def apply(copied: nn.Module, way: Way = way) -> None:
             own = plan.decide(copied, config.parallel, complete=False)
             around = find_regions(copied, own)
-            split = plan_sequence(copied, own, around, lists, careful)
+            split = plan_sequence(copied, own, around, lists, way)
             apply_decisions(copied, split.decisions(copied, own), around, config.parallel, split.for_dropout(around))
             split.apply(copied, config.parallel, how)
 
         found = check.failures(apply)
         if found == []:
-            if careful:
+            if way.careful:
                 _LOGGER.warning(
                     f"{name}: attention and MLPs are computed from whole sequences and their outputs split, since they "
                     "cannot scatter where they end; this sends twice what plain tensor parallelism does"
                 )
-            return first if not careful else plan_sequence(model, decisions, regions, lists, careful)
+            return first if way == Way() else plan_sequence(model, decisions, regions, lists, way)
         failed = found or ["its forward on parts of sequences"]
     raise ValueError(
         f"enable_sequence_parallelism=True: layers of {name} need whole sequences outside of attention and MLPs; on a "

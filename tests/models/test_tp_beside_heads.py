@@ -26,7 +26,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("JetMoeForCausalLM", {**SHORT, "output_router_logits": True}),  # experts in attention, and their loss
     ("CodeGenForCausalLM", {"n_layer": 1, "n_head": 8}),  # fused in four blocks of heads
     ("CpmAntForCausalLM", SHORT),  # an MLP in two modules
+    ("DiffLlamaForCausalLM", {**SHORT, "num_attention_heads": 8, "num_key_value_heads": 4}),  # heads in pairs
+    ("DogeForCausalLM", SHORT),  # a linear from values to numbers for each head of them
+    ("TrOCRForCausalLM", {"decoder_layers": 2}),  # features of all heads by the width of the input
+    ("MptForCausalLM", {"n_layers": 2}),  # a bias by position of all heads
 ]
+BY_HEADS = {
+    "diffllama": {**SHORT, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "doge": SHORT,
+    "trocr": {"decoder_layers": 2},
+    "mpt": {"n_layers": 2},
+}
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[name for name, _ in CASES])
@@ -83,6 +93,10 @@ def dealt(rank: int, world_size: int) -> None:
     ModelSharder(tiny_causal_lm.build("codegen", {"n_layer": 1, "n_head": 4}), None, ShardConfig()).shard()
     logging.getLogger("shardwright").removeHandler(handler)
     assert [line for line in told if "attn are computed whole on every rank" in line], told
+    for name, settings in BY_HEADS.items():
+        model = tiny_causal_lm.build(name, settings)
+        ModelSharder(model, None, ShardConfig()).shard()
+        assert not any(getattr(module, "gather_output", False) for module in model.modules()), name
     refused(rank, world_size)
 
 

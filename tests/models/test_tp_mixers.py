@@ -125,9 +125,9 @@ def test_every_kind_of_mixer(name: str, tmp_path: Path) -> None:
     assert run_ranks(proven, 2, [name], str(tmp_path)) == [[], []]
 
 
-# DeepSeek V4's layers take streams of residuals and ids of tokens beside them, and are refused.
+# DeepSeek V4's layers take streams of residuals and ids of tokens beside them.
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "deepseek_v4"])
+@pytest.mark.parametrize("name", KINDS)
 def test_split_sequences(name: str, tmp_path: Path) -> None:
     assert run_ranks(proven, 2, [name], str(tmp_path), AlongTensor()) == [[], []]
 

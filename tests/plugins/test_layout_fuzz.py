@@ -2,7 +2,9 @@
 
 pytest tests/plugins/test_layout_fuzz.py                                  22 layouts
 pytest tests/plugins/test_layout_fuzz.py -m sweep -k drawn                22 others, and the calls of all on a GPU
-SHARDWRIGHT_FUZZ=500 pytest tests/plugins/test_layout_fuzz.py -m sweep    500 more, with other seeds
+SHARDWRIGHT_FUZZ=500 pytest tests/plugins/test_layout_fuzz.py -m sweep -k many_more    500 more, seeds 1000 to 1499
+SHARDWRIGHT_FUZZ_FROM=2000 SHARDWRIGHT_FUZZ_MINUTES=15 pytest tests/plugins/test_layout_fuzz.py -m sweep -k many_more
+                                                                          others, as many as begin in 15 minutes
 SHARDWRIGHT_FUZZ_SEED=1234 pytest tests/plugins/test_layout_fuzz.py -m sweep    one of them again
 """
 
@@ -34,6 +36,7 @@ RECORDED = (
     *(replace(draw(seed), steps=2) for seed in (16, 24, 41)),
     Layout("llama-causal-lm", 4, {"tp_size": 2, "zero_stage": 3}, {"num_hidden_layers": 3}, checkpointing=True),
 )
+AT_ONCE = 20
 SECONDS = 20.0  # of a layout among others
 SECONDS_ALONE = 240.0  # eight ranks with FSDP2 under tensor parallelism may need more than SECONDS on two cores
 
@@ -113,20 +116,32 @@ def test_other_drawn_layouts(world: int) -> None:
 @pytest.mark.timeout(36000)
 def test_many_more_layouts() -> None:
     """Every failing layout is reported, not only the first."""
-    one = os.environ.get("SHARDWRIGHT_FUZZ_SEED")
-    seeds = [int(one)] if one else range(1000, 1000 + int(os.environ.get("SHARDWRIGHT_FUZZ", "500")))
-    failures = []
-    for world, layouts in sorted(by_world(seeds).items()):
-        waiting = list(layouts)
-        while waiting:
-            some, waiting = waiting[:10], waiting[10:]
+    one, minutes = os.environ.get("SHARDWRIGHT_FUZZ_SEED"), os.environ.get("SHARDWRIGHT_FUZZ_MINUTES")
+    first = int(os.environ.get("SHARDWRIGHT_FUZZ_FROM", "1000"))
+    seeds = [int(one)] if one else list(range(first, first + int(os.environ.get("SHARDWRIGHT_FUZZ", "500"))))
+    end = time.monotonic() + 60 * float(minutes) if minutes else None
+    failures: list[str] = []
+    done = 0
+    for some in (seeds[start : start + AT_ONCE] for start in range(0, len(seeds), AT_ONCE)):
+        if end is not None and time.monotonic() > end:
+            break
+        for world, layouts in sorted(by_world(some).items()):
+            failures += failures_of(world, layouts)
+        done += len(some)
+        print(f"seeds {some[0]} to {some[-1]}: {done} done, {len(failures)} failed", flush=True)
+    assert not failures, f"{len(failures)} of {done} layouts failed"
+
+
+def failures_of(world: int, layouts: Sequence[Layout]) -> list[str]:
+    try:
+        run_ranks(run_many, world, layouts, timeout=SECONDS * len(layouts))
+        return []
+    except RankError:
+        failures = []
+        for layout in layouts:  # one by one, to name them all
             try:
-                run_ranks(run_many, world, some, timeout=SECONDS * len(some))
-            except RankError:
-                for layout in some:  # one by one, to name them all
-                    try:
-                        run_ranks(run_many, world, [layout], timeout=SECONDS_ALONE)
-                    except RankError as error:
-                        failures.append(f"{error}")
-                        print(f"FAILED seed {layout.seed}: {layout}\n{error}", flush=True)
-    assert not failures, f"{len(failures)} of {len(seeds)} layouts failed"
+                run_ranks(run_many, world, [layout], timeout=SECONDS_ALONE)
+            except RankError as error:
+                failures.append(f"{error}")
+                print(f"FAILED seed {layout.seed}: {layout}\n{error}", flush=True)
+        return failures

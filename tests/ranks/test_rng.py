@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.shardformer.drawing_regions import make_sharded_region
 from shardwright.shardformer.layer import DropoutForParallelInput, DropoutForReplicatedInput
 from shardwright.shardformer.rng import (
-    make_sharded_region,
     sharded_rng,
     synchronize_rng,
     uses_dropout,

@@ -15,7 +15,8 @@ from torch import nn
 
 from ...attention.exchange import Exchange
 from ...models.config import config_of, parts, text_config
-from ...shardformer.rng import make_sharded_region, synchronize_rng, uses_dropout
+from ...shardformer.drawing_regions import make_sharded_region
+from ...shardformer.rng import synchronize_rng, uses_dropout
 from .layer_axis import LayerAxis, LayerFacts
 
 

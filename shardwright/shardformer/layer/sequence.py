@@ -20,7 +20,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -30,13 +29,14 @@ from torch import Tensor
 from ...comm.collectives import even_sizes
 from ...ops import compiled, compiled_products, compiled_sequence
 from ...ops.collective import gather_from_group, reduce_scatter_to_group, split_to_group
+from ...ops.compiled_numbers import BEGIN, CLOSE, END, OPEN, at_first, switch_numbers
 from ...ops.compiled_sequence import no_graph, traced
 from ...ops.linear import row_linear
 from ...ops.sequence import gather_sequence
 from ...ops.sequence_ring import finish, scattered_linear
 from ...ops.weight_grad import deferral_possible
 from ...utils.carried import facts
-from ..rng import sharded_rng, uses_dropout
+from ..rng import SHARED, sharded_rng, uses_dropout
 from .linear import ColumnParallel, RowParallel, is_conv1d
 from .parallel_module import ParallelGroup, ParallelModule
 
@@ -60,11 +60,11 @@ class Stack:
     trains: bool = True
 
     def begin(self, x: Tensor, ranks: int) -> bool:
-        """Note how long the sequences of x [B, S, H] are; whether they are split."""
-        if x.dim() != 3:
+        """Note how long the sequences of x [B, S, ...] are; whether they are split."""
+        if x.dim() < 3:
             raise ValueError(
                 f"{self.name}: layers are given {list(x.shape)}, but sequences that are split over tp_size={ranks} "
-                "ranks must be [batch, length, hidden]; use enable_sequence_parallelism=False"
+                "ranks must be [batch, length, ..., hidden]; use enable_sequence_parallelism=False"
             )
         length = x.shape[1]
         told = facts().get(self._told)
@@ -180,6 +180,20 @@ class SplitLayer(_InStack):
         return super().forward(*args, **kwargs)
 
 
+class _OpensNumbers(_InStack):
+    """A column linear behind which ranks draw numbers of their own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not self.training:
+            return output
+        if torch.compiler.is_compiling():
+            return output if traced.length is None else at_first(output, self._group_name, OPEN)
+        if self._sizes is not None:
+            sharded_rng(self.parallel.group).open()
+        return output
+
+
 class GatheringModule(_InStack):
     """
     readers     the column linears that may be called with what is gathered
@@ -196,15 +210,20 @@ class GatheringModule(_InStack):
         gathering.readers = tuple(reader for reader in readers if isinstance(reader, ColumnParallel))
         if gathering.draws:
             for reader in gathering.readers:
-                reader.register_forward_hook(partial(_open_numbers, parallel, stack))
+                _OpensNumbers.adopt(reader, parallel).stack = stack
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if traced.length is not None:
-                if self.draws and self.training:
-                    no_graph("dropout in a module that sees whole sequences asks the generator for a seed")
-                args, kwargs = with_first(self._gather_in_graph, args, kwargs)
-            return super().forward(*args, **kwargs)
+            if traced.length is None:
+                return super().forward(*args, **kwargs)
+            args, kwargs = with_first(self._gather_in_graph, args, kwargs)
+            if not (self.draws and self.training):
+                return super().forward(*args, **kwargs)
+            args, kwargs = with_first(lambda x: switch_numbers(x, self._group_name, BEGIN + SHARED), args, kwargs)
+            output = super().forward(*args, **kwargs)
+            for to in (CLOSE, END + SHARED):
+                output = at_first(output, self._group_name, to)
+            return output
         sizes = self._sizes
         if sizes is None:
             return super().forward(*args, **kwargs)
@@ -361,20 +380,27 @@ class WholeModule(_InStack):
 class DrawsAlike(ParallelModule):
     """A module that sees whole sequences within a layer that does not."""
 
+    _numbers: str
+
+    @classmethod
+    def adopt(cls, module: nn.Module, parallel: ParallelGroup) -> Self:
+        adopted = super().adopt(module, parallel)
+        adopted._numbers = sharded_rng(parallel.group).name
+        return adopted
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            name = self._numbers
+            args, kwargs = with_first(lambda x: switch_numbers(x, name, BEGIN + SHARED), args, kwargs)
+            return at_first(super().__call__(*args, **kwargs), name, END + SHARED)
         with sharded_rng(self.parallel.group).replicated():
             return super().__call__(*args, **kwargs)
 
 
 def _is_cast(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def _open_numbers(parallel: ParallelGroup, stack: Stack, reader: nn.Module, *_: Any) -> None:
-    if reader.training and stack.sizes(parallel.size) is not None:
-        sharded_rng(parallel.group).open()
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

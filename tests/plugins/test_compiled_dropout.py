@@ -1,0 +1,85 @@
+"""Dropout in compiled layers: layouts draw in graphs what they draw without, and ranks stay in step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from shardwright import Booster
+from shardwright.ops import layer_graphs
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig
+from shardwright.testing import adamw, keep_float64, run_ranks, zoo
+
+GPT2 = {"n_layer": 2, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
+BERT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}
+TP = {"tp_size": 2}
+SPLIT = {**TP, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+CKPT = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)}
+ULYSSES = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
+# model, overrides of its config, settings, graphs
+Case = tuple[str, dict[str, Any], dict[str, Any], int]
+CASES: list[Case] = [
+    ("gpt2-causal-lm", GPT2, {**TP, **CKPT}, 2),
+    ("bert-masked-lm", BERT, SPLIT, 2),
+]
+SWEPT: list[Case] = [
+    ("bert-masked-lm", BERT, {**TP, "zero_stage": 0}, 2),
+    ("gpt2-causal-lm", GPT2, SPLIT, 2),
+    ("gpt2-causal-lm", GPT2, {**SPLIT, "sequence_parallelism_mode": "ring", "enable_sequence_overlap": True}, 2),
+    ("llama-causal-lm", {"num_hidden_layers": 2, "attention_dropout": 0.3}, TP, 2),
+    ("gptj-causal-lm", GPT2, TP, 2),
+    ("gpt2-causal-lm", GPT2, RING, 2),
+    ("gpt2-causal-lm", GPT2, ULYSSES, 2),
+]
+
+
+def _train(name: str, overrides: dict[str, Any], settings: dict[str, Any]) -> tuple[list[Any], torch.Tensor]:
+    """Losses by step and the weights of this rank behind them; numbers that are drawn then."""
+    model = zoo.build(name, dtype=torch.float64, **overrides)
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **settings))
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    torch.manual_seed(5)
+    seen: list[Any] = []
+    for step, length in enumerate((11, 13, 12)):
+        batch = zoo.inputs(name, batch_size=3, seq_len=length, seed=step, dtype=torch.float64, **overrides)
+        loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        seen.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append({name: param.detach() for name, param in model.named_parameters()})
+    return seen, torch.rand(3)
+
+
+def _compare(rank: int, world: int, cases: list[Case], backend: str) -> None:
+    layer_graphs.backend = backend
+    for name, overrides, settings, graphs in cases:
+        with keep_float64():
+            expected, drawn = _train(name, overrides, settings)
+            counters.clear()
+            found, also_drawn = _train(name, overrides, {**settings, "enable_jit_fused": True})
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(drawn, also_drawn), name
+        everywhere = [torch.empty_like(drawn) for _ in range(world)]
+        dist.all_gather(everywhere, also_drawn)
+        assert "sp_size" in settings or torch.equal(*everywhere), name
+        assert not counters["graph_break"], counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] == graphs, (name, settings, counters["stats"])
+
+
+def test_graphs_draw_what_layers_draw() -> None:
+    run_ranks(_compare, 2, CASES, "aot_eager")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("case", SWEPT + CASES, ids=lambda case: f"{case[0]} {case[2]}")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_more_graphs_draw_what_layers_draw(case: Case, backend: str) -> None:
+    run_ranks(_compare, 2, [case], backend, timeout=500)
