@@ -129,7 +129,7 @@ shardwright.lazy.LazyInitContext()
 shardwright.testing.run_ranks(fn, world_size, timeout=60, backend="gloo")
 """
 
-VERBS = ("demo", "train", "plan", "models", "doctor", "env", "generate")
+VERBS = ("demo", "train", "plan", "models", "doctor", "env", "config", "generate")
 
 # Beginnings of names; whatever starts with one of them may be missing.
 PENDING: tuple[str, ...] = ()

@@ -222,3 +222,4 @@ _READERS: dict[str, dict[str, Callable[[Any, Flat], None]]] = {
         "hysteresis": _to("hysteresis"),
     },
 }
+SECTIONS = {section: tuple(readers) for section, readers in _READERS.items()}  # and the keys that each takes

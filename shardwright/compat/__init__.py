@@ -1,0 +1,1 @@
+"""Scripts and configurations of other frameworks, run and read as they are."""

@@ -1,0 +1,217 @@
+"""Scripts of Colossal-AI's users: a plugin's call in python, or the command line of its examples."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...plugins import HybridParallelPlugin
+from .found import Found
+from .literals import Unreadable, evaluate, read_assignments
+
+PLUGINS: dict[str, tuple[str, ...]] = {
+    "HybridParallelPlugin": ("tp_size", "pp_size", "sp_size", "precision", "zero_stage"),
+    "MoeHybridParallelPlugin": ("tp_size", "pp_size", "ep_size", "sp_size", "precision", "zero_stage"),
+    "LowLevelZeroPlugin": ("stage", "precision"),
+    "GeminiPlugin": (),
+    "TorchDDPPlugin": (),
+    "TorchFSDPPlugin": (),
+}
+_LEAVE = {
+    "scheduler_nodes": 'pp_style="zbv" plans itself',
+    "custom_policy": "an object: give it to the plugin in a script",
+    "communication_dtype": "an object: give it to the plugin in a script",
+    "master_weights": "masters are always kept by HybridParallelPlugin",
+    "placement_policy": "memory is not moved as it fills up",
+    "verbose": "print(plugin.layout) shows the layout",
+}
+_STATIC: dict[str, dict[str, Any]] = {
+    "GeminiPlugin": {"zero_stage": 3},
+    "TorchFSDPPlugin": {"zero_stage": 3},
+    "TorchDDPPlugin": {},
+}
+_NAMES = {
+    "stage": "zero_stage",
+    "reduce_bucket_size_in_m": "zero_bucket_size_in_m",
+    "bucket_cap_mb": "ddp_bucket_cap_mb",
+    "moe_dp_outside": "dp_outside",
+}
+
+
+def read(text: str, file: str) -> Found:
+    """`file` for messages: python is read as a script that builds a plugin, anything else as a command line."""
+    return _script(text, file) if file.endswith(".py") else _command(text)
+
+
+def _script(text: str, file: str) -> Found:
+    values, _ = read_assignments(text, file)
+    calls = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PLUGINS
+    ]
+    if not calls:
+        raise ValueError(f"{file} builds none of {', '.join(PLUGINS)}, so that there is no layout in it")
+    found = Found()
+    call, *others = calls
+    name = ast.unparse(call.func).rpartition(".")[2]
+    for other in others:
+        found.note(ast.unparse(other.func), f"line {other.lineno}", f"the first plugin, of line {call.lineno}, is read")
+    arguments: dict[str, Any] = {}
+    given = [*zip(PLUGINS[name], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+    for argument, expression in given:
+        if argument is None:
+            found.note("**", ast.unparse(expression), "arguments that only running the script tells")
+            continue
+        try:
+            arguments[argument] = evaluate(expression, values)
+        except Unreadable as error:
+            found.note(argument, str(error), _LEAVE.get(argument, "no constant; the file is read, not run"))
+    _plugin(name, arguments, found)
+    return found
+
+
+def _plugin(name: str, arguments: Mapping[str, Any], found: Found) -> None:
+    """Arguments of any plugin as those of HybridParallelPlugin."""
+    found.layout.update(_STATIC.get(name, {"zero_stage": 1} if name == "LowLevelZeroPlugin" else {}))
+    known = _arguments_here()
+    precision = arguments.get("precision", "fp16" if name not in ("TorchDDPPlugin", "TorchFSDPPlugin") else "fp32")
+    if precision in ("bf16", "fp16"):
+        found.recipe[precision] = True
+    for argument, value in arguments.items():
+        ours = _NAMES.get(argument, argument)
+        if argument == "precision":
+            continue
+        if argument == "max_norm":
+            found.recipe["max_grad_norm"] = value
+        elif argument == "shard_param_frac":
+            found.layout["zero_stage"] = 3 if value else 2
+        elif argument == "offload_optim_frac":
+            found.layout["cpu_offload"] = value > 0
+        elif ours in known and argument not in _LEAVE:
+            found.layout[ours] = value
+        elif value not in (None, False):
+            found.note(f"{name}.{argument}", value, _LEAVE.get(argument, "no argument of HybridParallelPlugin here"))
+
+
+def _arguments_here() -> set[str]:
+    return set(inspect.signature(HybridParallelPlugin).parameters)
+
+
+_PLUGIN_WORDS: dict[str, dict[str, Any]] = {
+    "3d": {},
+    "hybrid_parallel": {},
+    "zero": {"zero_stage": 1},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero2_cpu": {"zero_stage": 2, "cpu_offload": True},
+    "3d_cpu": {"cpu_offload": True},
+    "low_level_zero": {"zero_stage": 1},
+    "gemini": {"zero_stage": 3},
+    "fsdp": {"zero_stage": 3},
+    "fsdp_cpu": {"zero_stage": 3, "cpu_offload": True},
+    "ddp": {},
+    "torch_ddp": {},
+    "torch_fsdp": {"zero_stage": 3},
+}
+# Of the examples' argument parsers, without dashes: where it goes, and what reads the text.
+_OPTIONS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "tp": ("layout", "tp_size", int),
+    "pp": ("layout", "pp_size", int),
+    "sp": ("layout", "sp_size", int),
+    "ep": ("layout", "ep_size", int),
+    "zero": ("layout", "zero_stage", int),
+    "zero_stage": ("layout", "zero_stage", int),
+    "mbs": ("layout", "microbatch_size", int),
+    "microbatch_size": ("layout", "microbatch_size", int),
+    "num_microbatches": ("layout", "num_microbatches", int),
+    "pp_style": ("layout", "pp_style", str),
+    "n_chunks": ("layout", "num_model_chunks", int),
+    "num_model_chunks": ("layout", "num_model_chunks", int),
+    "sp_mode": ("layout", "sequence_parallelism_mode", str),
+    "batch_size": ("recipe", "per_device_train_batch_size", int),
+    "accumulation_steps": ("recipe", "gradient_accumulation_steps", int),
+    "lr": ("recipe", "learning_rate", float),
+    "weight_decay": ("recipe", "weight_decay", float),
+    "weigth_decay": ("recipe", "weight_decay", float),
+    "warmup_steps": ("recipe", "warmup_steps", float),
+    "num_epochs": ("recipe", "num_train_epochs", float),
+    "num_epoch": ("recipe", "num_train_epochs", float),
+    "num_steps": ("recipe", "max_steps", int),
+    "grad_clip": ("recipe", "max_grad_norm", float),
+    "seed": ("recipe", "seed", int),
+    "save_interval": ("recipe", "save_steps", int),
+    "save_dir": ("recipe", "output_dir", str),
+    "pretrained": ("recipe", "model", str),
+    "model_name_or_path": ("recipe", "model", str),
+    "model": ("recipe", "model", str),
+}
+_FLAGS: dict[str, tuple[str, str]] = {
+    "grad_checkpoint": ("recipe", "activation_checkpointing"),
+    "use_grad_checkpoint": ("recipe", "activation_checkpointing"),
+    "xformers": ("layout", "enable_flash_attention"),
+    "use_flash_attn": ("layout", "enable_flash_attention"),
+    "use_fp8": ("layout", "use_fp8"),
+    "use_fp8_comm": ("layout", "fp8_communication"),
+    "overlap_allgather": ("layout", "overlap_allgather"),
+}
+
+
+def _command(text: str) -> Found:
+    """`colossalai run ... train.py --plugin 3d --tp 2`, over several lines as shell scripts have it."""
+    found = Found()
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if ".py" in line and not line.startswith("#")]
+    words = shlex.split(lines[0] if lines else text.replace("\\\n", " "))
+    start = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
+    for launcher in ("--nproc_per_node", "--nproc-per-node"):
+        if launcher in words[:start]:
+            found.recipe["nproc"] = int(words[words.index(launcher) + 1])
+    options = _options(words[start + 1 :])
+    for name, value in options.items():
+        _option(name, value, found)
+    if found.layout.get("sp_size", 1) > 1:
+        found.layout["enable_sequence_parallelism"] = True
+        if found.layout.get("sequence_parallelism_mode") in ("split_gather", "ring"):
+            found.layout.pop("sp_size")  # which is that of tensor parallelism there
+    else:
+        found.layout.pop("sequence_parallelism_mode", None)
+    if not options:
+        raise ValueError(
+            "no options such as --plugin 3d --tp 2 were found: give a script, or the command that starts it"
+        )
+    return found
+
+
+def _options(words: list[str]) -> dict[str, str | None]:
+    options: dict[str, str | None] = {}
+    for at, word in enumerate(words):
+        if word.startswith("-") and not word.lstrip("-").replace(".", "").isdigit():
+            name, equals, value = word.lstrip("-").partition("=")
+            follows = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else None
+            options[name.replace("-", "_")] = value if equals else follows
+    return options
+
+
+def _option(name: str, value: str | None, found: Found) -> None:
+    if name in ("plugin", "p") and value in _PLUGIN_WORDS:
+        for key, each in _PLUGIN_WORDS[value].items():
+            found.layout.setdefault(key, each)
+    elif name in ("mixed_precision", "precision"):
+        if value in ("bf16", "fp16"):
+            found.recipe[value] = True
+    elif name == "max_length" and value is not None:
+        found.recipe["data"] = {"max_length": int(value)}
+    elif name in _FLAGS:
+        home, key = _FLAGS[name]
+        getattr(found, home)[key] = True
+    elif name in _OPTIONS and value is not None:
+        home, key, kind = _OPTIONS[name]
+        try:
+            getattr(found, home)[key] = kind(value)
+        except ValueError:
+            found.note(f"--{name}", value, "no constant; the command is read, not run")
+    else:
+        found.note(f"--{name}", value, "no option of recipes")
