@@ -10,11 +10,21 @@ from collections.abc import Sequence
 from .._version import __version__
 from . import doctor, env, models, plan, train
 from .demo import command as demo
+from .generate import command as generate
 from .report import command as report
 
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module
 # level, so that `--help` and a mistyped option answer at once.
-VERBS = {"demo": demo, "train": train, "report": report, "plan": plan, "models": models, "env": env, "doctor": doctor}
+VERBS = {
+    "demo": demo,
+    "train": train,
+    "report": report,
+    "generate": generate,
+    "plan": plan,
+    "models": models,
+    "env": env,
+    "doctor": doctor,
+}
 
 
 _CLOSED = 141  # what a shell reports for a program that SIGPIPE ended
