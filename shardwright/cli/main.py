@@ -11,6 +11,7 @@ from .._version import __version__
 from . import doctor, env, models, plan, train
 from .demo import command as demo
 from .generate import command as generate
+from .launch import command as launch
 from .report import command as report
 
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module
@@ -20,6 +21,7 @@ VERBS = {
     "train": train,
     "report": report,
     "generate": generate,
+    "launch": launch,
     "plan": plan,
     "models": models,
     "env": env,
