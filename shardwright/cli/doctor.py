@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .env import package_version
+from ..utils.versions import package_version
 
 HELP = "check that this machine can train, and say how to fix what cannot"
 

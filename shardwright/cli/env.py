@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import sys
 
 from .._version import __version__
+from ..utils.versions import package_version
 
 HELP = "print versions, devices and backends for a bug report"
 
@@ -26,19 +26,6 @@ def run(args: argparse.Namespace) -> int:
     for name, value in report().items():
         print(f"{name:<14} {value}")
     return 0
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str]:
-    """What decides on the numbers of a run."""
-    found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
-    return {"shardwright": __version__, **found, "python": platform.python_version()}
 
 
 def report() -> dict[str, str]:

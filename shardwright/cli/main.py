@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from .._version import __version__
 from . import config, doctor, env, models, plan, train
 from .demo import command as demo
+from .generate import command as generate
+from .launch import command as launch
+from .report import command as report
 
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module
 # level, so that `--help` and a mistyped option answer at once.
 VERBS = {
     "demo": demo,
     "train": train,
+    "report": report,
+    "generate": generate,
+    "launch": launch,
     "plan": plan,
     "models": models,
     "config": config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwrig
     # Ranks share the cores; torchrun would set 1 and warn about it.
     threads = max(1, (os.cpu_count() or 1) // world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("SHARDWRIGHT_COMMAND_LINE", shlex.join(["shardwright", *sys.argv[1:]]))
     launcher = ["--standalone", "--nproc-per-node", str(world_size), "-m", module]
     try:
         run(parse_args([*launcher, *arguments]))

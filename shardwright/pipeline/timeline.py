@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 
 from ..comm.collectives import all_gather, gather_sizes
 from ..comm.p2p import PipeComm
+from .clocks import ahead_of_first
 from .planning.actions import COMPUTE, Action, Kind
 from .planning.placement import Placement
 from .planning.simulate import Costs, simulate
@@ -43,19 +44,23 @@ class MeasuredSpan(NamedTuple):
 class Recorder:
     """Takes the time of every action of the latest step of one rank.
 
-    On a CPU it reads the clock; on CUDA it records events, which cost no synchronisation until `spans` reads them. Each
-    action is also a range of torch's profiler, under its name.
+    On a CPU it reads the clock; on CUDA it records events, which cost no synchronisation between the start of a step
+    and `spans`, which reads them. Each action is also a range of torch's profiler, under its name.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._cuda = device is not None and device.type == "cuda"
         self._marks: list[tuple[Action, Any, Any, Any]] = []
         self._origin: Any = None
+        self._began = 0.0  # the host's clock at the origin
         self._ready: Any = None
 
     def start_step(self) -> None:
         """Forget the step before."""
         self._marks = []
+        if self._cuda:  # so that the device's time and the host's are known to be one here
+            torch.cuda.synchronize()
+        self._began = time.perf_counter()
         self._origin = self._now()
 
     @contextmanager
@@ -86,18 +91,17 @@ class Recorder:
     def gather(self, comm: PipeComm, placement: Placement) -> Timeline:
         """The timeline of all ranks; all ranks of the pipeline must call it.
 
-        Clocks of ranks are aligned at the start of the step, so a rank that started late seems to be early by as much.
+        Times are those of one clock (see `clocks`) and count from where the first rank started its step.
         """
-        own = json.dumps([(str(action), start, ready, end) for action, start, ready, end in self.spans()])
+        began = self._began - ahead_of_first(comm.group, comm.device)
+        own = json.dumps([began, [(str(action), *times) for action, *times in self.spans()]])
         data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8).to(comm.device)
         sizes = gather_sizes(len(data), comm.group, comm.device)
         # a collective: no two ranks connect for it
         texts = all_gather(data, comm.group, sizes=sizes).cpu().split(sizes)
-        ranks = [
-            [MeasuredSpan(Action.parse(name), *times) for name, *times in json.loads(bytes(text.tolist()))]
-            for text in texts
-        ]
-        return Timeline(placement, ranks)
+        told = [json.loads(bytes(text.tolist())) for text in texts]
+        first = min(began for began, _ in told)
+        return Timeline(placement, [_read_spans(spans, began - first) for began, spans in told])
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -180,6 +184,15 @@ class Timeline:
             f"ideal with the same costs {1000 * ideal.makespan:.2f} ms, bubble {100 * ideal.bubble:.1f} %"
         )
 
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON; `from_plain` makes it a timeline again."""
+        ranks = [[(str(action), *times) for action, *times in spans] for spans in self.ranks]
+        return {"placement": asdict(self.placement), "ranks": ranks}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Timeline:
+        return cls(Placement(**plain["placement"]), [_read_spans(spans) for spans in plain["ranks"]])
+
     def trace_events(self) -> list[dict[str, Any]]:
         """Events of the Chrome trace format: one process per rank; waiting, transfers and the forwards of pairs on
         threads of their own.
@@ -220,3 +233,8 @@ class Timeline:
     def write_trace(self, path: str | Path) -> None:
         """Chrome trace JSON."""
         Path(path).write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
+
+
+def _read_spans(spans: Iterable[Sequence[Any]], later: float = 0.0) -> list[MeasuredSpan]:
+    """Spans from (name, start, ready, end), `later` by so many seconds."""
+    return [MeasuredSpan(Action.parse(name), *(time + later for time in times)) for name, *times in spans]

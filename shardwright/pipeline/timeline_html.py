@@ -6,7 +6,7 @@ Both show what was measured and, below, what the simulator makes of the same cos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -55,8 +55,9 @@ class _Bar(NamedTuple):
 
 
 def _bars(timeline: Timeline) -> Iterator[_Bar]:
-    """Everything that is drawn."""
+    """Everything that is drawn: the ranks' whole time as waiting, and what they do on top of it."""
     for rank, spans in enumerate(timeline.ranks):
+        yield _Bar(rank, 0.0, timeline.makespan, WAIT, "", "idle")
         joined = False
         for action, start, ready, end in spans:
             if action.kind in COMPUTE and ready > start and not joined:
@@ -84,10 +85,12 @@ def _svg(timeline: Timeline, seconds: float) -> str:
         # The second chunk and later ones are drawn with an outline, so that a V or an interleaving can be seen.
         x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
         y, height = rank * _ROW + 1 + top * _BAR, share * _BAR
-        outline = ' stroke="#333" stroke-width="1"' if "chunk 0" not in tip and color != WAIT else ""
+        look = f'fill="{color}"' if color != WAIT else 'class="wait"'
+        if "chunk 0" not in tip and color != WAIT:
+            look += ' class="later"'
         parts.append(
             f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
-            f'fill="{color}"{outline}/>'
+            f"{look}/>"
         )
         if label and width > 7 * len(label):
             parts.append(f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" class="label">{label}</text>')
@@ -95,7 +98,8 @@ def _svg(timeline: Timeline, seconds: float) -> str:
     step = _nice_step(1000 * seconds / 8)
     for tick in range(int(1000 * seconds / step) + 1):
         x = _LEFT + tick * step / 1000 * scale
-        parts.append(f'<text x="{min(x, _WIDTH - 44):.1f}" y="{whole - 6}" class="tick">{tick * step:g} ms</text>')
+        place = f'x="{_WIDTH}" text-anchor="end"' if x > _WIDTH - 60 else f'x="{x:.1f}"'
+        parts.append(f'<text {place} y="{whole - 6}" class="tick">{tick * step:g} ms</text>')
     parts.append("</svg>")
     return "".join(parts)
 
@@ -107,9 +111,22 @@ def _nice_step(rough: float) -> float:
 
 
 STYLE = """
-.key { padding: 2px 8px; color: #fff; border-radius: 3px; }
+.key { padding: 2px 8px; color: #fff; border-radius: 3px; white-space: nowrap; line-height: 1.9; }
+.key.wait { background: #e3e3e3; color: #333; }
 .label { font: 10px sans-serif; fill: #fff; text-anchor: middle; pointer-events: none; }
 .name, .tick { font: 12px sans-serif; fill: #444; }
+.wait { fill: #e3e3e3; }
+.later { stroke: #333; stroke-width: 1; }
+.paper { fill: #fff; }
+.wide { overflow-x: auto; }
+.wide svg { min-width: 700px; display: block; }
+@media (prefers-color-scheme: dark) {
+.name, .tick { fill: #bbb; }
+.wait { fill: #3a3d42; }
+.key.wait { background: #3a3d42; color: #ddd; }
+.later { stroke: #f5f5f5; }
+.paper { fill: #16181c; }
+}
 """
 
 
@@ -117,34 +134,50 @@ def drawing(timeline: Timeline) -> str:
     """The timeline alone, as an SVG file that needs nothing beside it."""
     svg = _svg(timeline, timeline.makespan)
     start = svg.index(">") + 1
-    return f'{svg[:start]}<rect width="100%" height="100%" fill="#fff"/><style>{STYLE}</style>{svg[start:]}\n'
+    return f'{svg[:start]}<rect width="100%" height="100%" class="paper"/><style>{STYLE}</style>{svg[start:]}\n'
 
 
 def figure(timeline: Timeline) -> str:
-    """Legend, the step as measured and the step as it would ideally be, as a piece of HTML that `STYLE` belongs to."""
-    ideal = timeline.ideal()
-    seconds = max(timeline.makespan, ideal.makespan)
-    kinds = {span.action.kind for spans in timeline.ranks for span in spans}
+    """The step as measured and the step as it would ideally be, as a piece of HTML that `STYLE` belongs to."""
+    return figures({"": timeline})
+
+
+def figures(timelines: Mapping[str, Timeline]) -> str:
+    """One legend, and of every timeline, under its name, what was measured and what is ideal, all at one scale."""
+    pairs = {name: (timeline, timeline.ideal()) for name, timeline in timelines.items()}
+    seconds = max(_end(drawn) for pair in pairs.values() for drawn in pair)
+    kinds = {span.action.kind for timeline in timelines.values() for spans in timeline.ranks for span in spans}
     keys = [
         f'<span class="key" style="background:{COLORS[kind]}">{name}</span>'
         for kind, name in LEGEND.items()
         if kind in kinds
     ]
-    keys.append(f'<span class="key" style="background:{WAIT};color:#333">waiting for input</span>')
-    outlined = " outlined: second and later chunks," if timeline.placement.num_chunks > 1 else ""
-    return f"""<p>{" ".join(keys)}{outlined} numbers: microbatches</p>
-<h3>Measured: {1000 * timeline.makespan:.1f} ms, bubble {100 * timeline.bubble:.1f} %</h3>
-{_svg(timeline, seconds)}
-<h3>Ideal with the measured mean costs: {1000 * ideal.makespan:.1f} ms, bubble {100 * ideal.bubble:.1f} %</h3>
-{_svg(ideal, seconds)}"""
+    keys.append('<span class="key wait">idle or waiting for input</span>')
+    chunks = max(timeline.placement.num_chunks for timeline in timelines.values())
+    outlined = " outlined: second and later chunks," if chunks > 1 else ""
+    parts = [f"<p>{' '.join(keys)}{outlined} numbers: microbatches</p>"]
+    for name, (measured, ideal) in pairs.items():
+        title = f"{escape(name)}, " if name else ""
+        for what, drawn in (("Measured", measured), ("Ideal with the measured mean costs", ideal)):
+            what = f"{title}{what.lower()}" if title else what
+            told = f"{1000 * drawn.makespan:.1f} ms, bubble {100 * drawn.bubble:.1f} %"
+            parts.append(f'<h3>{what}: {told}</h3>\n<div class="wide">{_svg(drawn, seconds)}</div>')
+    return "\n".join(parts)
+
+
+def _end(timeline: Timeline) -> float:
+    """Of the last thing that is drawn, which may be behind the last computation."""
+    return max([timeline.makespan, *(spans[-1].end for spans in timeline.ranks if spans)])
 
 
 def page(timeline: Timeline, title: str = "Pipeline step") -> str:
     """The HTML page as text; it loads nothing from elsewhere."""
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1.5em; color: #222;
   background: #fff }}
+@media (prefers-color-scheme: dark) {{ body {{ color: #ddd; background: #16181c }} }}
 {STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 {figure(timeline)}

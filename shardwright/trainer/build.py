@@ -22,6 +22,7 @@ from ..plugins import HybridParallelPlugin
 from . import layout as layouts
 from . import trackers
 from .datasets import Collate, Evened, Packed, Samples, SampleStream
+from .facts import RunFacts
 from .progress import JsonLines, Listener, Log
 from .reading import RecipeError, to_plain
 from .recipe import Data, Recipe
@@ -235,13 +236,15 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         keep=recipe.save_total_limit,
         patience=recipe.early_stopping_patience,
         listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
+        timeline_steps=recipe.timeline_steps,
     )
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
 
 
 def _listeners(recipe: Recipe, directory: Path) -> list[Listener]:
     run = recipe.run_name or recipe.output_dir
-    found: list[Listener] = [JsonLines(directory / "metrics.jsonl"), Log(recipe.logging_steps)]
+    found: list[Listener] = [JsonLines(directory / "metrics.jsonl"), RunFacts(directory / "run.json")]
+    found.append(Log(recipe.logging_steps))
     config = to_plain(recipe)
     return found + [trackers.Tracker(name, run, directory, config) for name in trackers.wanted(recipe.report_to)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,9 +118,12 @@ class Clock:
         return max(seconds, 1e-9)
 
 
-def peak_memory() -> int | None:
-    """Bytes of this rank's GPU that were in use at most."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+def peak_memory() -> int:
+    """Bytes of this rank's GPU that were in use at most; without one, of the host's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _step_of(line: str) -> float:

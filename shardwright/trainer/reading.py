@@ -305,6 +305,10 @@ def _check_layout(recipe: Recipe) -> None:
     precision = "bf16" if recipe.bf16 else "fp16" if recipe.fp16 else None
     if precision and layout.get("precision", precision) != precision:
         raise RecipeError(f"{precision}: true and layout.precision={layout['precision']!r} differ; give one of them")
+    if recipe.timeline_steps and layout.get("pp_size", 1) == 1:
+        raise RecipeError(
+            f"timeline_steps={recipe.timeline_steps} needs a pipeline; say layout: {{pp_size: 2}}, or leave it out"
+        )
     if "max_norm" in layout:
         raise RecipeError("layout.max_norm: say max_grad_norm at the top level of the recipe instead")
     if recipe.activation_checkpointing and "gradient_checkpoint_config" in layout:

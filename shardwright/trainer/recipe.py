@@ -121,6 +121,9 @@ class Recipe:
 
     dataloader_num_workers: Annotated[int, Key("processes that prepare samples for one rank", least=0)] = 0
     logging_steps: Annotated[int, Key("steps between lines of the log; metrics.jsonl has every step", least=1)] = 1
+    timeline_steps: Annotated[
+        int, Key("steps of a pipeline whose timeline is recorded, for shardwright report", least=0)
+    ] = 0
     report_to: Annotated[str | list[str], Key("trackers: tensorboard, wandb, trackio, mlflow")] = "none"
     run_name: Annotated[str | None, Key("what trackers call the run; left out: output_dir")] = None
     eval_strategy: Annotated[str, Key("when the model is tried on eval_data", choices=("no", "steps", "epoch"))] = "no"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..booster import Booster
 from ..checkpoint.preemption import SaveOnSignal
+from ..pipeline.snapshots import WARM_UP, Camera
 from ..utils.device import get_current_device
 from .progress import Clock, Listener, peak_memory
 from .samples import IGNORED
@@ -65,6 +66,7 @@ class Trainer:
     keep           checkpoints that are kept
     patience       evaluations without a lower loss after which training ends
     listeners      told about it on the first rank
+    timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json
 
     Subclass it and override `criterion` or `train_step` for another objective.
     """
@@ -86,15 +88,20 @@ class Trainer:
         keep: int | None = None,
         patience: int | None = None,
         listeners: Sequence[Listener] = (),
+        timeline_steps: int = 0,
     ) -> None:
         self.booster, self.model, self.optimizer, self.data = booster, model, optimizer, data
         self.lr_scheduler, self.criterion = lr_scheduler, criterion
-        self.total_steps, self.checkpoints = total_steps, Path(directory) / "checkpoints"
+        self.total_steps, self.directory = total_steps, Path(directory)
+        self.checkpoints = self.directory / "checkpoints"
         self.evaluation, self.evaluate_when, self.save_when = evaluation, evaluate, save
         self.keep, self.patience = keep, patience
         self.listeners = listeners if dist.get_rank() == 0 else ()
+        self.timeline_steps = timeline_steps
         self.progress = Progressed()
         self.interrupted = False
+        if timeline_steps and model.executor.runtime is None:
+            raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
 
     def resume(self, path: str | Path | None = None) -> bool:
         """Go on from a checkpoint, or from the newest of the run; False where there is none."""
@@ -120,12 +127,16 @@ class Trainer:
         }
         self._tell("started", {**known, **(facts or {}), "total_steps": self.total_steps, "step": self.progress.step})
         supply, clock, saved = self._batches(), Clock(), self.progress.step
+        left = self.total_steps - saved
+        skip = max(0, min(WARM_UP, left - self.timeline_steps))
+        camera = Camera(self.model.executor, self.timeline_steps, skip, self.directory / "timeline.json")
         self.model.train()
         with SaveOnSignal() as signalled:
             while self.progress.step < self.total_steps and not self._is_worse():
                 clock.restart()
                 batch, pass_ended = next(supply)
-                metrics = self.train_step(batch)
+                with camera.watching():
+                    metrics = self.train_step(batch)
                 self._tell("step", self._finish(metrics, clock.lap()))
                 step = self.progress.step
                 self.interrupted = signalled.anywhere()
@@ -206,7 +217,6 @@ class Trainer:
         tokens = metrics.pop("tokens")
         self.progress.step += 1
         self.progress.tokens_seen += tokens
-        memory = peak_memory()
         return {
             "step": self.progress.step,
             **metrics,
@@ -215,7 +225,7 @@ class Trainer:
             "step_time": seconds,
             "tokens_seen": self.progress.tokens_seen,
             "epoch": self.progress.epoch,
-            "memory_gib": None if memory is None else memory / 2**30,
+            "memory_gib": peak_memory() / 2**30,
         }
 
     def _note(self, loss: float) -> None:

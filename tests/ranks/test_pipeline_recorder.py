@@ -11,6 +11,7 @@ from pipeline_toy import ToyModel, ToyStage, make_batch
 from shardwright.cluster import ParallelMesh
 from shardwright.comm.p2p import PipeComm
 from shardwright.pipeline import schedules
+from shardwright.pipeline.clocks import ahead_of_first
 from shardwright.pipeline.planning.lowering import lower
 from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.pipeline.timeline import Recorder
@@ -46,6 +47,10 @@ def _measured(rank: int, world_size: int) -> dict[str, Any]:
     assert min(costs.forward) >= 0.02  # type: ignore[type-var, arg-type]
     ideal = timeline.ideal()
     assert ideal.makespan <= timeline.makespan
+    skew = 1000.0 - 7 * rank  # as if every rank were on a machine of its own
+    ahead = ahead_of_first(runtime.comm.group, runtime.comm.device, lambda: time.perf_counter() + skew, machine=rank)
+    assert abs(ahead - -7 * rank) < 0.05
+    assert ahead_of_first(runtime.comm.group, runtime.comm.device) == 0.0
     return {"bubble": timeline.bubble, "ideal": ideal.bubble, "summary": timeline.summary()}
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ...pipeline import timeline_html
-from ..env import versions
+from ...utils.versions import versions
 from .chart import Point, loss_chart
 from .grammar import IDS, STOP, UNKNOWN, questions
 from .records import History, Score

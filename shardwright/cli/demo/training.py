@@ -18,15 +18,16 @@ import shardwright
 
 from ...booster import Booster
 from ...cluster import DistCoordinator
+from ...pipeline.snapshots import Camera
 from ...utils.device import get_current_device
 from .console import Console
 from .grammar import IDS, WORDS, Grammar, Step, entropy
 from .layout import Layout
 from .records import Evaluation, History, StepRecord
 from .settings import DemoSettings
-from .snapshots import Camera
 
 Batch = Mapping[str, torch.Tensor]
+SNAPSHOTS = 9  # steps at the end whose timeline is recorded
 
 
 class GrammarText(Dataset[dict[str, torch.Tensor]]):
@@ -93,14 +94,14 @@ def train(settings: DemoSettings) -> None:
     history = History(settings, layout, parameters, lowest_loss=held_out.lowest_loss())
     console.introduce(history)
     run = Run(booster, model, optimizer)
-    camera = Camera(model.executor, last_step=settings.steps)
+    camera = Camera(model.executor, SNAPSHOTS, skip=max(0, settings.steps - SNAPSHOTS))
     supply = iter(batches)
     with console.progress(settings.steps) as progress:
         started = time.perf_counter()
         history.evaluations.append(Evaluation(0, run.evaluate(checks)))
         for step in range(1, settings.steps + 1):
             step_started = time.perf_counter()
-            with camera.watching(step):
+            with camera.watching():
                 loss, norm = run.train_step(supply)
             rate = optimizer.param_groups[0]["lr"]
             schedule.step()

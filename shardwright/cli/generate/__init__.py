@@ -1,0 +1,1 @@
+"""`shardwright generate`: text from a trained model."""

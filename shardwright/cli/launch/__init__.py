@@ -1,0 +1,1 @@
+"""`shardwright launch`: files with which SLURM, Ray and SkyPilot start a job."""

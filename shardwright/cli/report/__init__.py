@@ -1,0 +1,1 @@
+"""`shardwright report`: a run, or two, as one page."""

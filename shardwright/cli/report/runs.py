@@ -1,0 +1,131 @@
+"""What a run has left: metrics.jsonl, run.json, recipe.yaml and timeline.json. Only the first is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...pipeline.snapshots import read_timelines
+from ...pipeline.timeline import Timeline
+from ...utils.errors import nearest
+
+METRICS = "metrics.jsonl"
+_EVALUATION = "eval_loss"
+
+
+@dataclass
+class Run:
+    """
+    name, folder   what it is called, and where it is
+    steps          one row of numbers per step
+    evaluations    one row per evaluation, with `eval_loss`
+    told           run.json: tables of facts by title, `floor` (the least loss there can be), `texts` by title
+    settings       dotted key -> value, of the recipe and the layout
+    timelines      of the pipeline, by schedule
+    notes          what is odd about the files
+    """
+
+    name: str
+    folder: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def column(self, name: str) -> list[float | None]:
+        """A number of every step; None where it is not finite or not there."""
+        return [_finite(row.get(name)) for row in self.steps]
+
+    def seconds(self) -> list[float]:
+        """Time in steps until behind each of them."""
+        total, found = 0.0, []
+        for row in self.steps:
+            total += _finite(row.get("step_time")) or 0.0
+            found.append(total)
+        return found
+
+
+def read_run(path: Path) -> Run:
+    """The run of a directory, or of its metrics.jsonl; ValueError where there is none."""
+    folder = path.parent if path.is_file() else path
+    metrics = path if path.is_file() else folder / METRICS
+    if not metrics.is_file():
+        raise ValueError(_no_run(path))
+    run = Run(folder.resolve().name, folder)
+    unread = 0
+    for row in _rows(metrics):
+        if row is None:
+            unread += 1
+        elif _EVALUATION in row:
+            run.evaluations.append(row)
+        else:
+            run.steps.append(row)
+    if not run.steps:
+        raise ValueError(f"{metrics} has no step; there is nothing to draw before the first one is over")
+    if unread:
+        run.notes.append(f"{unread} of the lines of {METRICS} could not be read: half written, or not of a run")
+    strange = [row["step"] for row in run.steps if _finite(row.get("loss")) is None]
+    if strange:
+        run.notes.append(f"the loss of {len(strange)} steps is no finite number, that of step {strange[0]} first")
+    run.told = _mapping(folder / "run.json", run.notes)
+    recipe = _mapping(folder / "recipe.yaml", run.notes)
+    run.settings = dict(_flat(recipe)) | dict(_flat(run.told.get("layout", {}), "layout."))
+    if (folder / "timeline.json").is_file():
+        run.timelines = read_timelines(folder / "timeline.json")
+    return run
+
+
+def _no_run(path: Path) -> str:
+    if path.is_dir():
+        below = [one.parent.name for one in sorted(path.glob(f"*/{METRICS}"))]
+        hint = f"; there is one in {', '.join(below[:5])}" if below else "; it is what shardwright train leaves"
+        return f"{path} has no {METRICS}{hint}"
+    around = path.parent.iterdir() if path.parent.is_dir() else []
+    return f"{path}: there is no such directory{nearest(path.name, [one.name for one in around])}"
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The objects of a file of lines; None for what is no step of a run."""
+    for line in path.read_text(errors="replace").splitlines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        good = isinstance(row, dict) and _finite(row.get("step")) is not None
+        yield row if good and ("loss" in row or _EVALUATION in row) else None
+
+
+def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    notes.append(f"{path.name} could not be read")
+    return {}
+
+
+def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _finite(value: Any) -> float | None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None

@@ -1,0 +1,164 @@
+"""`shardwright generate` against transformers' own generate, on one process and two ranks, and its refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_files import LLAMA
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, set_seed
+
+from shardwright.cli.main import main
+from shardwright.trainer.tokenizer import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves: a model whose words are far from equally likely, and its tokenizer, below `model`."""
+    folder = tmp_path_factory.mktemp("run")
+    set_seed(5)
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**LLAMA, "initializer_range": 0.4, "bos_token_id": None, "eos_token_id": 257})
+    )
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    return folder
+
+
+def expected(folder: Path, text: str | list[dict[str, str]], **options: Any) -> tuple[str, int]:
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder / "model"), byte_tokenizer()
+    if isinstance(text, str):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+    set_seed(7)
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+    return tokenizer.decode(written, skip_special_tokens=True), len(written)
+
+
+def test_words_are_those_of_transformers(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(*options: str) -> str:
+        assert main(["generate", str(directory), "--seed", "7", *options]) == 0
+        return capsys.readouterr().out
+
+    text, tokens = expected(directory, "the fox", max_new_tokens=9, do_sample=False)
+    told = json.loads(written("--prompt", "the fox", "--max-new-tokens", "9", "--json"))
+    assert told == {"prompt": "the fox", "text": text, "tokens": tokens}
+    assert written("--prompt", "the fox", "--max-new-tokens", "9", "--greedy") == f"{text}\n", "as it is written"
+    drawn = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9}
+    (tmp_path / "prompt.txt").write_text("a bird\nsees")
+    text, _ = expected(directory, "a bird\nsees", **drawn)
+    options = ("--max-new-tokens", "12", "--temperature", "1.5", "--top-k", "40", "--top-p", "0.9", "--json")
+    assert json.loads(written("--prompt-file", str(tmp_path / "prompt.txt"), *options))["text"] == text
+    monkeypatch.setattr(sys, "stdin", io.StringIO("tree?"))
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "tree?"}]
+    text, _ = expected(directory, messages, max_new_tokens=8, num_beams=3, repetition_penalty=1.3)
+    options = (
+        "--chat",
+        "--system",
+        "short",
+        "--num-beams",
+        "3",
+        "--repetition-penalty",
+        "1.3",
+        "--max-new-tokens",
+        "8",
+    )
+    assert written(*options) == f"{text}\n"
+
+
+def test_two_ranks_write_the_same(directory: Path) -> None:
+    text, tokens = expected(directory, "over", max_new_tokens=10, do_sample=True, top_k=30)
+    command = [sys.executable, "-m", "shardwright.cli", "generate", str(directory), "--prompt", "over", "--tp", "2"]
+    options = ["--seed", "7", "--max-new-tokens", "10", "--top-k", "30", "--device", "cpu", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"prompt": "over", "text": text, "tokens": tokens}
+
+
+def _without(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).unlink()
+    return folder
+
+
+def _bert(folder: Path) -> Path:
+    shutil.rmtree(folder)
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=260, **tiny)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _adapters(folder: Path) -> Path:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "nowhere/base"}')
+    return folder
+
+
+def _split(folder: Path) -> Path:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "model-2.safetensors")
+    return folder
+
+
+def _no_template(folder: Path) -> Path:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (lambda folder: folder / "nothing", [], "there is no such directory"),
+        (lambda folder: folder / "config.json", [], "is a file; name the directory"),
+        (lambda folder: _without(folder, "config.json"), [], "has no config.json"),
+        (lambda folder: _without(folder, "model.safetensors"), [], "has no weights"),
+        (_split, [], "lacks 1 of its 2 files of weights, model-1.safetensors first"),
+        (lambda folder: _without(folder, "tokenizer.json", "tokenizer_config.json"), [], "has no tokenizer"),
+        (_bert, [], "BertForMaskedLM, which is no causal language model"),
+        (_adapters, [], "adapters of nowhere/base, which is no directory here"),
+        (_no_template, ["--chat"], "has no chat template; leave out --chat"),
+        (lambda folder: folder, ["--system", "x"], "add --chat"),
+        (lambda folder: folder, ["--temperature", "-1"], "--temperature -1.0 is too small"),
+        (lambda folder: folder, ["--top-p", "1.5"], "a share of probability"),
+        (
+            lambda folder: folder,
+            ["--greedy", "--top-k", "4"],
+            "--greedy takes the likeliest word and --top-k draws one",
+        ),
+        (lambda folder: folder, ["--max-new-tokens", "255"], "the model's 256 positions; give --max-new-tokens 253"),
+        (lambda folder: folder, ["--prompt", ""], "the prompt is empty"),
+        (lambda folder: folder, ["--tp", "0"], "--tp 0 is too small"),
+    ],
+)
+def test_refusals(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, options: list[str], said: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(directory / "model", folder)
+    prompt = [] if "--prompt" in options else ["--prompt", "abc"]
+    changed = change(folder)
+    capsys.readouterr()  # bars of transformers
+    assert main(["generate", str(changed), "--device", "cpu", *prompt, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("shardwright generate: ")
+    assert said in line
