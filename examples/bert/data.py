@@ -1,10 +1,7 @@
-"""Sentence pairs to classify: GLUE where `datasets` is installed and can be reached, else pairs of the same shape
-that are made up.
-"""
+"""Sentence pairs to classify: those of GLUE, from the hub, or pairs of the same shape that are made up."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from typing import Any
 
@@ -24,19 +21,19 @@ FIELDS = {
 
 
 class MadeUpPairs(Dataset[dict[str, torch.Tensor]]):
-    """Pairs of word lists, labelled 1 where both begin with the same word; padded to one length, as GLUE is here."""
+    """Pairs of word lists, labelled 1 where the second one is of the words in the lower half of the vocabulary; padded
+    to one length, as GLUE is here.
+    """
 
     def __init__(self, split: str, pairs: int, length: int, vocabulary: int) -> None:
         self.rows = [self._row(random.Random(f"{split} {index}"), length, vocabulary) for index in range(pairs)]
 
     @staticmethod
     def _row(source: random.Random, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
-        half = length // 2 - 2
+        half, label, middle = length // 2 - 2, source.randrange(2), vocabulary // 2
         first = [source.randrange(4, vocabulary) for _ in range(source.randint(half // 2, half))]
-        second = [source.randrange(4, vocabulary) for _ in range(source.randint(half // 2, half))]
-        label = source.randrange(2)
-        if label:
-            second[0] = first[0]
+        lowest, behind = (4, middle) if label else (middle, vocabulary)
+        second = [source.randrange(lowest, behind) for _ in range(source.randint(half // 2, half))]
         words = [1, *first, 2, *second, 2]
         padding = [0] * (length - len(words))
         return {
@@ -53,8 +50,23 @@ class MadeUpPairs(Dataset[dict[str, torch.Tensor]]):
         return self.rows[index]
 
 
+class Evened(Dataset[dict[str, torch.Tensor]]):
+    """A dataset that is filled up to whole batches of all ranks with samples whose label, -100, does not count."""
+
+    def __init__(self, rows: Any, multiple: int) -> None:
+        self.rows, self.multiple = rows, multiple
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.multiple) * self.multiple
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index < len(self.rows):
+            return self.rows[index]
+        return {**self.rows[0], "labels": torch.tensor(-100)}
+
+
 class GlueDataBuilder:
-    """Loaders of one task's train and validation parts, laid out by `plugin`."""
+    """Loaders of one task's train and validation parts, laid out by `plugin`; `batch_size` is that of one rank."""
 
     num_labels = 2
 
@@ -79,10 +91,12 @@ class GlueDataBuilder:
         )
 
     def validation_dataloader(self) -> DataLoader:
-        return self.plugin.prepare_dataloader(self._dataset("validation"), batch_size=self.batch_size)
+        replicas, _ = self.plugin.data_parallel
+        rows = Evened(self._dataset("validation"), replicas * self.batch_size)
+        return self.plugin.prepare_dataloader(rows, batch_size=self.batch_size)
 
     def _dataset(self, split: str) -> Any:
-        if self.tokenizer is None or importlib.util.find_spec("datasets") is None:
+        if self.tokenizer is None:
             return MadeUpPairs(split, self.pairs if split == "train" else self.pairs // 4, self.length, self.vocabulary)
         import datasets
         from transformers import AutoTokenizer

@@ -1,20 +1,25 @@
-"""Tokens per second and FLOP/s of training a Llama in any layout, with weights that are built lazily and data that is
-made up.
+"""Tokens per second, model FLOP/s, MFU and memory of training a Llama in any layout, on made-up data.
 
-torchrun --nproc-per-node 4 examples/llama/benchmark.py --config tiny --plugin 3d --tp 2 --pp 2 --zero 1 --steps 4
-torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin 3d --tp 4 --pp 2 --mbs 1 --batch-size 8
---grad-checkpoint torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin fsdp
+    torchrun --nproc-per-node 4 examples/llama/benchmark.py --tiny --plugin 3d --tp 2 --pp 2 --zero 1
+    torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin 3d --tp 4 --pp 2 -b 8 -l 4096 -g
+    torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 7b --plugin zero --zero 2 -b 4 -l 4096 -g
+    torchrun --nproc-per-node 8 examples/llama/benchmark.py --config 8b --plugin fsdp -b 4 -l 4096 -g
+
+Weights are built lazily: no rank ever holds those of a whole 70b. The first steps are not counted. FLOP/s are those of
+the model: products of forward and backward with attention in full, without what is recomputed, so that MFU is the share
+of a GPU's promised speed that does the model's work.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from common import CONFIGS, add_layout_options, make_plugin, on_device, promised_tflops
 from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -25,35 +30,7 @@ from shardwright.booster import Booster
 from shardwright.cluster import DistCoordinator
 from shardwright.lazy import LazyInitContext
 from shardwright.optim import HybridAdam
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwright.shardformer import PipelineGradientCheckpointConfig
-
-CONFIGS = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-    },
-    "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-}
+from shardwright.plugins import HybridParallelPlugin
 
 
 class RandomDataset(Dataset[dict[str, torch.Tensor]]):
@@ -70,12 +47,12 @@ class RandomDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class PerformanceEvaluator:
-    """Time and arithmetic of the steps that count: matrix products of forward and backward, causal attention in
-    full, no recomputation.
-    """
+    """Time and arithmetic of the steps that count."""
 
     def __init__(self, parameters: int, config: LlamaConfig, ignored_steps: int) -> None:
-        self.parameters, self.config, self.ignored_steps = parameters, config, ignored_steps
+        # An embedding is looked up, not multiplied.
+        self.parameters = parameters - config.vocab_size * config.hidden_size
+        self.config, self.ignored_steps = config, ignored_steps
         self.seconds, self.tokens, self.flop, self.steps = 0.0, 0, 0.0, 0
 
     def on_step_start(self) -> None:
@@ -92,81 +69,35 @@ class PerformanceEvaluator:
         attention = 12 * self.config.num_hidden_layers * self.config.hidden_size * length
         self.flop += samples * length * (6 * self.parameters + attention)
 
-    def report(self, ranks: int) -> str:
-        speed = self.tokens / self.seconds
+    def report(self, ranks: int, promised: float | None) -> str:
+        speed, tflops = self.tokens / self.seconds, self.flop / self.seconds / ranks / 1e12
+        used = "" if promised is None else f", MFU {tflops / promised:.1%} of {promised:g} TFLOP/s"
         return (
-            f"{speed:,.0f} tokens/s, {self.flop / self.seconds / ranks / 1e12:.4f} TFLOP/s per rank, "
+            f"{speed:,.0f} tokens/s, {speed / ranks:,.0f} tokens/s per rank, {tflops:.4f} TFLOP/s per rank{used}, "
             f"{self.seconds:.1f} s in all"
         )
 
 
-def make_plugin(args: argparse.Namespace) -> Plugin:
-    if args.plugin == "3d":
-        checkpointing = (
-            PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0) if args.grad_checkpoint else None
-        )
-        if args.num_ckpt_layers_per_stage:
-            checkpointing = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=args.num_ckpt_layers_per_stage)
-        return HybridParallelPlugin(
-            tp_size=args.tp,
-            pp_size=args.pp,
-            pp_style=args.pp_style,
-            num_model_chunks=args.n_chunks,
-            zero_stage=args.zero,
-            sp_size=args.sp,
-            sequence_parallelism_mode=args.sp_mode,
-            enable_sequence_parallelism=args.sp > 1,
-            enable_fused_normalization=get_accelerator().is_available(),
-            enable_flash_attention=args.xformers,
-            microbatch_size=args.mbs,
-            precision=args.precision,
-            enable_metadata_cache=not args.no_cache,
-            overlap_allgather=args.overlap_allgather,
-            cpu_offload=args.cpu_offload,
-            overlap_p2p=args.overlap_p2p,
-            gradient_checkpoint_config=checkpointing,
-            num_layers_per_stage=args.num_layers_per_stage,
-        )
-    if args.plugin == "zero":
-        return LowLevelZeroPlugin(stage=args.zero or 1, precision=args.precision, cpu_offload=args.cpu_offload)
-    if args.plugin == "fsdp":
-        return TorchFSDPPlugin(
-            mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            cpu_offload=args.cpu_offload,
-        )
-    return TorchDDPPlugin()
-
-
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="--config tiny, for a CPU")
     parser.add_argument("-c", "--config", choices=CONFIGS, default="tiny")
-    parser.add_argument("-p", "--plugin", choices=("3d", "zero", "fsdp", "ddp"), default="3d")
     parser.add_argument("-b", "--batch-size", type=int, default=4, help="of one data-parallel rank")
     parser.add_argument("-s", "--steps", type=int, default=5)
-    parser.add_argument("-i", "--ignore-steps", type=int, default=2)
+    parser.add_argument("-i", "--ignore-steps", type=int, default=2, help="steps that warm up")
     parser.add_argument("-l", "--max-length", type=int, default=64)
-    parser.add_argument("-g", "--grad-checkpoint", action="store_true")
-    parser.add_argument("-x", "--xformers", action="store_true", help="torch's fused attention kernels")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--sp", type=int, default=1)
-    parser.add_argument("--sp_mode", default=None)
-    parser.add_argument("--mbs", type=int, default=1, help="samples of a microbatch")
-    parser.add_argument("--zero", type=int, default=0)
-    parser.add_argument("--pp_style", default="1f1b")
-    parser.add_argument("--n_chunks", type=int, default=1)
-    parser.add_argument("--num_layers_per_stage", type=int, nargs="+")
-    parser.add_argument("--num_ckpt_layers_per_stage", type=int, nargs="+")
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--cpu_offload", action="store_true")
-    parser.add_argument("--no_cache", action="store_true")
-    parser.add_argument("--overlap_allgather", action="store_true")
-    parser.add_argument("--overlap_p2p", action="store_true", default=True)
-    return parser.parse_args()
+    parser.add_argument("--peak-tflops", type=float, default=promised_tflops(), help="of one GPU, for MFU")
+    add_layout_options(parser)
+    args = parser.parse_args(argv)
+    if args.steps <= args.ignore_steps:
+        parser.error(f"--steps {args.steps} must be more than --ignore-steps {args.ignore_steps}")
+    if args.tiny:
+        args.config = "tiny"
+    return args
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
     shardwright.launch_from_torch()
     coordinator = DistCoordinator()
     plugin = make_plugin(args)
@@ -177,9 +108,8 @@ def main() -> None:
     dataset = RandomDataset(args.batch_size * args.steps * dp_size, args.max_length, config.vocab_size)
     dataloader = plugin.prepare_dataloader(dataset, batch_size=args.batch_size, shuffle=True, drop_last=True, seed=42)
 
-    with (
-        LazyInitContext(default_device=get_accelerator().get_current_device()) if args.plugin == "3d" else nullcontext()
-    ):
+    device = get_accelerator().get_current_device()
+    with LazyInitContext(default_device=device) if args.plugin == "3d" else nullcontext():
         model = AutoModelForCausalLM.from_config(config)
     if args.grad_checkpoint and args.plugin != "3d":
         model.gradient_checkpointing_enable()
@@ -199,12 +129,11 @@ def main() -> None:
                 batches, model, criterion=lambda outputs, inputs: outputs[0], optimizer=optimizer, return_loss=True
             )
         else:
-            batch = {name: tensor.to(get_accelerator().get_current_device()) for name, tensor in next(batches).items()}
-            booster.backward(model(**batch)[0], optimizer)
+            booster.backward(model(**on_device(next(batches), device))[0], optimizer)
         optimizer.step()
         optimizer.zero_grad()
         evaluator.on_step_end(args.batch_size * dp_size, args.max_length)
-    coordinator.print_on_master(evaluator.report(coordinator.world_size))
+    coordinator.print_on_master(evaluator.report(coordinator.world_size, args.peak_tflops))
     coordinator.print_on_master(f"peak memory: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
 
 

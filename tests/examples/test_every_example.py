@@ -1,0 +1,123 @@
+"""Every example on 1, 2 and 4 ranks: the losses fall, and those of all layouts are those of one process.
+
+Most of it is behind the sweep marker; see docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.examples.test_examples import run, run_by_torchrun
+from tests.forked_scripts import ROOT
+
+EXAMPLES = ROOT / "examples"
+STEP = re.compile(r"step +(\d+)\D.*?loss (\d+\.\d+)")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script, the options that it is run with on 1, 2 and 4 ranks beside --tiny, and which of these layouts take the
+    same samples in a step as one rank does.
+    """
+
+    script: str
+    options: tuple[str, str, str]
+    same: tuple[int, ...] = (2, 4)
+    learns: bool = True
+
+    def options_on(self, ranks: int) -> list[str]:
+        return ["--tiny", *self.options[(1, 2, 4).index(ranks)].split()]
+
+
+TP_PP = ("", "--tp 2", "--tp 2 --pp 2")
+PP_FIRST = ("", "--pp 2", "--tp 2 --pp 2")
+_WHOLE_BATCH = "--plugin torch_ddp hybrid_parallel --tp {tp} --pp {pp} --precision fp32 --epochs 2 --batch-size {batch}"
+EVERY = [
+    Example(
+        "bert/finetune.py",
+        (
+            _WHOLE_BATCH.format(tp=1, pp=1, batch=8),
+            _WHOLE_BATCH.format(tp=2, pp=1, batch=4),
+            _WHOLE_BATCH.format(tp=2, pp=2, batch=2),
+        ),
+        learns=False,  # prints no losses: its scores are compared by the script
+    ),
+    Example("chatglm2.py", PP_FIRST),
+    Example("checkpoints.py", ("--run run1", "--run run2", "--run run4 --pp 2")),
+    Example("custom_mlp.py", ("", "", "")),
+    Example("custom_transformer.py", ("", "--tp 2 --policy auto", "--tp 2 --pp 2")),
+    Example("dpo.py", PP_FIRST),
+    Example("gpt2_finetune.py", TP_PP),
+    Example("llama/benchmark.py", ("", "--plugin zero --zero 2", "--tp 2 --pp 2 --zero 1"), (), learns=False),
+    Example("llama/finetune.py", PP_FIRST),
+    Example("llama/pretrain.py", ("", "--tp 2", "--tp 2 --pp 2 --pp_style zbv --n_chunks 2"), (2,)),
+    Example("long_context.py", ("", "", "--mode all_to_all --sp 2 --pp 2")),
+    Example("lora.py", ("--output one", "--tp 2 --output two", "--tp 2 --pp 2 --output four")),
+    Example("mixture_of_experts.py", ("", "--ep 2", "--model qwen3_moe --ep 2 --pp 2"), ()),
+    Example("one_step.py", ("", "--tp 2", "--tp 2 --pp 2"), learns=False),
+    Example("one_step.py", ("--family sam", "--family sam --tp 2", "--family sam --pp 2"), (2,), learns=False),
+    Example("opt_finetune.py", ("", "--plugin torch_fsdp", "--plugin hybrid_parallel --tp 2"), ()),
+    Example("t5_summarise.py", TP_PP),
+    Example("vit_classify.py", PP_FIRST),
+    Example("whisper_transcribe.py", TP_PP),
+]
+
+
+def losses(printed: str) -> dict[int, float]:
+    """By step."""
+    return {int(step): float(loss) for step, loss in STEP.findall(printed)}
+
+
+def assert_same(found: dict[int, float], expected: dict[int, float]) -> None:
+    """Losses are printed with four digits, and float32 sums in another order drift apart over the steps."""
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("example", EVERY, ids=lambda example: f"{example.script} {example.options[0]}".strip())
+def test_on_1_2_and_4_ranks(example: Example, tmp_path: Path) -> None:
+    found = {ranks: losses(run(ranks, example.script, *example.options_on(ranks), cwd=tmp_path)) for ranks in (1, 2, 4)}
+    for ranks in example.same:
+        assert_same(found[ranks], found[1])
+    if example.learns:
+        for of_steps in found.values():
+            assert of_steps[max(of_steps)] < of_steps[1]
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("example", EVERY, ids=lambda example: f"{example.script} {example.options[0]}".strip())
+def test_under_torchrun(example: Example, tmp_path: Path) -> None:
+    run_by_torchrun(2, example.script, *example.options_on(2), cwd=tmp_path)
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    options = ("checkpoints.py", "--tiny", "--run", "run")
+    (tmp_path / "whole").mkdir()
+    whole = losses(run(1, *options, cwd=tmp_path / "whole"))
+    first = losses(run(2, *options, "--tp", "2", "--stop-after", "4", cwd=tmp_path))
+    printed = run(4, *options, "--pp", "2", cwd=tmp_path)
+    assert re.search(r"going on after .*step-4\n", printed)
+    assert_same({**first, **losses(printed)}, whole)
+
+
+def test_preferences_are_learned_from_where_the_reference_is(tmp_path: Path) -> None:
+    found = losses(run(2, "dpo.py", "--tiny", "--pp", "2", cwd=tmp_path))
+    assert found[1] == pytest.approx(0.6931, abs=1e-4)  # log 2: nothing has moved away from the reference
+    assert found[8] < 0.5
+
+
+def test_every_script_is_listed_and_tried() -> None:
+    scripts = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    scripts -= {"_shared.py", "llama/common.py", "bert/data.py"}
+    assert scripts == {example.script for example in EVERY}
+    listed = re.findall(r"^\| `([\w/]+\.py)`", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert scripts == set(listed)
+    for script in scripts:
+        text = (EXAMPLES / script).read_text()
+        assert f"examples/{script} --" in text, f"the docstring of {script} says no command"
