@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 64, 4, 4, 120
+PLACES = range(98, 107)  # ids that stand for images and the like in any tiny config
 
 _NAMES: tuple[tuple[int | float, str], ...] = (
     (
