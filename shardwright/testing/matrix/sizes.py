@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 64, 4, 4, 120
+PLACES = range(98, 107)  # ids that stand for images and the like in any tiny config
 
 _NAMES: tuple[tuple[int | float, str], ...] = (
     (
@@ -147,7 +148,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
     "xlstm": {"qk_dim_factor": 1.0},  # states are as wide as a multiple of 64, queries as wide as this makes them
     "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}},
-    "qwen2_5_vl_vision": {"window_size": 16, "fullatt_block_indexes": [1, 3]},
+    # Its blocks have fewer parameters than the text's layers, as at real sizes.
+    "qwen2_5_vl_vision": {"window_size": 16, "fullatt_block_indexes": [1, 3], "intermediate_size": WIDTH},
     "kimi_k25": {"projection_hidden_size": 64},
     "kimi_k25_vision": {"pos_emb_height": 3, "pos_emb_width": 3},
     # The adapter's first linear reads four tokens of the tower at once.

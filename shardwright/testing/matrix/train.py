@@ -28,9 +28,9 @@ Result = dict[str, Any]
 def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Side | None = None) -> Result:
     """Two steps of AdamW on both sides: losses and every gradient of both, every weight after them."""
     dtype = getattr(torch, axis.dtype)
-    plain: Any = (copy.deepcopy(built.model) if reference is None else reference).to(dtype)
+    plain: Any = _in_dtype(copy.deepcopy(built.model) if reference is None else reference, dtype)
     if side is None:
-        side = Side(axis, copy.deepcopy(built.model).to(dtype), built)
+        side = Side(axis, _in_dtype(copy.deepcopy(built.model), dtype), built)
         side.boost()
     found = {**(_shares(side.model) if axis.name == "tp2" else {}), **({"note": side.note} if side.note else {})}
     optimizer = adamw(trained(plain))
@@ -47,6 +47,11 @@ def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Si
     after = compare_models(plain, side.model, coordinate=coordinate, gradients=False, tolerance=tolerance, check=False)
     wrong = wrong or _problem(after.check) or _missing(plain, held)
     return {"outcome": "wrong" if wrong else "verified", **({"why": wrong} if wrong else {}), "steps": 2, **found}
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model.to(dtype)` would take the imaginary part from complex tables of positions."""
+    return model.double() if dtype is torch.float64 else model.float()
 
 
 def _step(plain: Any, side: Side, batch: Batch, dtype: torch.dtype, is_first: bool) -> tuple[str, set[str]]:

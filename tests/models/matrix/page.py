@@ -91,7 +91,8 @@ def _head(found: Verified) -> Iterator[str]:
         + some
     )
     yield from _text(
-        "**flash** is the best kernel of this machine for `enable_flash_attention=True`, which is torch's on a CPU. Of "
+        "**flash** is the best kernel of this machine for `enable_flash_attention=True`, which is torch's on a CPU: "
+        "for soft caps (Gemma 2) only GPUs have kernels, those of flash-attn 2 and 3 and of flex attention. Of "
         '**xformers** (`attention_backend="xformers"`) the column proves what is handed to it: heads, masks, biases '
         "and scales reach an emulation of its function, which refuses what its documentation does not allow. Its "
         "kernels run on CUDA GPUs only (`pip install xformers`), and are not tried here. **experts** are spread by "
