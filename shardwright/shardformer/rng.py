@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..models.config import parts
 from ..ops import compiled
 from ..ops.compiled_numbers import BEGIN, CLOSE, END, OPEN, name_numbers
 from ..utils.device import host_device
@@ -205,6 +206,18 @@ def uses_dropout(module: nn.Module) -> bool:
         for part in module.modules()
         for name, value in [*vars(part).items(), (type(part).__name__, getattr(part, "p", None))]
     )
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model, in which every number that says how often something is dropped is zero: of modules, and of configs."""
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    owners = [*model.modules(), *(each for config in configs.values() for each in parts(config))]
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            drops = "drop" in name.lower() or (name == "p" and "drop" in type(owner).__name__.lower())
+            if drops and isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(owner, name, type(value)(0))
+    return model
 
 
 def _seed(seed: int) -> None:

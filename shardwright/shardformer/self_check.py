@@ -19,6 +19,7 @@ from ..utils.tensors import map_tensors
 from .layer.parallel_module import ParallelGroup
 from .model import gathered_logits
 from .patterns import without_classes
+from .rng import without_dropout
 from .same_weights import hash_of
 
 TOLERANCE = 1e-4  # relative; models cast to single precision inside
@@ -60,6 +61,7 @@ class SelfCheck:
                 raise failure
             return
         _agree_on_batches(parallel.group, failure, getattr(self, "batch", None))
+        self._train()
         try:
             self._count_collectives(self.whole)
             self._runs_without_data = True
@@ -99,6 +101,31 @@ class SelfCheck:
             f"be guessed ({shown}); pass example_inputs=, a batch like the real ones, to the plugin or to ShardConfig"
         )
 
+    def _train(self) -> None:
+        """Go on with the copy in training mode, without dropout, where that draws no numbers: a forward may read its
+        weights in other ways there. That it evaluates as before is tried, too.
+        """
+        self._evaluated: torch.Tensor | None = None
+        training, losses = without_dropout(copy.deepcopy(self.whole)).train(), []
+        copies = [copy.deepcopy(training) for _ in range(2)]
+        try:
+            for seed, model in enumerate(copies, 1):
+                losses.append(self._run(model, seed)[0])
+            gradients = [[param.grad for param in model.parameters()] for model in copies]
+            differs = float(losses[0] - losses[1]) != 0 or any(
+                (one is None) != (other is None) or (one is not None and not torch.equal(one, other))
+                for one, other in zip(*gradients, strict=True)
+            )
+            differs |= not bool(torch.isfinite(losses[0]))
+        except Exception:  # a forward may ask for more in training
+            differs = True
+        if float(self._largest(torch.tensor([float(differs)], dtype=torch.float64))):
+            return
+        with torch.no_grad():
+            self._evaluated = self._forward(copy.deepcopy(self.whole).eval())[0]
+        self.whole, self._loss = training, losses[0]
+        self._gradients = {name: param.grad for name, param in copies[0].named_parameters()}
+
     def reaches(self, patterns: Iterable[str], shape_of: Callable[[str], str]) -> bool:
         """Whether the loss depends on any parameter under one of the names, which are compared as `shape_of` gives
         them.
@@ -107,16 +134,16 @@ class SelfCheck:
         shapes = {shape_of(without_classes(pattern)) for pattern in patterns}
         return any(name == shape or name.startswith(f"{shape}.") for shape in shapes for name in trained)
 
-    def _run(self, model: nn.Module) -> tuple[torch.Tensor, bool]:
+    def _run(self, model: nn.Module, seed: int = 1) -> tuple[torch.Tensor, bool]:
         """The loss, whose gradients are left on the parameters, and whether the model computed it itself."""
-        loss, has_own = self._forward(model)
+        loss, has_own = self._forward(model, seed)
         loss.backward()
         return loss.detach(), has_own
 
-    def _forward(self, model: nn.Module) -> tuple[torch.Tensor, bool]:
+    def _forward(self, model: nn.Module, seed: int = 1) -> tuple[torch.Tensor, bool]:
         # A loss of ours is made from whole logits.
         with torch.random.fork_rng(devices=[]), nullcontext() if self._has_loss else gathered_logits(model):
-            torch.manual_seed(1)
+            torch.manual_seed(seed)
             outputs = call_model(model, self.batch)
             return loss_of(outputs), has_loss(outputs)
 
@@ -140,10 +167,11 @@ class SelfCheck:
             sync_shared_gradients(model.parameters(), self.parallel.group)
             error[1] = abs(float(loss - self._loss)) / max(1.0, abs(float(self._loss)))
             self._compare(model, error[2:])
-            if self._both_forwards:
+            expected = self._loss if self._evaluated is None else self._evaluated
+            if self._both_forwards or self._evaluated is not None:
                 with torch.no_grad():
-                    again, _ = self._forward(model)
-                error[1] += abs(float(again - self._loss)) / max(1.0, abs(float(self._loss)))
+                    again, _ = self._forward(model.eval())
+                error[1] += abs(float(again - expected)) / max(1.0, abs(float(expected)))
         except Exception:  # a wrong proposal may fail anywhere in a foreign forward
             error[0] = 1.0
         error = self._largest(torch.nan_to_num(error, nan=torch.inf))
@@ -168,7 +196,7 @@ class SelfCheck:
 
     def _count_collectives(self, model: nn.Module) -> int:
         """How many collectives a forward on tensors without data calls."""
-        copied = meta_copy(model).eval()
+        copied = meta_copy(model).train(model.training)
         batch = map_tensors(lambda tensor: tensor.to("meta"), self.batch)
         with without_data() as made_up, nullcontext() if self._has_loss else gathered_logits(copied):
             try:

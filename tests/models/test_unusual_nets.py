@@ -14,10 +14,17 @@ from shardwright.models.example_inputs import loss_of
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.spec import get_spec
 from shardwright.testing import adamw, compare_models, run_ranks
-from tests.models.unusual_nets import ByHead, Experts, InARow, Recurrent, Tokens, batch
+from tests.models.unusual_nets import ByHead, Clipped, Experts, InARow, Recurrent, Tokens, batch
 
 # Net -> the share of its parameters that is dealt.
-NETS: dict[type[nn.Module], float] = {Tokens: 0.9, InARow: 0.95, ByHead: 0.9, Experts: 0.95, Recurrent: 0.05}
+NETS: dict[type[nn.Module], float] = {
+    Tokens: 0.9,
+    InARow: 0.95,
+    ByHead: 0.9,
+    Experts: 0.95,
+    Recurrent: 0.05,
+    Clipped: 0.1,
+}
 
 
 def made(net: type[nn.Module]) -> nn.Module:

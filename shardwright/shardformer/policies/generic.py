@@ -122,7 +122,8 @@ class GenericPolicy(Policy):
 
     def _together(self, check: SelfCheck, rules: Rules, more: Rules) -> Rules | None:
         """Both, with what was guessed for parameters before a rule for their module came."""
-        outdated = {name for name in self._guessed if name.rpartition(".")[0] in more}
+        named = {shape_of_name(pattern) for pattern in more}
+        outdated = {name for name in self._guessed if shape_of_name(name).rpartition(".")[0] in named}
         kept = {pattern: style for pattern, style in rules.items() if pattern not in outdated}
         try:
             together = self._completed({**kept, **more})
@@ -226,6 +227,10 @@ class GenericPolicy(Policy):
         plan = Plan(rules, type(self).__name__)
         decisions = plan.decide(self.model, self.shard_config.parallel, complete=False)
         undecided = undecided_parameters(find_regions(self.model, decisions))
-        guessed = {shape_of_name(name): guess(self.model, name, rules) for name in undecided}
+        decided = {shape_of_name(f"{each.site.name}.{name}") for each in decisions for name in each.specs}
+        guessed = {}
+        for name in undecided:
+            shape = shape_of_name(name)  # a rule may name one of several that go by it
+            guessed[name if shape in decided else shape] = guess(self.model, name, rules)
         self._guessed = getattr(self, "_guessed", set()) | set(guessed)
         return {**rules, **guessed}

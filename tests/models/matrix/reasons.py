@@ -24,7 +24,7 @@ _REASONS = (
         "less than 1 % of a checkpoint",
     ),
     (
-        r"vision_tower\.head",
+        r"vision_(tower|model)\.head",
         "pools what the tower returns, which this model does not read: nothing would be tried of it",
     ),
     (r"altup", "makes one copy of the residual from another one, all of whose features are mixed before they are read"),
