@@ -9,6 +9,7 @@ draw.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -78,6 +79,21 @@ def put_back_after_errors() -> Iterator[None]:
         for numbers, mark in marks:
             numbers.go_back(mark)
         raise
+
+
+def draw_in_order(graph: fx.Graph) -> None:
+    """Let every operator that draws wait for the one before it, as inductor does by itself from torch 2.13 on; 2.11
+    does not. For graphs that autograd has been through.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    draws = [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
+    preserve_node_ordering(graph, {node: OrderedSet([last]) for last, node in itertools.pairwise(draws)})
 
 
 def spare_switches(graph: fx.Graph) -> None:

@@ -48,7 +48,7 @@ from ..models.layer_chain import layer_lists
 from ..models.shared_layers import compound_lists
 from ..utils.device import get_current_device
 from .compiled import keep_order, share_copies
-from .compiled_numbers import put_back_after_errors, spare_switches
+from .compiled_numbers import draw_in_order, put_back_after_errors, spare_switches
 from .compiled_products import join_linears
 from .compiled_sequence import read_by_shards, share_gathers, traced
 from .hooks_inside import hooks_inside
@@ -101,6 +101,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 @functools.cache
 def _inductor_options() -> dict[str, Any]:
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.fx_passes import post_grad
 
     class KeepOrder(CustomGraphPass):
         """`compiled.keep_order` where inductor asks for edits, of forward and backward graphs alike."""
@@ -113,8 +114,18 @@ def _inductor_options() -> dict[str, Any]:
             files = (keep_order.__code__.co_filename, share_gathers.__code__.co_filename)
             return get_hash_for_files((__file__, *files))
 
+    class DrawInOrder(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            draw_in_order(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__, draw_in_order.__code__.co_filename))
+
     # The numbers that dropout draws are those that it draws without compiling.
-    return {"post_grad_custom_pre_pass": KeepOrder(), "fallback_random": True}
+    options = {"post_grad_custom_pre_pass": KeepOrder(), "fallback_random": True}
+    if not hasattr(post_grad, "_chain_random_ops_for_ordering"):
+        options["post_grad_custom_post_pass"] = DrawInOrder()
+    return options
 
 
 def compile_graph(graph: fx.GraphModule, inputs: list[Any], late: LateProducts | None = None) -> Callable[..., Any]:
