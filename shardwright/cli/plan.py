@@ -9,8 +9,10 @@ One process plays rank 0 of the whole job on torch's fake backend; the model is 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--check", action="store_true", help="print one line instead of the report; the exit status tells the rest"
     )
+    model.add_argument(
+        "--peak",
+        action="store_true",
+        help="replay one step of every pipeline rank without data: the peak of memory, when, and what holds it; needs "
+        "--batch-size, and --seq-len for text",
+    )
+    model.add_argument("--json", action="store_true", help="the report as one JSON document")
     layout = parser.add_argument_group(
         "arguments of HybridParallelPlugin", "left out, each has the plugin's own default"
     )
@@ -160,12 +169,25 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.fail(str(error))  # nothing was learnt about the layout
     try:
-        layout, attention = _resolve(args, config, form)
+        given = _given(args)
+        layout, attention = _resolve(args, config, form, given)
+        peaks = _replay(args, config, form, given) if args.peak else []
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
-    print(f"This layout works: {str(layout).splitlines()[1]}" if args.check else f"{layout}\n\n{attention}")
+    _show(args, layout, attention, peaks)
     return 0
+
+
+def _show(args: argparse.Namespace, layout: Any, attention: str, peaks: list[Any]) -> None:
+    from ..planner.report import as_data, as_text
+
+    if args.json:
+        print(json.dumps({**asdict(layout), "peaks": as_data(peaks)}, indent=1))
+    elif args.check:
+        print(f"This layout works: {str(layout).splitlines()[1]}")
+    else:
+        print("\n\n".join([str(layout), attention, *([as_text(peaks)] if peaks else [])]))
 
 
 def _load_form(args: argparse.Namespace) -> dict[str, Any]:
@@ -182,15 +204,9 @@ def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     return load_config(args.config)
 
 
-def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> tuple[Any, str]:
-    """The `ResolvedLayout`, and the attention of this machine; ValueError says what does not fit."""
-    import torch
-
-    from ..cluster.launch import launch
-    from ..lazy import LazyInitContext
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of HybridParallelPlugin."""
     from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
-    from ..plugins import HybridParallelPlugin
-    from ..shardformer.attention_choice import explain
 
     given = {name: getattr(args, name) for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if hasattr(args, name)}
     if args.dp_inside:
@@ -201,24 +217,60 @@ def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any]) -> tup
         )
     if given.get("pp_size", 1) > 1 and not {"num_microbatches", "microbatch_size"} & set(given) and args.config is None:
         given["num_microbatches"] = 2 * given["pp_size"]
+    return given
+
+
+def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any]) -> tuple[Any, str]:
+    """The `ResolvedLayout`, and the attention of this machine; ValueError says what does not fit."""
+    import torch
+
+    from ..cluster.launch import launch
+    from ..lazy import LazyInitContext
+    from ..plugins import HybridParallelPlugin
+    from ..shardformer.attention_choice import explain
+
     launch(0, args.world_size, None, None, backend="fake")
     try:
         plugin = HybridParallelPlugin.from_config(form, **given)
         with LazyInitContext():
             model = _build(config)
-        optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-            "adamw": torch.optim.AdamW,
-            "sgd": torch.optim.SGD,
-        }
-        if args.optimizer == "muon":
-            optimizer: Any = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
-        else:
-            optimizer = optimizers[args.optimizer](model.parameters()) if args.optimizer != "none" else None
+        optimizer = _optimizer(args.optimizer, model)
         layout = plugin.preflight(model, optimizer, args.batch_size, args.seq_len)
         dtype = plugin.policy.dtype if plugin.policy.is_half else None
         return layout, f"on this machine: {explain(model, plugin.settings.sharding, dtype)}"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _optimizer(kind: str, model: Any) -> Any:
+    import torch
+
+    if kind == "muon":
+        return torch.optim.Muon([param for param in model.parameters() if param.ndim == 2])
+    optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    return optimizers[kind](model.parameters()) if kind != "none" else None
+
+
+def _replay(args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any]) -> list[Any]:
+    """The `Peak` of every pipeline rank."""
+    from ..lazy import LazyInitContext
+    from ..planner.batches import batch_of
+    from ..planner.replay import Job, replay
+    from ..plugins import HybridParallelPlugin
+
+    def build() -> Any:
+        with LazyInitContext():
+            return _build(config)
+
+    if args.batch_size is None or args.optimizer == "none":
+        raise ValueError("--peak replays a training step: it needs --batch-size, and an --optimizer")
+    job = Job(
+        lambda: HybridParallelPlugin.from_config(form, **given),
+        build,
+        lambda model: _optimizer(args.optimizer, model),
+        batch_of(build(), args.batch_size, args.seq_len),
+    )
+    return replay(job, args.world_size)
 
 
 def _load(name: str) -> Any:

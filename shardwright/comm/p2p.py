@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,8 @@ class PipeComm:
     learn   finds the rule for a kind of message from a header and its key, the same on all ranks; None: every new key
             has a header
     caches  False: every message has a header
+    book    headers by key, where there are no other ranks: what this one sends is entered, and what it receives is
+            looked up
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class PipeComm:
         self.device = device if device is not None else _device_of(group)
         self.learn: Learn | None = None
         self.caches = True
+        self.book: MutableMapping[Hashable, Header] | None = None
         self._groups = groups
         self._quantises = is_quantised(group)
         self._on_streams = has_streams(self.device)
@@ -188,6 +191,8 @@ class PipeComm:
         ]
         if known is None:
             edge.exchanged(key, header)
+            if self.book is not None:
+                self.book[key] = header
             return self._send(wire, destination, self._encode(header, key))
         if known != header:
             raise ValueError(
@@ -332,6 +337,8 @@ class PipeComm:
         return lengths, torch.frombuffer(bytearray(head + name), dtype=torch.uint8).to(self.device)
 
     def _receive_header(self, source: int, key: Hashable) -> Header:
+        if self.book is not None:
+            return self.book[key]
         (lengths,) = self.irecv_tensors([TensorMeta((2,), torch.int64, False)], source).wait_tensors()
         head, name = lengths.tolist()
         (data,) = self.irecv_tensors([TensorMeta((head + name,), torch.uint8, False)], source).wait_tensors()

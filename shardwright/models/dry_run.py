@@ -54,12 +54,12 @@ class MadeUpValues(TorchDispatchMode):
             if func is _aten._local_scalar_dense.default:
                 return self._truth if first.dtype == torch.bool else 0.0 if first.dtype.is_floating_point else 0
             if func is _aten.nonzero.default:
-                return _nonzero(first)
+                return nonzero_of(first)
             if func is _aten.index.Tensor and any(mask is not None and mask.dtype == torch.bool for mask in args[1]):
                 indices = [
                     i
                     for mask in args[1]
-                    for i in (_nonzero(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))
+                    for i in (nonzero_of(mask).unbind(1) if mask is not None and mask.dtype == torch.bool else (mask,))
                 ]
                 return func(first, indices)
             if func is _aten.masked_select.default:
@@ -74,7 +74,7 @@ class MadeUpValues(TorchDispatchMode):
         return compute(func, args, kwargs or {})
 
 
-def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+def nonzero_of(mask: torch.Tensor) -> torch.Tensor:
     """As if one element were set for each index of dim 0: one token per sample, one routed token per expert."""
     return mask.new_empty((mask.shape[0] if mask.dim() else 1, mask.dim()), dtype=torch.long)
 

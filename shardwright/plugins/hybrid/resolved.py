@@ -137,7 +137,7 @@ class ResolvedLayout:
             "",
             *self._stage_table(),
             "",
-            *_table(
+            *table(
                 (
                     "pipeline rank",
                     "parameters",
@@ -161,7 +161,7 @@ class ResolvedLayout:
                 (t.axis, t.what, "?" if t.count is None else str(t.count), "?" if t.sent is None else size(t.sent))
                 for t in self.traffic
             ]
-            lines += ["", *_table(("axis", "per step and rank", "calls", "sent"), rows)]
+            lines += ["", *table(("axis", "per step and rank", "calls", "sent"), rows)]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"without effect here: {option}" for option in self.without_effect]
@@ -172,9 +172,9 @@ class ResolvedLayout:
         head = ("stage", "rank", "layers", "parameters")
         rows = [(str(stage.stage), str(stage.rank), stage.span, human(stage.parameters)) for stage in self.stages]
         if not any(stage.recomputed + stage.selective for stage in self.stages):
-            return _table(head, rows)
+            return table(head, rows)
         counts = [f"{stage.recomputed} of {len(stage.layers)} layers{stage.in_part}" for stage in self.stages]
-        return _table((*head, "recomputed"), [(*row, count) for row, count in zip(rows, counts, strict=True)])
+        return table((*head, "recomputed"), [(*row, count) for row, count in zip(rows, counts, strict=True)])
 
     def _schedule(self) -> str:
         if self.sizes["pp"] == 1:
@@ -202,7 +202,8 @@ def _rank_row(rank: RankShape) -> tuple[str, ...]:
     return (str(rank.rank), human(rank.parameters), human(rank.shard), *map(size, amounts))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the columns below one another."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]

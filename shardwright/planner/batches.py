@@ -1,0 +1,42 @@
+"""A batch to replay a step with: of the sizes that are asked for, with labels where the model takes some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.example_inputs import SAMPLES, training_batches
+
+_LENGTH = 12  # tokens of a sample in `training_batches`
+
+
+def batch_of(model: nn.Module, samples: int, length: int | None) -> dict[str, Any]:
+    """`samples` rows of `length` tokens, none of them padding; images have the size that the config says."""
+    example = next(training_batches(model))
+    example.pop("attention_mask", None)
+    return {key: _resized(value, samples, length) for key, value in example.items()}
+
+
+def _resized(value: Any, samples: int, length: int | None) -> Any:
+    """Rows and tokens of an example, again and again."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if value.is_meta:  # images of a model without weights
+        value = torch.zeros(value.shape, dtype=value.dtype)
+    found = value
+    for dim, size in enumerate(value.shape):
+        wanted = samples if dim == 0 and size == SAMPLES else length if dim and size == _LENGTH else None
+        if wanted is not None:
+            found = found.index_select(dim, torch.arange(wanted) % size)
+    return found.contiguous()
+
+
+def first_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The first samples of a batch."""
+    samples = next(len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim())
+    return {
+        key: value[:rows] if isinstance(value, torch.Tensor) and value.dim() and len(value) == samples else value
+        for key, value in batch.items()
+    }

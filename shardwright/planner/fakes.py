@@ -1,0 +1,150 @@
+"""Tensors that have a shape, a dtype and a place, and no memory: code that was written for a CPU runs on them as it is.
+
+    with Fakes():
+        model, optimizer, *_ = booster.boost(lazy_model, optimizer)     # all floating tensors made here are fakes
+        ...                                                             # and so is what is computed from them
+
+Whole numbers and truth values stay real, since hosts look at them: ids, masks, counts, headers of messages. So do
+single numbers and what was there before. Collectives of fakes, and messages, are over at once. What a host reads off a
+fake is made up: a loss of 1, a condition that does not hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..comm.compat import finished_work
+from ..models.dry_run import nonzero_of
+from ..utils.pytree import TorchDispatchMode
+
+_aten = torch.ops.aten
+_ROOM = 2**40  # of a memory among the addresses of fakes, which are further apart
+_MAKERS = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.zeros.default,
+    _aten.ones.default,
+    _aten.full.default,
+    _aten.rand.default,
+    _aten.randn.default,
+}
+_WITH_INPUT = ("_allgather_base_", "alltoall_base_", "_reduce_scatter_base_")  # collectives: output, input
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory, or would have it if it were no fake."""
+    return tensor.fake_device.type != "meta" if isinstance(tensor, FakeTensor) else not tensor.is_meta
+
+
+class Fakes(TorchDispatchMode):
+    """See above.
+
+    Checked on torch 2.11 and 2.13: `torch._subclasses.fake_tensor`, which has no public name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._addresses = _addresses()
+
+    def __enter__(self) -> Self:
+        self._addresses.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._addresses.__exit__(*args)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            _answer(func, args)
+            return (args[0], finished_work()) if len(func._schema.returns) == 2 else finished_work()
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return self._compute(func, args, kwargs)
+        if func in _MAKERS and _is_large_floating(args, kwargs):
+            with self._mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is _aten.nonzero.default:
+            return nonzero_of(args[0])
+        with self._mode:
+            result = func(*args, **kwargs)
+            # Checked on torch 2.13: the first of a kind is referred to weakly, so that it cannot be swapped with a
+            # parameter; others are not
+            if func is _aten.detach.default and weakref.getweakrefcount(result):
+                result = func(*args, **kwargs)
+        return result
+
+
+@contextmanager
+def _addresses() -> Iterator[None]:
+    """Inside, fakes have addresses: code asks by them which tensors share memory."""
+    fakes = set[int]()
+    of_storage = torch.UntypedStorage.data_ptr
+
+    def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+        storage = torch.Tensor.untyped_storage(tensor)
+        fakes.add(storage._cdata)
+        return storage
+
+    def start_of(storage: torch.UntypedStorage) -> int:
+        return storage._cdata * _ROOM if storage._cdata in fakes else of_storage(storage)
+
+    def address_of(tensor: torch.Tensor) -> int:
+        return start_of(storage_of(tensor)) + int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+    with ExitStack() as stack:
+        for cls, name, function in (
+            (FakeTensor, "untyped_storage", storage_of),
+            (FakeTensor, "data_ptr", address_of),
+            (torch.UntypedStorage, "data_ptr", start_of),
+        ):
+            stack.callback(delattr, cls, name)
+            assert name not in vars(cls), (cls, name)
+            setattr(cls, name, function)
+        yield
+
+
+def _is_large_floating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a new tensor of more than a number is asked for, of floating dtype and not on the meta device."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype()
+    on_meta = device is not None and torch.device(device).type == "meta"
+    return len(args[0]) > 0 and dtype.is_floating_point and not on_meta
+
+
+@torch.no_grad()
+def _answer(collective: Any, args: tuple[Any, ...]) -> None:
+    """Fill what others would have sent, as far as it is real: with what this rank has sent itself, or zeros."""
+    name, first = collective._schema.name.removeprefix("c10d::"), args[0]
+    if name in ("recv_", "recv_any_source_"):
+        for tensor in first:
+            if not is_fake(tensor):
+                tensor.zero_()
+    elif name == "allgather_":
+        for outputs, own in zip(first, args[1], strict=True):
+            for output in outputs:
+                if not is_fake(output) and not is_fake(own):
+                    output.copy_(own)
+    elif name in _WITH_INPUT and not is_fake(first) and not is_fake(args[1]):
+        own = args[1].reshape(-1)
+        for start in range(0, first.numel(), max(own.numel(), 1)):
+            part = first.view(-1)[start : start + own.numel()]
+            part.copy_(own[: part.numel()])

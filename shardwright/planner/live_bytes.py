@@ -1,0 +1,148 @@
+"""Bytes of tensors that are alive, counted by what torch's operators are given and return: the same on every device,
+and without what an allocator keeps beside them.
+
+    with LiveBytes() as live:
+        model, optimizer = ...
+        kept, most = live.of_steps(step)       between steps, and the most within one
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..kernels.lazy_logits import LazyLogits
+from ..utils.pytree import TorchDispatchMode
+from .fakes import has_memory
+
+
+class _Met:
+    """A memory that was met.
+
+    size    bytes when it was looked at last; it may be emptied and filled
+    label   where it was met first
+    """
+
+    __slots__ = ("label", "reference", "size")
+
+    def __init__(self, reference: StorageWeakRef, size: int, label: Hashable) -> None:
+        self.reference, self.size, self.label = reference, size, label
+
+    def now(self) -> int | None:
+        """Bytes; None where it is gone."""
+        # checked on torch 2.13: StorageWeakRef says by itself only whether it has expired
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return None if storage is None else storage.nbytes()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Every memory that an operator of this block was given or has returned, and that is still there.
+
+    given      whether memory counts that operators were given and have not made here
+    looked_at  bytes of a new memory that make it worth while to look whether there have never been more
+    label      called for new memory, where it is wanted what holds the most
+    most       bytes, since it was set last
+    by_label   bytes at that moment, with `label`
+    during     what `moment` returned then
+    """
+
+    def __init__(
+        self,
+        looked_at: int = 0,
+        given: bool = True,
+        label: Callable[[], Hashable] | None = None,
+        moment: Callable[[], str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._given = given
+        self._label = label
+        self._moment = moment
+        self._met: dict[int, _Met] = {}
+        self._looked_at = looked_at
+        self._bound = 0  # there are no more than this now
+        self.most = 0
+        self.by_label: Counter[Hashable] = Counter()
+        self.during = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        large = self._look(result)
+        if self._given:
+            large |= self._look(args)
+            if kwargs:
+                large |= self._look(kwargs)
+        if large and self._bound > self.most:
+            now = self.bytes()
+            if now > self.most:
+                self.most = now
+                if self._label is not None:
+                    self.by_label = self.holdings()
+                if self._moment is not None:
+                    self.during = self._moment()
+        return result
+
+    def _look(self, tree: Any) -> bool:
+        """Note the memory of all tensors in nested lists; whether any of it is large and new."""
+        if isinstance(tree, torch.Tensor):
+            return self._note(tree)
+        if isinstance(tree, list | tuple):
+            found = False
+            for part in tree:
+                found |= self._look(part)
+            return found
+        return isinstance(tree, dict) and self._look(list(tree.values()))
+
+    def _note(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, LazyLogits) or not has_memory(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        met = self._met.get(storage._cdata)
+        if met is not None and not met.reference.expired():
+            self._bound += max(size - met.size, 0)
+            met.size = size
+            return False
+        label = self._label() if self._label is not None else None
+        self._met[storage._cdata] = _Met(StorageWeakRef(storage), size, label)
+        self._bound += size
+        return size > self._looked_at
+
+    def bytes(self) -> int:
+        """Now."""
+        total = 0
+        for key, met in list(self._met.items()):
+            size = met.now()
+            if size is None:
+                del self._met[key]
+            else:
+                met.size = size
+                total += size
+        self._bound = total
+        return total
+
+    def holdings(self) -> Counter[Hashable]:
+        """Bytes now, by label."""
+        found: Counter[Hashable] = Counter()
+        for met in self._met.values():
+            found[met.label] += met.now() or 0
+        return found
+
+    def relabel(self, label: Hashable) -> None:
+        """Give all that is there now another label."""
+        for met in self._met.values():
+            met.label = label
+
+    def of_steps(self, step: Callable[[], None]) -> tuple[int, int]:
+        """Bytes kept between steps, and the most within one; the first makes what lasts."""
+        step()
+        gc.collect()
+        self.most = kept = self.bytes()
+        step()
+        return kept, self.most

@@ -1,0 +1,168 @@
+"""The peak of memory on every pipeline rank of a layout: one training step of each rank, run in this process by the
+code that runs on the cluster, on tensors without memory (`fakes`), and counted as they come and go (`live_bytes`).
+
+    peaks = replay(Job(make_plugin, make_model, make_optimizer, batch), world_size)
+
+Exact but for what a device's kernels keep beside tensors, what its allocator keeps beside memory in use, and what
+depends on data (which expert a token goes to). One rank stands for all with its place in the pipeline.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..booster import Booster
+from ..cluster.launch import launch
+from ..comm.payload import Header
+from ..models.example_inputs import loss_of
+from ..pipeline.planning.actions import Action
+from ..pipeline.planning.placement import Placement
+from ..plugins import HybridParallelPlugin
+from .fakes import Fakes
+from .holders import KEPT, Holders
+from .live_bytes import LiveBytes
+
+LOOKED_AT = 4096  # bytes of a new tensor behind which the peak may lie
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, made anew for every rank.
+
+    model      makes it without weights, in a `LazyInitContext`
+    optimizer  makes it for that model
+    batch      of one data-parallel rank
+    """
+
+    plugin: Callable[[], HybridParallelPlugin]
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Optimizer]
+    batch: Mapping[str, Any]
+
+
+class Peak(NamedTuple):
+    """Of one rank.
+
+    rank    in the pipeline
+    kept    bytes between steps
+    most    bytes at the peak of a step
+    during  what the rank did then: an action of the schedule, or a part of the step
+    held    what held how much at the peak, most first
+    """
+
+    rank: int
+    kept: int
+    most: int
+    during: str
+    held: tuple[tuple[str, int], ...]
+
+
+def replay(job: Job, world_size: int) -> list[Peak]:
+    """By pipeline rank. This process must be in no process group."""
+    book = _Book()
+    members = [0]
+    found: dict[int, Peak] = {}
+    place = 0
+    while place < len(members):
+        with _joined(members[place], world_size):
+            plugin = job.plugin()
+            members = plugin.mesh.ranks("pp")
+            found[place], placement = _replay_rank(job, plugin, book)
+        place += 1
+    for place in {placement.rank_of(stage) for stage in book.mistaken()}:
+        with _joined(members[place], world_size):
+            found[place], _ = _replay_rank(job, job.plugin(), book)
+    return [found[place] for place in range(len(members))]
+
+
+@contextmanager
+def _joined(rank: int, world_size: int) -> Iterator[None]:
+    launch(rank, world_size, None, None, backend="fake")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+class _Book(dict[Hashable, Header]):
+    """Headers of messages between stages. One that is not known yet, because it comes from a rank that is replayed
+    later, is taken to be like the one into another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guessed: dict[Hashable, Header] = {}
+
+    def __missing__(self, key: Any) -> Header:
+        for known, header in reversed(self.items()):
+            if known.kind[1:] == key.kind[1:] and known.sizes == key.sizes:
+                self.guessed[key] = header
+                return header
+        raise KeyError(key)
+
+    def mistaken(self) -> list[int]:
+        """Stages for which the guess was wrong, as those before them have sent since."""
+        wrong = {key.kind[0] for key, header in self.guessed.items() if self.get(key, header) != header}  # type: ignore[attr-defined]
+        self.guessed.clear()
+        return sorted(wrong)
+
+
+class _Watch:
+    """What the rank is doing, told by the runtime in place of its `Recorder`."""
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+
+    def start_step(self) -> None:
+        self.action = None
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        self.action = action
+        yield
+        self.action = None
+
+    def inputs_arrived(self) -> None:
+        pass
+
+
+def _replay_rank(job: Job, plugin: HybridParallelPlugin, book: _Book) -> tuple[Peak, Placement]:
+    watch, booster = _Watch(), Booster(plugin=plugin)
+    holders = Holders(lambda: watch.action)
+    with Fakes(), LiveBytes(LOOKED_AT, label=holders.label, moment=holders.doing) as live:
+        bare = job.model()
+        model: Any
+        optimizer: Any
+        model, optimizer, *_ = booster.boost(bare, job.optimizer(bare))
+        del bare
+        runtime = model.executor.runtime
+        if runtime is not None:
+            runtime.recorder, runtime.comm.book = watch, book
+        _step(booster, model, optimizer, job.batch, holders)
+        gc.collect()
+        live.most = kept = live.bytes()
+        live.relabel(KEPT)
+        live.by_label, live.during = Counter({KEPT: kept}), "between steps"
+        _step(booster, model, optimizer, job.batch, holders)
+    held: dict[str, int] = {}
+    for label, amount in live.by_label.items():
+        held[str(label)] = held.get(str(label), 0) + amount
+    ordered = tuple(sorted(((what, size) for what, size in held.items() if size), key=lambda item: -item[1]))
+    return Peak(plugin.mesh.coordinate("pp"), kept, live.most, live.during, ordered), model.executor.cut.placement
+
+
+def _step(booster: Booster, model: Any, optimizer: Any, batch: Mapping[str, Any], holders: Holders) -> None:
+    with holders.part("forward and backward"):
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+    with holders.part("optimizer step"):
+        optimizer.step()
+    optimizer.zero_grad()
