@@ -155,9 +155,9 @@ ALIASES = {
 }
 # Keys that people know and that have no counterpart, with what to do instead.
 ELSEWHERE = {
-    "deepspeed": "say layout: {zero_stage: 1, 2 or 3}; docs/getting_started.md lists what each key becomes",
+    "deepspeed": "say layout: {zero_stage: 1, 2 or 3}; `shardwright config ds_config.json` translates the file",
     "fsdp": "say layout: {zero_stage: 3}",
-    "fsdp_config": "say layout: {zero_stage: 3}",
+    "fsdp_config": "say layout: {zero_stage: 3}; `shardwright config` translates a file",
     "parallelism_config": "say layout: {tp_size: ..., pp_size: ..., sp_size: ..., zero_stage: ...}",
     "torch_compile": "say layout: {enable_jit_fused: true}",
     "tf32": "call torch.set_float32_matmul_precision in a script of your own, or train with bf16: true",

@@ -179,7 +179,6 @@ CASES = [
         "internlm",
         {
             "zero_stage": 1,
-            "zero_group_size": None,
             "tp_size": 2,
             "pp_size": 2,
             "overlap_p2p": True,
@@ -214,7 +213,7 @@ CASES = [
             "warmup_steps": 0.01,
         },
         [
-            *("TRAIN_FOLDER", "parallel.weight.overlap", "data.micro_bsz", "data.seq_len", "model_type", "ckpt"),
+            *("TRAIN_FOLDER", "parallel.weight.overlap", "data.seq_len", "model_type", "ckpt"),
             *("loss.label_smoothing", "lr_scheduler.eta_min", "model"),
         ],
     ),
@@ -245,6 +244,6 @@ CASES = [
             "activation_checkpointing": True,
             "data": {"max_length": 4096},
         },
-        ["--c"],
+        ["-c", "--mixed_precision"],
     ),
 ]

@@ -96,6 +96,7 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("a.py", "x = (", [], "line 1: this is not python"),
     ("a.py", "x = 1", ["--from", "colossalai"], "builds none of HybridParallelPlugin"),
     ("a.py", "parallel = dict(tensor='2')", [], "parallel.tensor='2' must be a whole number"),
+    ("a.json", '{"zero_optimization": {"reduce_bucket_size": "big"}}', [], "reduce_bucket_size = 'big' is no value"),
     ("a.sh", "echo hello", [], "no options such as --plugin 3d"),
 ]
 

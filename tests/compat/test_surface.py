@@ -230,6 +230,8 @@ def test_plugins_are_laid_out_as_asked(world: None) -> None:
     )
     assert (hybrid.tp_size, hybrid.pp_size, hybrid.sp_size, hybrid.dp_size) == (2, 2, 1, 2)
     assert isinstance(hybrid.stage_manager, find("colossalai.pipeline.stage_manager").PipelineStageManager)
+    with pytest.raises(AttributeError, match=r"print\(plugin.layout\) shows what came of them"):
+        hybrid.shard_config  # noqa: B018
     zero = plugins.LowLevelZeroPlugin(precision="bf16")
     assert "initial_scale" not in [each.name for each in zero.without_effect]
     strategy = torch.distributed.fsdp.ShardingStrategy.SHARD_GRAD_OP

@@ -4,7 +4,8 @@ A block that begins with ```python runs as one process, ```python torchrun=2 on 
 ```python
 torchrun=1,4 as one process and on four ranks: with what torchrun tells its ranks, which tests/examples and
 tests/ranks/test_demo.py start by torchrun itself.
-```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py.
+```python after=demo needs the results of a demo run and is run by tests/ranks/test_demo.py, ```python pair=before and
+pair=after are compared by tests/compat/test_migration.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def blocks(language: str) -> list[Block]:
     return [block for block in found if block.language == language]
 
 
-PYTHON = [block for block in blocks("python") if "after" not in block.options]
+PYTHON = [block for block in blocks("python") if not {"after", "pair"} & set(block.options)]
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=[block.where for block in PYTHON])
@@ -77,7 +78,7 @@ def test_a_block_that_fails_on_one_rank_is_shown(tmp_path: Path) -> None:
 
 
 def test_options_of_blocks_are_known() -> None:
-    assert {option for block in blocks("python") for option in block.options} <= {"torchrun", "after"}
+    assert {option for block in blocks("python") for option in block.options} <= {"torchrun", "after", "pair"}
 
 
 def test_commands_exist() -> None:

@@ -11,6 +11,7 @@ from ...pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ...plugins import HybridParallelPlugin as NativePlugin
 from ...plugins.without_effect import warn_once
 from ...utils.argument_types import check_arguments
+from ...zero.layout import BUCKET_SIZE_IN_M
 from .pipeline import PlannedByPlugin
 from .plugin_bases import PipelinePluginBase
 
@@ -18,6 +19,17 @@ _ADVICE = {
     "stage": "it is called zero_stage",
     "dp_size": "leave it out: what the other sizes leave is data parallel",
     "zero_group_size": "it is an argument of shardwright.plugins.HybridParallelPlugin",
+}
+_ATTRIBUTES = {
+    "shard_config": "options of sharding are arguments of the plugin; print(plugin.layout) shows what came of them",
+    "scheduler": "booster.execute_pipeline runs the schedule; print(plugin.layout) shows it",
+    "schedule": "booster.execute_pipeline runs the schedule; print(plugin.layout) shows it",
+    "get_checkpoint_io": "booster.save, booster.load, booster.save_model and booster.load_model",
+    "moe_dp_group": "plugin.mesh.group('expert_dp')",
+    "ep_group": "plugin.mesh.group('ep')",
+    "amp_config": "precision and the loss scale are arguments of the plugin",
+    "zero_config": "zero_stage and its options are arguments of the plugin",
+    "ddp_config": "its options are arguments of the plugin",
 }
 _ALONG_TENSOR = ("split_gather", "ring")
 
@@ -59,7 +71,7 @@ class HybridParallelPlugin(NativePlugin, PipelinePluginBase):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        zero_bucket_size_in_m: float = 12,
+        zero_bucket_size_in_m: float = BUCKET_SIZE_IN_M,
         cpu_offload: bool = False,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = True,
@@ -81,6 +93,11 @@ class HybridParallelPlugin(NativePlugin, PipelinePluginBase):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
         super().__init__(**_as_here(arguments))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ATTRIBUTES:
+            raise AttributeError(f"{type(self).__name__} has no {name!r} here: {_ATTRIBUTES[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
@@ -119,7 +136,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        zero_bucket_size_in_m: float = 12,
+        zero_bucket_size_in_m: float = BUCKET_SIZE_IN_M,
         cpu_offload: bool = False,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = False,

@@ -6,6 +6,7 @@ import torch
 
 from ...plugins import LowLevelZeroPlugin as NativePlugin
 from ...utils.argument_types import check_arguments
+from ...zero.layout import BUCKET_SIZE_IN_M
 from .plugin_bases import DPPluginBase
 
 _SCALE = 2**32
@@ -25,7 +26,7 @@ class LowLevelZeroPlugin(NativePlugin, DPPluginBase):
         max_scale: float = 2**32,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
-        reduce_bucket_size_in_m: float = 12,
+        reduce_bucket_size_in_m: float = BUCKET_SIZE_IN_M,
         communication_dtype: torch.dtype | None = None,
         overlap_communication: bool = True,
         overlap_allgather: bool = False,

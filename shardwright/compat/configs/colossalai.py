@@ -178,6 +178,10 @@ def _command(text: str) -> Found:
             found.layout.pop("sp_size")  # which is that of tensor parallelism there
     else:
         found.layout.pop("sequence_parallelism_mode", None)
+    if options and not {"bf16", "fp16"} & set(found.recipe):
+        found.note(
+            "--mixed_precision", None, "the script's default, which the command does not say: bf16 or fp16: true"
+        )
     if not options:
         raise ValueError(
             "no options such as --plugin 3d --tp 2 were found: give a script, or the command that starts it"
@@ -214,4 +218,5 @@ def _option(name: str, value: str | None, found: Found) -> None:
         except ValueError:
             found.note(f"--{name}", value, "no constant; the command is read, not run")
     else:
-        found.note(f"--{name}", value, "no option of recipes")
+        dashes = "-" if len(name) == 1 else "--"
+        found.note(f"{dashes}{name}", value, "no option of recipes")

@@ -109,7 +109,10 @@ def apply(rules: Rules, given: Mapping[str, Any], found: Found, prefix: str = ""
     for key, value in given.items():
         name = f"{prefix}{key}"
         if name in rules:
-            rules[name](found, name, value)
+            try:
+                rules[name](found, name, value)
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(f"{name} = {value!r} is no value that this key takes") from None
         elif isinstance(value, Mapping) and any(rule.startswith(f"{name}.") for rule in rules):
             apply(rules, value, found, f"{name}.")
         else:

@@ -66,7 +66,7 @@ def read(text: str, file: str) -> Found:
     found.layout = {
         name: {key: each for key, each in asdict(value).items() if each is not None} if is_dataclass(value) else value  # type: ignore[arg-type]
         for name, value in reading.arguments.items()
-        if name != "dp_size"
+        if name != "dp_size" and value is not None
     }
     precision = found.layout.pop("precision", None)
     if precision in ("bf16", "fp16"):
@@ -74,7 +74,8 @@ def read(text: str, file: str) -> Found:
     if "max_norm" in found.layout:
         found.recipe["max_grad_norm"] = found.layout.pop("max_norm")
     for unused in reading.without_effect:
-        found.note(unused.name, unused.value, unused.why)
+        if unused.name != "data.micro_bsz":  # which says the batch size of a recipe
+            found.note(unused.name, unused.value, unused.why)
     section = given.get("data")
     data: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
     for ours, theirs in (("per_device_train_batch_size", "micro_bsz"), ("gradient_accumulation_steps", "micro_num")):
