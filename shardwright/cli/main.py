@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import doctor, env, models, plan, train
+from . import completion, doctor, env, models, plan, train
 from .demo import command as demo
 from .generate import command as generate
 from .launch import command as launch
@@ -26,6 +26,7 @@ VERBS = {
     "models": models,
     "env": env,
     "doctor": doctor,
+    "completion": completion,
 }
 
 
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         module.add_arguments(verb)
-        verb.set_defaults(run=module.run, fail=verb.error)
+        verb.set_defaults(run=module.run, fail=verb.error, whole=parser)
     return parser
 
 
