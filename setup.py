@@ -32,9 +32,15 @@ EXTRAS = {
         "triton>=3.3; sys_platform == 'linux'",  # whose interpreter tests kernels where there is no GPU
         *("peft>=0.17", "deepspeed>=0.19", "datasets>=4"),  # what optional parts need, so that their tests run
     ],
-    "data": ["datasets"],
+    "data": ["datasets"],  # datasets of the hub, parquet and csv files
+    "lora": ["peft"],
     "deepspeed": ["deepspeed"],
-    "viz": ["matplotlib"],
+    "kernels": ["liger-kernel; sys_platform == 'linux'"],  # norms and gated activations in one on GPUs
+    "pictures": ["matplotlib"],  # timelines as PNG
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "trackio": ["trackio"],
+    "mlflow": ["mlflow"],
 }
 
 setup(

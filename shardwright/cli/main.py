@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import config, doctor, env, models, plan, train
+from . import completion, config, doctor, env, models, plan, train
 from .demo import command as demo
 from .generate import command as generate
 from .launch import command as launch
@@ -27,6 +27,7 @@ VERBS = {
     "config": config,
     "env": env,
     "doctor": doctor,
+    "completion": completion,
 }
 
 
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         module.add_arguments(verb)
-        verb.set_defaults(run=module.run, fail=verb.error)
+        verb.set_defaults(run=module.run, fail=verb.error, whole=parser)
     return parser
 
 

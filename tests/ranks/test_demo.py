@@ -32,7 +32,7 @@ def demo(cwd: Path, *options: str) -> str:
 def losses(results: Path) -> list[float]:
     lines = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line] + [
-        line["held_out_loss"] for line in lines if "held_out_loss" in line
+        line["eval_loss"] for line in lines if "eval_loss" in line
     ]
 
 

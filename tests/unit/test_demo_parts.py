@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 
 import pytest
 
-from shardwright.cli.demo.chart import Point, loss_chart, nice_ticks, running_mean
 from shardwright.cli.demo.grammar import IDS, NUMBERS, STOP, Grammar, entropy, questions
 from shardwright.cli.demo.layout import Layout, nearest_worlds
 from shardwright.cli.demo.settings import DemoSettings
@@ -117,6 +115,12 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         (["--world-size", "3", "--device", "cpu"], "a world size of 2 or 4"),
         (["--world-size", "-2"], "-2 is too small"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--zero", "4"], "invalid choice: 4"),
+        (["--pp-style", "1f1b,1f1b"], "not a list of different schedules"),
+        (["--device", "cpu", "--tp", "2", "--world-size", "3"], "is no multiple of --tp 2 x --pp 1 x --sp 1"),
+        (["--device", "cpu", "--tp", "2", "--world-size", "6"], "a batch size of 18 would work"),
+        (["--device", "cpu", "--pp", "2", "--pp-style", "1f1b,zbw"], "did you mean"),
+        (["--device", "cpu", "--tp", "2", "--pp-style", "zb"], "needs a pipeline; say --pp 2"),
         (["--output", __file__], "is a file; name a directory"),
         (["--output", f"{__file__}/below"], "cannot be written to (Not a directory); name another directory"),
         (["--output", "/proc/nowhere"], "cannot be written to ("),
@@ -130,35 +134,3 @@ def test_bad_options_end_with_one_clear_line(
         main(["demo", *options])
     assert end.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_chart_is_well_formed_and_shows_everything() -> None:
-    train = [Point(step, 4 / step) for step in range(1, 101)]
-    held_out = [Point(0, 4.2), Point(50, 1.0), Point(100, 0.9)]
-    drawing = ET.fromstring(loss_chart(train, held_out, lowest=0.5))
-    tag = "{http://www.w3.org/2000/svg}"
-    assert len(drawing.findall(f"{tag}circle")) == 3
-    assert [len(line.attrib["points"].split()) for line in drawing.findall(f"{tag}polyline")] == [100, 100]
-    width, height = map(float, drawing.attrib["viewBox"].split()[2:])
-    for line in drawing.findall(f"{tag}polyline"):
-        for pixel in line.attrib["points"].split():
-            x, y = map(float, pixel.split(","))
-            assert 0 <= x <= width
-            assert 0 <= y <= height
-
-
-def test_a_chart_of_one_step_can_be_drawn() -> None:
-    ET.fromstring(loss_chart([Point(1, 2.0)], [Point(0, 2.0)], lowest=2.0))
-
-
-def test_ticks_enclose_the_values() -> None:
-    assert nice_ticks(0.9, 4.2) == pytest.approx([0, 1, 2, 3, 4, 5])
-    assert nice_ticks(0, 200) == pytest.approx([0, 50, 100, 150, 200])
-
-
-def test_running_mean_looks_back() -> None:
-    assert [point.y for point in running_mean([Point(1, 1.0), Point(2, 3.0), Point(3, 5.0)], window=2)] == [
-        1.0,
-        2.0,
-        4.0,
-    ]

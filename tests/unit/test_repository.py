@@ -148,6 +148,7 @@ def test_the_wheel_is_pure_python_and_complete(tmp_path: Path) -> None:
     done = subprocess.run(build, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     wheel = tmp_path / f"shardwright-{shardwright.__version__}-py3-none-any.whl"
+    assert wheel.stat().st_size < 2e6
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         path.relative_to(source).as_posix()

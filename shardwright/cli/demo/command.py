@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 from pathlib import Path
 
 from ..relaunch import inside_launcher, relaunch
 from .layout import nearest_worlds
-from .settings import DEFAULT_CPU_RANKS, DemoSettings
+from .settings import COMPARED, DEFAULT_CPU_RANKS, DemoSettings
 
 HELP = "train a small language model on several ranks of this machine and show what happened"
 
@@ -31,6 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=int, default=DemoSettings.seed, help="fixes the text, the weights and the order of batches"
+    )
+    for name, doc in (("tp", "share every layer"), ("pp", "hold successive layers"), ("sp", "share every sequence")):
+        parser.add_argument(
+            f"--{name}", type=_positive, default=argparse.SUPPRESS, metavar="N", help=f"ranks that {doc}"
+        )
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=DemoSettings.zero, help="ZeRO stage")
+    parser.add_argument(
+        "--pp-style",
+        type=_styles,
+        default=argparse.SUPPRESS,
+        metavar="NAME,...",
+        help=f"schedules of the pipeline: the first trains, the others go {COMPARED} steps beside it (default: 1f1b)",
     )
     parser.add_argument("--output", type=Path, default=Path("demo-results"), help="directory for the results")
 
@@ -56,7 +69,14 @@ def run(args: argparse.Namespace) -> int:
         )
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    settings = _settings(args, world_size or _default_world_size(gpus, args.batch_size))
+    settings = _settings(args, world_size or _default_world_size(gpus, args))
+    if settings.is_laid_out or settings.zero != 1 or hasattr(args, "pp_style"):
+        from .training import check
+
+        try:
+            check(settings)
+        except ValueError as error:
+            args.fail(" ".join(str(error).split()))
 
     # What a first run should not be about: another rank's warnings and the look for a hub.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -69,7 +89,14 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace, world_size: int) -> DemoSettings:
     try:
         return DemoSettings(
-            steps=args.steps, world_size=world_size, batch_size=args.batch_size, seed=args.seed, output=args.output
+            steps=args.steps,
+            world_size=world_size,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            output=args.output,
+            zero=args.zero,
+            styles=getattr(args, "pp_style", DemoSettings.styles),
+            **{name: getattr(args, name) for name in ("tp", "pp", "sp") if hasattr(args, name)},
         )
     except ValueError as error:
         args.fail(str(error))
@@ -88,9 +115,19 @@ def _problem_with(output: Path) -> str | None:
         return f"cannot be written to ({error.strerror}); name another directory"
 
 
-def _default_world_size(gpus: int, batch_size: int) -> int:
-    """All GPUs, or the most of them that the batch can be split over."""
-    return nearest_worlds(batch_size, gpus or DEFAULT_CPU_RANKS)[0]
+def _default_world_size(gpus: int, args: argparse.Namespace) -> int:
+    """All GPUs, or the most of them that the batch can be split over; what a layout takes, as often as it fits."""
+    least = math.prod(getattr(args, name, 1) for name in ("tp", "pp", "sp"))
+    if any(hasattr(args, name) for name in ("tp", "pp", "sp")):
+        return max(1, (gpus or DEFAULT_CPU_RANKS) // least) * least if gpus else least
+    return nearest_worlds(args.batch_size, gpus or DEFAULT_CPU_RANKS)[0]
+
+
+def _styles(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if len(set(names)) < len(names) or not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different schedules such as 1f1b,zb")
+    return names
 
 
 def _count_gpus() -> int:

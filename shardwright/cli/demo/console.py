@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .records import History
+from .records import History, told_apart
 
 
 class ProgressLine:
@@ -24,8 +24,9 @@ class ProgressLine:
 
     def advance(self, history: History) -> None:
         newest = history.steps[-1]
-        held_out = history.evaluations[-1].held_out_loss
-        numbers = f"loss {newest.loss:.3f}  held out {held_out:.3f}  {newest.tokens_per_second:,.0f} tokens/s"
+        held_out = history.evaluations[-1].eval_loss
+        numbers = f"loss {newest.loss:.3f}  held out {held_out:.3f}  {newest.tokens_per_second:,.0f} tokens/s  "
+        numbers += f"{newest.memory_gib:.1f} GiB"
         if self.bar and self.task is not None:
             self.bar.update(self.task, advance=1, numbers=numbers)
         elif newest.step == 1 or newest.step % max(1, self.steps // 10) == 0 or newest.step == self.steps:
@@ -74,7 +75,7 @@ class Console:
 
 
 def _outcome(history: History) -> Table:
-    first, last = history.evaluations[0].held_out_loss, history.evaluations[-1].held_out_loss
+    first, last = history.evaluations[0].eval_loss, history.evaluations[-1].eval_loss
     table = _two_columns()
     table.add_row("held-out loss", f"{first:.3f} -> [bold]{last:.3f}[/]   (best possible {history.lowest_loss:.3f})")
     table.add_row(
@@ -82,13 +83,14 @@ def _outcome(history: History) -> Table:
         f"{history.tokens_per_second:,.0f} tokens/s, {history.seconds:.1f} s in all, on "
         f"{history.settings.world_size} rank(s)",
     )
-    if history.timeline is not None:
-        ideal = history.timeline.ideal()
+    for style, timeline in history.timelines.items():
         table.add_row(
-            "pipeline bubble",
-            f"{history.timeline.bubble:.0%} measured, {ideal.bubble:.0%} ideal   (a step of "
-            f"{1000 * history.timeline.makespan:.0f} ms)",
+            f"bubble, {style}",
+            f"{timeline.bubble:.0%} measured, {timeline.ideal().bubble:.0%} ideal   (a step of "
+            f"{1000 * timeline.makespan:.0f} ms)",
         )
+    for style, apart in history.apart.items():
+        table.add_row(f"losses, {style}", f"{told_apart(apart)} those of {history.settings.styles[0]}")
     for kind, score in history.scores.items():
         table.add_row(kind, f"{score} questions answered right")
     return table
@@ -97,8 +99,8 @@ def _outcome(history: History) -> Table:
 def _places(history: History) -> Table:
     output = history.settings.output
     table = _two_columns()
-    table.add_row(f"{output}/report.html", "the loss curve and all of the above")
-    if history.timeline is not None:
+    table.add_row(f"{output}/report.html", "loss, throughput, memory, the pipeline's steps, and all of the above")
+    if history.timelines:
         table.add_row(f"{output}/timeline.html", "what every pipeline rank did in one step, against the ideal")
         table.add_row(f"{output}/trace.json", "the same for ui.perfetto.dev or chrome://tracing")
     table.add_row(f"{output}/metrics.jsonl", "loss, gradient norm and speed of every step")
@@ -113,6 +115,8 @@ def _next(history: History) -> Table:
     table = _two_columns()
     table.add_row(f"{command} demo --world-size {other}", "other ranks, the same loss")
     table.add_row(f"{command} demo --steps {2 * history.settings.steps}", "closer to the best possible")
+    table.add_row(f"{command} demo --pp 2 --pp-style 1f1b,zb,zbv", "schedules side by side")
+    table.add_row(f"{command} report {history.settings.output} OTHER", "two runs, one over the other")
     table.add_row(f"{command} doctor", "what this machine has and lacks")
     table.add_row("docs/getting_started.md", "your own training script")
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ...pipeline import timeline_html
+from ...pipeline.snapshots import write_timelines
 from ...utils.versions import versions
-from .chart import Point, loss_chart
+from ..report.curves import Curve, Point, alone, chart, running_mean
+from ..report.page import page
+from ..report.runs import read_run
 from .grammar import IDS, STOP, UNKNOWN, questions
-from .records import History, Score
+from .records import History, Score, told_apart
 
 SAMPLE_WORDS = 90
 
@@ -38,18 +40,15 @@ def write_results(history: History) -> None:
     (output / "metrics.jsonl").write_text("".join(lines))
     (output / "layout.json").write_text(json.dumps(history.layout.describe(), indent=2) + "\n")
     (output / "sample.txt").write_text("\n".join(history.sample) + "\n")
-    chart = loss_chart(
-        [Point(record.step, record.loss) for record in history.steps],
-        [Point(evaluation.step, evaluation.held_out_loss) for evaluation in history.evaluations],
-        history.lowest_loss,
-    )
-    (output / "loss.svg").write_text(chart)
-    (output / "report.html").write_text(report(history, chart))
-    if history.timeline is not None:
-        history.timeline.write_trace(output / "trace.json")
-        timeline_html.write_page(
-            history.timeline, output / "timeline.html", title="One training step of the Shardwright demo"
-        )
+    (output / "loss.svg").write_text(alone(loss_chart(history)))
+    (output / "run.json").write_text(json.dumps(facts(history), indent=1) + "\n")
+    write_timelines(history.timelines, output / "timeline.json")
+    (output / "recipe.yaml").unlink(missing_ok=True)  # of another run in this directory
+    (output / "report.html").write_text(page([read_run(output)], title="Shardwright demo"))
+    if history.timelines:
+        first = history.timelines[history.settings.styles[0]]
+        first.write_trace(output / "trace.json")
+        timeline_html.write_page(first, output / "timeline.html", title="One training step of the Shardwright demo")
 
 
 @torch.no_grad()
@@ -87,48 +86,41 @@ def _json_line(record: dict[str, float]) -> str:
     )
 
 
-def report(history: History, chart: str) -> str:
-    """A page that needs no other file."""
-    last = history.evaluations[-1].held_out_loss
-    facts = {
-        "held-out loss": f"{history.evaluations[0].held_out_loss:.3f} before, {last:.3f} after {len(history.steps)} "
-        "steps",
-        "best possible": f"{history.lowest_loss:.3f}, the entropy of the text",
-        "parameters": f"{history.parameters:,}",
-        "speed": f"{history.tokens_per_second:,.0f} tokens/s over all ranks",
-        "time": f"{history.seconds:.1f} s of training",
-        **{f"questions: {kind}": f"{score} answered right" for kind, score in history.scores.items()},
+def loss_chart(history: History) -> str:
+    """Loss of every training step, its running mean, the held-out losses, and the line below which no model can get."""
+    points = [Point(record.step, record.loss) for record in history.steps]
+    mean = running_mean(points, window=max(1, len(points) // 20))
+    checks = [Point(evaluation.step, evaluation.eval_loss) for evaluation in history.evaluations]
+    curves = [Curve("loss", "raw a", points), Curve("loss", "line a", mean), Curve("held out", "a", checks, dots=True)]
+    return chart("Loss", curves, floor=history.lowest_loss)
+
+
+def facts(history: History) -> dict[str, Any]:
+    """run.json: what the report tells beside the numbers of steps."""
+    first, last = history.evaluations[0].eval_loss, history.evaluations[-1].eval_loss
+    answers = {f"questions: {kind}": f"{score} answered right" for kind, score in history.scores.items()}
+    apart = {
+        f"losses under {style}": f"{told_apart(apart)} those of {history.settings.styles[0]}"
+        for style, apart in history.apart.items()
     }
-    made_with = {"command": history.settings.command_line, **versions()}
-    pipeline = ""
-    if history.timeline is not None:
-        pipeline = f"<h2>What the pipeline did in one step</h2>{timeline_html.figure(history.timeline)}"
-    sample = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in history.sample)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Shardwright demo</title>
-<style>
-  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 800px; margin: 2em auto; padding: 0 1em; color: #222;
-    background: #fff }}
-  table {{ border-collapse: collapse }} td {{ padding: 2px 18px 2px 0; vertical-align: top }} td:first-child {{ color:
-    #666 }}
-  li {{ list-style: none }} ul {{ padding: 0 }} svg {{ width: 100% }}
-  {timeline_html.STYLE}
-</style></head><body>
-<h1>Shardwright demo</h1>
-<p>A Llama that began with random weights, trained on {history.layout}, on a small invented
-language whose statistics are known exactly.</p>
-{chart}
-<h2>What came out</h2>{_table(facts)}
-<h2>How it was laid out</h2>{_table(history.layout.describe())}
-{pipeline}
-<h2>What the model writes now</h2><ul>{sample}</ul>
-<h2>How it was made</h2>{_table(made_with)}
-</body></html>
-"""
-
-
-def _table(rows: dict[str, str] | dict[str, str | int]) -> str:
-    cells = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items()
-    )
-    return f"<table>{cells}</table>"
+    learned = {
+        "held-out loss": f"{first:.3f} before, {last:.3f} after {len(history.steps)} steps",
+        "best possible": f"{history.lowest_loss:.3f}, the entropy of the text",
+        **answers,
+        **apart,
+    }
+    about = {
+        "model": "a Llama from random weights, on an invented language whose statistics are known exactly",
+        "layout": str(history.layout),
+        "parameters": history.parameters,
+        "total_steps": history.settings.steps,
+    }
+    return {
+        "facts": about,
+        "finished": {"interrupted": False},
+        "floor": history.lowest_loss,
+        "layout": history.layout.describe(),
+        "tables": {"What it has learned": learned, "How it was laid out": history.layout.describe()},
+        "texts": {"What the model writes now": history.sample},
+        "made with": {"command": history.settings.command_line, **versions()},
+    }

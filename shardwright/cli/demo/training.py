@@ -17,14 +17,16 @@ from transformers.utils.logging import disable_progress_bar
 import shardwright
 
 from ...booster import Booster
-from ...cluster import DistCoordinator
+from ...cluster import DistCoordinator, launch
+from ...lazy import LazyInitContext
 from ...pipeline.snapshots import Camera
+from ...trainer.progress import peak_memory
 from ...utils.device import get_current_device
 from .console import Console
 from .grammar import IDS, WORDS, Grammar, Step, entropy
 from .layout import Layout
 from .records import Evaluation, History, StepRecord
-from .settings import DemoSettings
+from .settings import COMPARED, DemoSettings
 
 Batch = Mapping[str, torch.Tensor]
 SNAPSHOTS = 9  # steps at the end whose timeline is recorded
@@ -56,7 +58,7 @@ def build_model(settings: DemoSettings) -> LlamaForCausalLM:
         vocab_size=len(WORDS),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=settings.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4 * settings.sequence_length,
@@ -74,48 +76,34 @@ def train(settings: DemoSettings) -> None:
     shardwright.launch_from_torch(seed=settings.seed)
     coordinator = DistCoordinator()
     console = Console(enabled=coordinator.is_master())
-    layout = Layout.for_world(settings.world_size, settings.batch_size, get_current_device().type)
-
+    device = get_current_device().type
     text = GrammarText("train", settings.steps * settings.batch_size, settings.sequence_length, settings.seed)
     held_out = GrammarText("held-out", settings.held_out_sequences, settings.sequence_length, settings.seed)
-    model: Any = build_model(settings)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
-    plugin = layout.plugin()
-    batch_size = settings.batch_size // layout.dp
-    batches: Any = plugin.prepare_dataloader(
-        text, batch_size=batch_size, shuffle=True, seed=settings.seed, drop_last=True
-    )
-    checks: Any = plugin.prepare_dataloader(held_out, batch_size=batch_size)
-    booster = Booster(plugin=plugin)
-    model, optimizer, _, batches, schedule = booster.boost(model, optimizer, None, batches, schedule)
 
-    history = History(settings, layout, parameters, lowest_loss=held_out.lowest_loss())
+    run = Run(settings, settings.layout(device), text)
+    batches_of_checks = run.loader(held_out)
+    history = History(settings, run.layout, run.parameters, lowest_loss=held_out.lowest_loss())
     console.introduce(history)
-    run = Run(booster, model, optimizer)
-    camera = Camera(model.executor, SNAPSHOTS, skip=max(0, settings.steps - SNAPSHOTS))
-    supply = iter(batches)
+    camera = Camera(run.model.executor, SNAPSHOTS, skip=max(0, settings.steps - SNAPSHOTS))
     with console.progress(settings.steps) as progress:
         started = time.perf_counter()
-        history.evaluations.append(Evaluation(0, run.evaluate(checks)))
+        history.evaluations.append(Evaluation(0, run.evaluate(batches_of_checks)))
         for step in range(1, settings.steps + 1):
             step_started = time.perf_counter()
             with camera.watching():
-                loss, norm = run.train_step(supply)
-            rate = optimizer.param_groups[0]["lr"]
-            schedule.step()
-            now = time.perf_counter()
-            history.steps.append(
-                StepRecord(step, loss, norm, rate, settings.tokens_per_step / (now - step_started), now - started)
-            )
+                loss, norm, rate = run.train_step()
+            seconds, tokens = time.perf_counter() - step_started, settings.tokens_per_step
+            memory = peak_memory() / 2**30
+            history.steps.append(StepRecord(step, loss, norm, rate, tokens / seconds, seconds, step * tokens, memory))
             if step % max(1, settings.steps // 10) == 0 or step == settings.steps:
-                history.evaluations.append(Evaluation(step, run.evaluate(checks)))
+                history.evaluations.append(Evaluation(step, run.evaluate(batches_of_checks)))
             progress.advance(history)
     history.seconds = time.perf_counter() - started
-    history.timeline = camera.typical()
+    _note(history, run, camera)
+    run.booster.save_model(run.model, str(settings.output / "model"), shard=True)
+    for style in settings.styles[1:]:
+        _compare(history, Run(settings, settings.layout(device, style), text))
 
-    booster.save_model(model, str(settings.output / "model"), shard=True)
     if coordinator.is_master():
         # Only now, so that every rank's start does not pay for what one rank needs at the end.
         from .results import save_tokenizer, write_results
@@ -126,22 +114,72 @@ def train(settings: DemoSettings) -> None:
     coordinator.block_all()
 
 
+def check(settings: DemoSettings) -> None:
+    """ValueError for a layout that cannot be, found out by one process before ranks start."""
+    for style in settings.styles:
+        launch(0, settings.world_size, None, None, backend="fake")
+        try:
+            layout = settings.layout("cpu", style)
+            if len(settings.styles) > 1 and layout.pp == 1:
+                raise ValueError(f"--pp-style {','.join(settings.styles)} needs a pipeline; say --pp 2")
+            if settings.styles != DemoSettings.styles and layout.pp == 1:
+                raise ValueError(f"--pp-style {style} needs a pipeline; say --pp 2")
+            with LazyInitContext():
+                model: Any = build_model(settings)
+            optimizer = torch.optim.AdamW(model.parameters())
+            layout.plugin().preflight(model, optimizer, settings.batch_size // layout.dp, settings.sequence_length)
+        finally:
+            dist.destroy_process_group()
+
+
+def _compare(history: History, run: Run) -> None:
+    """Some steps of the same training under another schedule, whose losses must be the same."""
+    steps = min(COMPARED, history.settings.steps)
+    camera = Camera(run.model.executor, SNAPSHOTS, skip=max(0, steps - SNAPSHOTS))
+    losses = []
+    for _ in range(steps):
+        with camera.watching():
+            losses.append(run.train_step()[0])
+    apart = [abs(loss - record.loss) for loss, record in zip(losses, history.steps, strict=False)]
+    history.apart[run.layout.pp_style] = max(apart)
+    _note(history, run, camera)
+
+
+def _note(history: History, run: Run, camera: Camera) -> None:
+    timeline = camera.typical()
+    if timeline is not None:
+        history.timelines[run.layout.pp_style] = timeline
+
+
 class Run:
-    """A boosted model and how to take steps with it. The loss exists where the last stage is; every rank is told."""
+    """A boosted model on its way, from the same weights over the same batches at every layout."""
 
-    def __init__(self, booster: Booster, model: Any, optimizer: Any) -> None:
-        self.booster, self.model, self.optimizer = booster, model, optimizer
-        self.device = get_current_device()
+    def __init__(self, settings: DemoSettings, layout: Layout, text: GrammarText) -> None:
+        self.settings, self.layout, self.device = settings, layout, get_current_device()
+        model: Any = build_model(settings)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
+        self.plugin = layout.plugin()
+        self.booster = Booster(plugin=self.plugin)
+        batches = self.loader(text, shuffle=True, seed=settings.seed, drop_last=True)
+        boosted: Any = self.booster.boost(model, optimizer, None, batches, schedule)
+        self.model, self.optimizer, _, batches, self.schedule = boosted
+        self.batches: Iterator[Batch] = iter(batches)
 
-    def train_step(self, batches: Iterator[Batch]) -> tuple[float, float]:
-        """One optimizer step on the next batch; returns the loss of the whole batch and the gradient's norm before
-        clipping.
+    def loader(self, text: GrammarText, **options: Any) -> Any:
+        return self.plugin.prepare_dataloader(text, batch_size=self.settings.batch_size // self.layout.dp, **options)
+
+    def train_step(self) -> tuple[float, float, float]:
+        """One optimizer step on the next batch; returns the loss of the whole batch, the gradient's norm before
+        clipping and the learning rate.
         """
-        result = self.booster.execute_pipeline(batches, self.model, model_loss, self.optimizer)
+        result = self.booster.execute_pipeline(self.batches, self.model, model_loss, self.optimizer)
         self.optimizer.step()
-        norm = self.optimizer.get_grad_norm()
+        norm, rate = self.optimizer.get_grad_norm(), self.optimizer.param_groups[0]["lr"]
         self.optimizer.zero_grad()
-        return self._tell_all(result["loss"]), float(norm)
+        self.schedule.step()
+        return self._tell_all(result["loss"]), float(norm), rate
 
     @torch.no_grad()
     def evaluate(self, batches: Any) -> float:
@@ -153,10 +191,12 @@ class Run:
         return self._tell_all(None if losses[0] is None else torch.stack(losses).mean())
 
     def _tell_all(self, loss: torch.Tensor | None) -> float:
-        """Ranks are laid out so that the last one has the last stage."""
-        value = torch.zeros((), device=self.device) if loss is None else loss.detach().float()
-        dist.broadcast(value, src=dist.get_world_size() - 1)
-        return value.item()
+        """It is known where the last stage is."""
+        shared = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if loss is not None:
+            shared[0], shared[1] = loss.detach().double(), 1.0
+        dist.all_reduce(shared)
+        return (shared[0] / shared[1]).item()
 
 
 def model_loss(outputs: Any, inputs: Batch) -> torch.Tensor:

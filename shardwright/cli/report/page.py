@@ -82,10 +82,10 @@ CHARTS = {
 }
 
 
-def page(runs: Sequence[Run], x: str = "step") -> str:
+def page(runs: Sequence[Run], x: str = "step", title: str | None = None) -> str:
     """The HTML of one run, or of two that are compared; `x` is step, tokens or seconds."""
     names = _names(runs)
-    title = " against ".join(names)
+    title = title or " against ".join(names)
     parts = [f"<h1>{escape(title)}</h1>", _state(runs, names)]
     parts += [f"<h2>What came out</h2>{_outcome(runs, names)}"]
     if len(runs) == 2:
