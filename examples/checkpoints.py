@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = endless(dataloader)
     with SaveOnSignal() as signalled:
         for step in range(first, args.steps + 1):
-            result = booster.execute_pipeline(batches, model, None, optimizer)
+            result = booster.execute_pipeline(batches, model, optimizer=optimizer)
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()

@@ -80,7 +80,7 @@ class Trainer:
         total_steps: int,
         directory: str | Path,
         evaluation: Any = None,
-        criterion: Callable[[Any, Any], torch.Tensor] = model_loss,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
         evaluate: Every = Every(),
         save: Every = Every(),
         keep: int | None = None,
@@ -88,13 +88,21 @@ class Trainer:
         listeners: Sequence[Listener] = (),
     ) -> None:
         self.booster, self.model, self.optimizer, self.data = booster, model, optimizer, data
-        self.lr_scheduler, self.criterion = lr_scheduler, criterion
+        self.lr_scheduler = lr_scheduler
+        # A function, since a method's object would be copied when the loss is followed ahead.
+        self._loss = criterion or (lambda outputs, inputs: self.criterion(outputs, inputs))
+        if criterion is not None:
+            self.criterion = criterion  # type: ignore[method-assign, assignment]
         self.total_steps, self.checkpoints = total_steps, Path(directory) / "checkpoints"
         self.evaluation, self.evaluate_when, self.save_when = evaluation, evaluate, save
         self.keep, self.patience = keep, patience
         self.listeners = listeners if dist.get_rank() == 0 else ()
         self.progress = Progressed()
         self.interrupted = False
+
+    def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
+        """The loss of a batch of which `outputs` are what the model returned."""
+        return model_loss(outputs, inputs)
 
     def resume(self, path: str | Path | None = None) -> bool:
         """Go on from a checkpoint, or from the newest of the run; False where there is none."""
@@ -145,7 +153,7 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Forward, backward and the optimizer's step on one batch of every rank. The loss is that of all of them."""
-        result = self.booster.execute_pipeline(iter([batch]), self.model, self.criterion, self.optimizer)
+        result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, self.optimizer)
         self.optimizer.step()
         norm = self.optimizer.get_grad_norm()
         self.optimizer.zero_grad()
@@ -166,7 +174,7 @@ class Trainer:
         self.model.eval()
         total, counted = 0.0, 0
         for batch in self.evaluation:
-            result = self.booster.execute_pipeline(iter([batch]), self.model, self.criterion)
+            result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss)
             loss, labelled = self._everyones(result["loss"], _labelled(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled
