@@ -241,7 +241,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         dist.barrier()
         begun = time.perf_counter()
         if hybrid:
-            booster.execute_pipeline(iter([batch]), model, None, optimizer)
+            booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
         else:
             booster.backward(model(**{key: value.to(device) for key, value in batch.items()}).loss, optimizer)
         optimizer.step()
@@ -266,6 +266,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": tokens * replicas / step_time,
         "tokens_per_second_per_rank": tokens * replicas / step_time / ranks,
         "tflops_per_rank": tflops,
+        "peak_tflops": promised,
         "mfu": None if promised is None else tflops / promised,
         "peak_memory_gib": memory.item() / 2**30,
     }
@@ -277,7 +278,7 @@ def promised_tflops() -> float | None:
 
 
 def line(found: Mapping[str, Any]) -> str:
-    used = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%}"
+    used = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%} of {found['peak_tflops']:g} TFLOP/s"
     return (
         f"{found['family']}: {found['parameters'] / 1e6:,.1f} million parameters, "
         f"{1000 * found['step_seconds']:,.1f} ms, {found['tokens_per_second']:,.0f} tokens/s, "
@@ -302,8 +303,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plugin", choices=("hybrid", "zero", "fsdp", "ddp"), default="hybrid")
     parser.add_argument("--batch-size", type=int, default=8, help="samples of one data-parallel rank")
     parser.add_argument("--length", type=int, help="tokens of a sample; left out: 512, with --tiny 32")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5, help="steps that are not counted")
     for axis in ("tp", "pp", "ep"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--pp-style", default="1f1b")

@@ -1,9 +1,9 @@
 """A run that goes on wherever it was cut off, on as many ranks as there are then.
 
-    torchrun --nproc-per-node 2 examples/checkpoints.py --tiny --run run --stop-after 4 --tp 2
-    torchrun --nproc-per-node 4 examples/checkpoints.py --tiny --run run --pp 2               # goes on at step 5
+    torchrun --nproc-per-node 2 examples/checkpoints.py --tiny --directory run --stop-after 4 --tp 2
+    torchrun --nproc-per-node 4 examples/checkpoints.py --tiny --directory run --pp 2        # goes on at step 5
     torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        examples/checkpoints.py --run /shared/run
+        examples/checkpoints.py --directory /shared/run
 
 The second line is the same run: weights, optimizer, schedule and the next sample are taken up in another layout, and
 losses are those of a run that was never cut off. Under the third torchrun starts the script again on the machines that
@@ -30,7 +30,7 @@ from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--run", type=Path, default=Path("run"), help="directory of the run's checkpoints")
+    extra.add_argument("--directory", type=Path, default=Path("run"), help="directory of the run's checkpoints")
     extra.add_argument("--save-every", type=int, default=50)
     extra.add_argument("--stop-after", type=int, help="end at this step, as if the machine had gone")
     # --batch-size is that of all ranks here, so that a step is the same step on any number of them
@@ -63,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
 
     first = 1
-    if any(args.run.glob("step-*")):
-        loaded = booster.load(str(args.run), **state)  # the newest that is whole
+    if any(args.directory.glob("step-*")):
+        loaded = booster.load(str(args.directory), **state)  # the newest that is whole
         first = loaded["step"] + 1
         coordinator.print_on_master(f"going on after {loaded['path']}")
 
     batches = endless(dataloader)
     with SaveOnSignal() as signalled:
         for step in range(first, args.steps + 1):
-            result = booster.execute_pipeline(batches, model, None, optimizer)
+            result = booster.execute_pipeline(batches, model, optimizer=optimizer)
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stops = signalled.anywhere() or step in (args.stop_after, args.steps)
             if stops or step % args.save_every == 0:
                 # Tensors are copied now and written while the next steps run.
-                booster.save(str(args.run / f"step-{step}"), **state, step=step, use_async=True, keep_last=2)
+                booster.save(str(args.directory / f"step-{step}"), **state, step=step, use_async=True, keep_last=2)
             if stops:
                 break
     booster.wait()

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batches = endless(dataloader)
     for step in range(1, args.steps + 1):
-        result = booster.execute_pipeline(batches, model, None, optimizer)  # None: the loss is the model's own
+        result = booster.execute_pipeline(batches, model, optimizer=optimizer)
         optimizer.step()
         lr_scheduler.step()
         optimizer.zero_grad()

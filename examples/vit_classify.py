@@ -58,7 +58,7 @@ def accuracy(booster: Booster, model: Any, dataloader: Any) -> float:
     model.eval()
     counts = torch.zeros(2, device=get_current_device())  # right, all
     for batch in dataloader:
-        result = booster.execute_pipeline(iter([batch]), model, None, return_outputs=True)
+        result = booster.execute_pipeline(iter([batch]), model, return_outputs=True)
         if result["outputs"] is not None:  # on the last stage
             said = result["outputs"].logits.argmax(-1)
             counts += torch.stack([(said == batch["labels"].to(said.device)).sum(), torch.tensor(len(said))]).to(counts)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.train()
     batches = endless(train_loader)
     for step in range(1, args.steps + 1):
-        result = booster.execute_pipeline(batches, model, None, optimizer)
+        result = booster.execute_pipeline(batches, model, optimizer=optimizer)
         optimizer.step()
         lr_scheduler.step()
         optimizer.zero_grad()

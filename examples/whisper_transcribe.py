@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batches = endless(dataloader)
     for step in range(1, args.steps + 1):
-        result = booster.execute_pipeline(batches, model, None, optimizer)
+        result = booster.execute_pipeline(batches, model, optimizer=optimizer)
         optimizer.step()
         optimizer.zero_grad()
         if coordinator.is_last_process():

@@ -106,13 +106,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     booster = Booster(plugin=plugin)
     model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
 
+    # One of the ranks that have the loss, which are those of the last stage; where that is depends on the schedule.
+    is_first = not any(plugin.mesh.coordinate(axis) for axis in ("dp", "tp", "sp"))
     batches = endless(dataloader)
     for step in range(1, args.steps + 1):
-        result = booster.execute_pipeline(batches, model, None, optimizer)
+        result = booster.execute_pipeline(batches, model, optimizer=optimizer)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if coordinator.is_last_process():
+        if result["loss"] is not None and is_first:
             print(f"step {step}: loss {result['loss'].item():.4f}")
     if args.output:
         booster.save_model(model, args.output, shard=True)

@@ -22,7 +22,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardwright
 from shardwright.booster import Booster
-from shardwright.cluster import DistCoordinator
 from shardwright.lazy import LazyInitContext
 from shardwright.logging import disable_existing_loggers, get_dist_logger
 from shardwright.optim import HybridAdam
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     disable_existing_loggers()
     shardwright.launch_from_torch(seed=42)
-    coordinator, logger = DistCoordinator(), get_dist_logger()
+    logger = get_dist_logger()
     transformers.utils.logging.set_verbosity_error()
 
     plugin: Any = make_plugin(args)
@@ -102,14 +101,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     booster = Booster(plugin=plugin)
     model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
 
+    # One of the ranks that have the loss, which are those of the last stage; where that is depends on the schedule.
+    is_first = not any(plugin.mesh.coordinate(axis) for axis in ("dp", "tp", "sp"))
     batches = iter(dataloader)
     for step in range(1, args.steps + 1):
-        result = booster.execute_pipeline(batches, model, None, optimizer)
+        result = booster.execute_pipeline(batches, model, optimizer=optimizer)
         rate = scheduler.get_last_lr()[0]
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if coordinator.is_last_process() and (step == 1 or step % max(1, args.steps // 5) == 0):
+        if result["loss"] is not None and is_first and (step == 1 or step % max(1, args.steps // 5) == 0):
             logger.info(f"step {step}: loss {result['loss'].item():.4f}, learning rate {rate:.2e}")
     if args.output:
         booster.save_model(model, args.output, shard=True)

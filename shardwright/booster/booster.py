@@ -200,7 +200,7 @@ class Booster(metaclass=ExplainedArguments):
         self,
         data_iter: Iterator[Any],
         model: nn.Module,
-        criterion: Callable[[Any, Any], torch.Tensor],
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: OptimizerWrapper | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
@@ -208,7 +208,8 @@ class Booster(metaclass=ExplainedArguments):
         """One batch from `data_iter` through the pipeline: forward, and backward when an optimizer is given.
 
         Returns {"loss": tensor or None, "outputs": outputs or None}. The loss is that of the global batch and lives on
-        the last stage. Without an optimizer the model is evaluated, and nothing is recorded for a backward pass.
+        the last stage; without a criterion it is the model's own. Without an optimizer the model is evaluated, and
+        nothing is recorded for a backward pass.
         """
         if self.plugin is None:
             raise ValueError(

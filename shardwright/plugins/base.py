@@ -179,7 +179,7 @@ class Plugin(ABC, metaclass=ExplainedArguments):
         self,
         data_iter: Iterator[Any],
         model: nn.Module,
-        criterion: Callable[[Any, Any], torch.Tensor],
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: OptimizerWrapper | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,

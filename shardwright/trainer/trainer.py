@@ -82,7 +82,7 @@ class Trainer:
         total_steps: int,
         directory: str | Path,
         evaluation: Any = None,
-        criterion: Callable[[Any, Any], torch.Tensor] = model_loss,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
         evaluate: Every = Every(),
         save: Every = Every(),
         keep: int | None = None,
@@ -91,7 +91,11 @@ class Trainer:
         timeline_steps: int = 0,
     ) -> None:
         self.booster, self.model, self.optimizer, self.data = booster, model, optimizer, data
-        self.lr_scheduler, self.criterion = lr_scheduler, criterion
+        self.lr_scheduler = lr_scheduler
+        # A function, since a method's object would be copied when the loss is followed ahead.
+        self._loss = criterion or (lambda outputs, inputs: self.criterion(outputs, inputs))
+        if criterion is not None:
+            self.criterion = criterion  # type: ignore[method-assign, assignment]
         self.total_steps, self.directory = total_steps, Path(directory)
         self.checkpoints = self.directory / "checkpoints"
         self.evaluation, self.evaluate_when, self.save_when = evaluation, evaluate, save
@@ -102,6 +106,10 @@ class Trainer:
         self.interrupted = False
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
+
+    def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
+        """The loss of a batch of which `outputs` are what the model returned."""
+        return model_loss(outputs, inputs)
 
     def resume(self, path: str | Path | None = None) -> bool:
         """Go on from a checkpoint, or from the newest of the run; False where there is none."""
@@ -156,7 +164,7 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Forward, backward and the optimizer's step on one batch of every rank. The loss is that of all of them."""
-        result = self.booster.execute_pipeline(iter([batch]), self.model, self.criterion, self.optimizer)
+        result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, self.optimizer)
         self.optimizer.step()
         norm = self.optimizer.get_grad_norm()
         self.optimizer.zero_grad()
@@ -177,7 +185,7 @@ class Trainer:
         self.model.eval()
         total, counted = 0.0, 0
         for batch in self.evaluation:
-            result = self.booster.execute_pipeline(iter([batch]), self.model, self.criterion)
+            result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss)
             loss, labelled = self._everyones(result["loss"], _labelled(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled

@@ -47,7 +47,7 @@ EVERY = [
         learns=False,  # prints no losses: its scores are compared by the script
     ),
     Example("chatglm2.py", PP_FIRST),
-    Example("checkpoints.py", ("--run run1", "--run run2", "--run run4 --pp 2")),
+    Example("checkpoints.py", ("--directory run1", "--directory run2", "--directory run4 --pp 2")),
     Example("custom_mlp.py", ("", "", "")),
     Example("custom_transformer.py", ("", "--tp 2 --policy auto", "--tp 2 --pp 2")),
     Example("dpo.py", PP_FIRST),
@@ -97,7 +97,7 @@ def test_under_torchrun(example: Example, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
-    options = ("checkpoints.py", "--tiny", "--run", "run")
+    options = ("checkpoints.py", "--tiny", "--directory", "run")
     (tmp_path / "whole").mkdir()
     whole = losses(run(1, *options, cwd=tmp_path / "whole"))
     first = losses(run(2, *options, "--tp", "2", "--stop-after", "4", cwd=tmp_path))
