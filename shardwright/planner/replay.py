@@ -103,6 +103,7 @@ class _Book(dict[Hashable, Header]):
         self.guessed: dict[Hashable, Header] = {}
 
     def __missing__(self, key: Any) -> Header:
+        known: Any
         for known, header in reversed(self.items()):
             if known.kind[1:] == key.kind[1:] and known.sizes == key.sizes:
                 self.guessed[key] = header
