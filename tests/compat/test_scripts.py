@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -30,6 +31,12 @@ RUNS: dict[str, tuple[list[str], int]] = {
     "gpt2-ddp": (["--plugin", "torch_ddp", "--model", "gpt2"], 2),
     "llama-fsdp": (["--plugin", "torch_fsdp", "--model", "llama"], 2),
 }
+
+# Runs that share their processes, whose start takes longer than they do.
+TOGETHER = (
+    ("llama-tp", "gpt2-pp", "bert-pp"),
+    ("llama-gemini", "bert-zero", "gpt2-ddp", "llama-fsdp"),
+)
 
 
 def plain(script: dict[str, Any], arguments: list[str], ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -74,12 +81,14 @@ def plain(script: dict[str, Any], arguments: list[str], ranks: int) -> tuple[lis
     return losses, model.state_dict()
 
 
-def test_scripts_train_as_plain_transformers_does(tmp_path: Path) -> None:
-    runs = [[*arguments, "--output", name] for name, (arguments, _) in RUNS.items()]
+@pytest.mark.parametrize("names", TOGETHER, ids=["hybrid", "data-parallel"])
+def test_scripts_train_as_plain_transformers_does(names: tuple[str, ...], tmp_path: Path) -> None:
+    runs = [[*RUNS[name][0], "--output", name] for name in names]
     codes, printed = run_forked(2, HERE / "run.py", str(SCRIPT), json.dumps(runs), cwd=tmp_path)
     assert codes == [0, 0], printed
     script = runpy.run_path(str(SCRIPT))
-    for output, (arguments, ranks) in RUNS.items():
+    for output in names:
+        arguments, ranks = RUNS[output]
         losses, weights = plain(script, arguments, ranks)
         found = json.loads((tmp_path / f"{output}.json").read_text())
         torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
