@@ -112,7 +112,8 @@ class _Book(dict[Hashable, Header]):
 
     def mistaken(self) -> list[int]:
         """Stages for which the guess was wrong, as those before them have sent since."""
-        wrong = {key.kind[0] for key, header in self.guessed.items() if self.get(key, header) != header}  # type: ignore[attr-defined]
+        guessed: dict[Any, Header] = dict(self.guessed)
+        wrong = {key.kind[0] for key, header in guessed.items() if self.get(key, header) != header}
         self.guessed.clear()
         return sorted(wrong)
 
