@@ -65,6 +65,7 @@ PRIVATE_TORCH_ALLOWED = {
     "name",
     "plugins/data/input_limits": "asserting on the device without waiting for it, which has no public name",
     "ops/layer_graphs": "errors of dynamo, backends and their edits of graphs, modes in effect: no public name",
+    "ops/compiled_numbers": "the order of nodes for inductor, and operators as nodes name them: no public name",
     "ops/hooks_inside": "hooks of all modules, of which no public name says whether there are any",
     "ops/compiled_sequence": "giving up on a graph with a reason: no public name",
     "planner/fakes": "tensors without memory, which have no public name",
