@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..booster import Booster
 from ..lazy import LazyInitContext
+from ..lazy.notes import notes_of
 from ..optim import HybridAdam
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
 from . import layout as layouts
 from . import trackers
-from .datasets import Collate, Evened, Packed, Samples, SampleStream
+from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream
 from .progress import JsonLines, Listener, Log
 from .reading import RecipeError, to_plain
 from .recipe import Data, Recipe
@@ -71,6 +74,24 @@ class Parts:
 
     def max_length_of(self, key: str) -> int:
         return getattr(self.recipe, key).max_length or self.max_length
+
+    def identity(self, dataset: Any) -> dict[str, Any]:
+        """What a position in `dataset`, which is that of `data`, means: it holds for no other samples or order."""
+        data = self.recipe.data
+        assert data is not None
+        streaming = isinstance(dataset, SampleStream)
+        known = {
+            "seed": self.recipe.seed,
+            "data.packing": data.packing,
+            "data.max_length": self.max_length_of("data"),
+            "data.streaming": streaming,
+            "data.mix weights": [source.weight for source in data.mix or ()],
+        }
+        if streaming:
+            first = next(iter(dataset), None)
+            return {**known, "first sample": None if first is None else digest([first])}
+        middle = [dataset[len(dataset) * part // 4] for part in range(4)]
+        return {**known, "number of sequences": len(dataset), "samples": digest([*middle, dataset[len(dataset) - 1]])}
 
 
 def prepare(recipe: Recipe) -> Parts:
@@ -137,19 +158,29 @@ def local_directory(name: str) -> str:
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:
-    """The causal language model, its weights still unmade; they are the same at every layout."""
+    """The causal language model, its weights still unmade where that can be; they are the same at every layout."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise RecipeError(
             f"model: a {config.model_type} is no causal language model of transformers {transformers.__version__}, "
             "which is what recipes train; write a script with Booster for others (docs/getting_started.md)"
         )
+    if isinstance(recipe.model, dict):
+
+        def made() -> Any:
+            return AutoModelForCausalLM.from_config(config)
+    else:
+        directory = local_directory(recipe.model)
+
+        def made() -> Any:
+            return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+
     with LazyInitContext():
-        if isinstance(recipe.model, dict):
-            model: Any = AutoModelForCausalLM.from_config(config)
-        else:
-            directory = local_directory(recipe.model)
-            model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-        return _with_adapters(recipe, model)
+        model = made()
+        if all(getattr(notes_of(param), "obstacle", None) is None for param in model.parameters()):
+            return _with_adapters(recipe, model)
+    with torch.random.fork_rng(devices=[]):  # weights that are made of one another, all at once
+        torch.manual_seed(recipe.seed)
+        return _with_adapters(recipe, made())
 
 
 def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
@@ -189,17 +220,19 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     replicas, _ = plugin.data_parallel
     samples = layouts.samples_of_a_step(recipe)
     dataset = parts.dataset("data")
-    _check_length(dataset, samples * replicas)
     collate = Collate(parts.padding)
     streaming = isinstance(dataset, SampleStream)
+    if isinstance(dataset, SampleStream):
+        dataset.step = samples * replicas
     data: Any = plugin.prepare_dataloader(
-        dataset,
+        dataset if streaming else Evened(dataset, samples * replicas, parts.padding),
         batch_size=samples,
         shuffle=not streaming,
         seed=recipe.seed,
         drop_last=True,
         num_workers=recipe.dataloader_num_workers,
         collate_fn=collate,
+        distributed_sampler_cls=None if streaming else EvenedSampler,
     )
     evaluation = None
     if "eval_data" in parts.rows:
@@ -207,7 +240,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
             samples // recipe.per_device_train_batch_size
         )
         evaluation = plugin.prepare_dataloader(
-            Evened(parts.dataset("eval_data"), size * replicas), batch_size=size, collate_fn=collate
+            Evened(parts.dataset("eval_data"), size * replicas, parts.padding), batch_size=size, collate_fn=collate
         )
     total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
     optimizer = make_optimizer(recipe, model)
@@ -233,7 +266,9 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         evaluate=_every(recipe.eval_strategy, recipe.eval_steps or recipe.logging_steps),
         save=_every(recipe.save_strategy, recipe.save_steps),
         keep=recipe.save_total_limit,
+        keep_best=recipe.keeps_best,
         patience=recipe.early_stopping_patience,
+        must_match=parts.identity(dataset),
         listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
     )
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
@@ -277,12 +312,28 @@ def _try_rows(parts: Parts, key: str) -> None:
         )
 
 
-def _check_length(dataset: Any, needed: int) -> None:
-    if not isinstance(dataset, SampleStream) and len(dataset) < needed:
+def check_length(parts: Parts, needed: int) -> None:
+    """RecipeError where there is nothing for a step of all ranks, which takes `needed` sequences."""
+    dataset = parts.dataset("data")
+    if not isinstance(dataset, SampleStream):
+        if not len(dataset):
+            raise RecipeError("data has no sequence of two tokens or more: there is nothing to learn")
+        return
+    found = sum(1 for _ in itertools.islice(dataset, needed))
+    if found < needed:
         raise RecipeError(
-            f"data has {len(dataset)} sequences, and a step of all ranks takes {needed}; give more data, or a smaller "
-            "per_device_train_batch_size or gradient_accumulation_steps"
+            f"data is a stream of {found} sequences, and a step of all ranks takes {needed}; give more data, or a "
+            "smaller per_device_train_batch_size or gradient_accumulation_steps, or leave streaming out"
         )
+
+
+def digest(items: Sequence[Mapping[str, torch.Tensor]]) -> str:
+    """Of the numbers of some samples."""
+    found = hashlib.blake2b(digest_size=8)
+    for item in items:
+        for name in sorted(item):
+            found.update(item[name].numpy().tobytes())
+    return found.hexdigest()
 
 
 def _gpu_memory() -> int | None:

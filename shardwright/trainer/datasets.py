@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
+from ..plugins.data.dealing import DataParallelSampler
 from .packing import TokenStore, fill, join
 from .samples import IGNORED, Encoder, Sample
 from .sources import Row, Rows
@@ -44,14 +45,26 @@ class Packed(Dataset[Item]):
 
 
 class SampleStream(IterableDataset[Item]):
-    """One sequence per row of a stream, or packed ones; the same at every pass."""
+    """One sequence per row of a stream, or packed ones; the same at every pass.
+
+    Of n workers, worker w takes the rows of steps w, w + n, w + 2n, ..., and packs them by itself. A loader asks
+    workers in turn, so that without packing the samples come in the order that they have without workers.
+    """
+
+    step = 1  # samples of one step of all ranks
 
     def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int, packing: bool) -> None:
         self.rows, self.encoder, self.padding, self.packing = rows, encoder, padding, packing
 
+    def _own_rows(self) -> Iterator[Row]:
+        worker = get_worker_info()
+        for at, row in enumerate(self.rows):
+            if worker is None or at // self.step % worker.num_workers == worker.id:
+                yield row
+
     def __iter__(self) -> Iterator[Item]:
         if not self.packing:
-            for row in self.rows:
+            for row in self._own_rows():
                 yield _item(self.encoder.one(row))
             return
         waiting: dict[int, Sample] = {}
@@ -59,7 +72,7 @@ class SampleStream(IterableDataset[Item]):
             yield join([waiting.pop(key) for key in keys], self.encoder.max_length, self.padding)
 
     def _lengths(self, waiting: dict[int, Sample]) -> Iterator[tuple[int, int]]:
-        pieces = (piece for row in self.rows for piece in self.encoder.pieces(row))
+        pieces = (piece for row in self._own_rows() for piece in self.encoder.pieces(row))
         for key, piece in enumerate(pieces):
             waiting[key] = piece
             yield key, len(piece)
@@ -68,8 +81,8 @@ class SampleStream(IterableDataset[Item]):
 class Evened(Dataset[Item]):
     """A dataset that is filled up to a whole number of batches with samples of which nothing counts."""
 
-    def __init__(self, samples: Any, multiple: int) -> None:
-        self.samples, self.multiple = samples, multiple
+    def __init__(self, samples: Any, multiple: int, padding: int) -> None:
+        self.samples, self.multiple, self.padding = samples, multiple, padding
 
     def __len__(self) -> int:
         return -(-len(self.samples) // self.multiple) * self.multiple
@@ -77,8 +90,24 @@ class Evened(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         if index < len(self.samples):
             return self.samples[index]
-        first = self.samples[0]
-        return {**first, "labels": torch.full_like(first["labels"], IGNORED)}
+        if isinstance(self.samples, Packed):
+            return join([], self.samples.length, self.padding)
+        return {"input_ids": torch.full((2,), self.padding), "labels": torch.full((2,), IGNORED)}
+
+
+class _SamplesFirst(DistributedSampler[Any]):
+    """The order of an `Evened` dataset: that of its samples, and what it is filled up with behind them."""
+
+    def __iter__(self) -> Iterator[int]:
+        evened: Any = self.dataset
+        own: Any = DistributedSampler(evened.samples, 1, 0, shuffle=self.shuffle, seed=self.seed)
+        own.set_epoch(self.epoch)
+        order = [*own, *range(len(evened.samples), len(evened))]
+        return iter(order[self.rank :: self.num_replicas])
+
+
+class EvenedSampler(DataParallelSampler, _SamplesFirst):
+    """Every sample once in every pass; the last step has as many as are left."""
 
 
 class Collate:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ..utils.errors import nearest
-from .recipe import ALIASES, ELSEWHERE, Key, Recipe
+from .recipe import ALIASES, ELSEWHERE, Data, Key, Recipe, Source
 
 _WORDS = {
     int: "a whole number",
@@ -67,6 +67,7 @@ def build_recipe(given: Mapping[str, Any], origins: dict[str, str] | None = None
             top[new] = top.pop(old)
             if origins is not None:
                 origins[new] = f"{origins.pop(old, '')} (as {old})"
+    _check_ratio(given)
     recipe: Recipe = _build(Recipe, top, "")
     _check_together(recipe)
     return recipe
@@ -271,17 +272,56 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"eval_strategy={recipe.eval_strategy} needs eval_data, such as {{path: held_out.jsonl}}")
     if recipe.early_stopping_patience is not None and recipe.eval_strategy == "no":
         raise RecipeError("early_stopping_patience needs eval_strategy: steps or epoch, which is no")
+    if recipe.load_best_model_at_end and recipe.eval_strategy == "no":
+        raise RecipeError("load_best_model_at_end needs eval_strategy: steps or epoch, which is no")
+    if recipe.greater_is_better:
+        raise RecipeError("greater_is_better: true, and metric_for_best_model is a loss, the lowest of which is best")
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs == 0):
         raise RecipeError("nothing would be trained: give max_steps or num_train_epochs above 0")
-    streams = [recipe.data, *(recipe.data.mix or ())]
-    if recipe.max_steps < 0 and any(one.streaming for one in streams):
+    _check_streams(recipe, recipe.data)
+
+
+def _check_streams(recipe: Recipe, data: Data) -> None:
+    """What needs to know where a stream ends, or to read it from several places."""
+    sources = [data, *(data.mix or ())]
+    if recipe.eval_data is not None and any(one.streaming for one in [recipe.eval_data, *(recipe.eval_data.mix or ())]):
+        raise RecipeError("eval_data.streaming: an evaluation counts its samples before it begins; leave streaming out")
+    if not any(one.streaming for one in sources):
+        return
+    if recipe.max_steps < 0:
         raise RecipeError("a stream has no length, so num_train_epochs cannot say when to stop: give max_steps")
+    for name in ("eval_strategy", "save_strategy"):
+        if getattr(recipe, name) == "epoch":
+            raise RecipeError(
+                f"{name}: epoch, and nobody knows which step of a stream is the last of a pass: say {name}: steps"
+            )
+    if recipe.dataloader_num_workers and any(one.dataset is not None for one in sources):
+        raise RecipeError(
+            f"dataloader_num_workers={recipe.dataloader_num_workers} with a stream of `datasets`, which deals its "
+            "files to workers in an order of its own: leave dataloader_num_workers or streaming out"
+        )
+
+
+def _check_ratio(given: Mapping[str, Any]) -> None:
+    ratio = given.get("warmup_ratio")
+    if isinstance(ratio, (int, float)) and ratio >= 1:
+        raise RecipeError(
+            f"warmup_ratio={ratio} is the share of all steps in which the learning rate rises, below 1; warmup_steps "
+            "takes their number"
+        )
 
 
 def _check_data(key: str, data: Any) -> None:
     sources = {key: data} if data.mix is None else {f"{key}.mix[{at}]": one for at, one in enumerate(data.mix)}
     if data.mix is not None and (data.path is not None or data.dataset is not None):
         raise RecipeError(f"{key} has both mix and a source of its own; put that source into mix")
+    if data.mix is not None:
+        own = {name for name in vars(data) if name not in ("mix", "max_length", "packing")}
+        for name in sorted(own):
+            if getattr(data, name) != getattr(type(data)(), name):
+                raise RecipeError(f"{key}.{name} beside mix would have no effect; give it to the sources in {key}.mix")
+    elif data.weight is not None:
+        raise RecipeError(f"{key}.weight={data.weight:g} is a share among sources, and there is one; leave it out")
     if data.mix == []:
         raise RecipeError(f"{key}.mix is empty; give at least one source such as {{path: FILE}}")
     for name, source in sources.items():
@@ -295,8 +335,22 @@ def _check_data(key: str, data: Any) -> None:
             raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of text, messages, prompt")
         if (source.prompt is None) != (source.completion is None):
             raise RecipeError(f"{name}: prompt and completion name two columns; give both")
-    if len({source.streaming for source in sources.values()}) > 1:
+    if data.mix is not None:
+        _check_mix(key, data.mix)
+
+
+def _check_mix(key: str, mix: list[Source]) -> None:
+    if len({source.streaming for source in mix}) > 1:
         raise RecipeError(f"{key}.mix has sources with streaming and without; make them alike")
+    weights = [source.weight for source in mix]
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
+        raise RecipeError(f"{key}.mix: some sources have a weight and some have none; give all or none of them one")
+    if mix[0].streaming and len(mix) > 1 and weights[0] is None:
+        raise RecipeError(
+            f"{key}.mix: sources of streams have no number of samples that could be their weight; give each a weight"
+        )
+    if weights[0] is not None and not sum(weight or 0 for weight in weights):
+        raise RecipeError(f"{key}.mix: all weights are 0, so that nothing would be drawn; give one above 0")
 
 
 def _check_layout(recipe: Recipe) -> None:

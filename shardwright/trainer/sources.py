@@ -179,15 +179,12 @@ def rows_of(data: Data, key: str, seed: int) -> Rows | Iterable[Row]:
     if len(parts) == 1:
         return parts[0]
     if sources[0].streaming:
-        weights = [1.0 if source.weight is None else source.weight for source in sources]
-        return MixedStream(parts, weights, seed)
+        return MixedStream(parts, [float(source.weight or 0) for source in sources], seed)
     counted: list[Any] = parts
     weights = [
         float(len(part)) if source.weight is None else source.weight
         for part, source in zip(counted, sources, strict=True)
     ]
-    if any(source.weight is not None for source in sources) and any(source.weight is None for source in sources):
-        raise RecipeError(f"{key}.mix: some sources have a weight and some have none; give all or none of them one")
     return Mixture(counted, weights)
 
 
@@ -209,6 +206,12 @@ def _columns(first: Row, source: Source, key: str) -> dict[str, str]:
         raise RecipeError(
             f"{key}: a row has the columns {', '.join(first)}; say which one holds the sample: text: COLUMN, or "
             "messages: COLUMN, or prompt: COLUMN and completion: COLUMN"
+        )
+    if not asked and len(found) > 1:
+        both = " and ".join(next(iter(kind)) for kind in found)
+        raise RecipeError(
+            f"{key}: a row has the columns {both}; say which one holds the sample, such as text: text or messages: "
+            "messages"
         )
     columns = (asked or found)[0]
     for part, column in columns.items():
