@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +18,27 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..booster import Booster
+from ..files.errors import CheckpointError
 from ..lazy import LazyInitContext
 from ..lazy.notes import notes_of
 from ..optim import HybridAdam
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
+from ..utils.errors import nearest
 from . import layout as layouts
 from . import trackers
-from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream
+from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, placed
 from .progress import JsonLines, Listener, Log
 from .reading import RecipeError, to_plain
 from .recipe import Data, Recipe
 from .samples import Encoder
-from .sources import rows_of
+from .sources import place_of, rows_of
 from .tokenizer import load_tokenizer
 from .trainer import Every, Trainer
 
 _LONGEST = 2048  # where a recipe does not say
+# of configs, read by transformers under names that no config class lists
+_OLD_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "experts_implementation", "auto_map")
 _TRIED = 64  # rows that are encoded before ranks start
 
 
@@ -135,9 +140,11 @@ def load_config(recipe: Recipe) -> Any:
         if kind is None:
             raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
         try:
-            return AutoConfig.for_model(kind, **given)
+            config = AutoConfig.for_model(kind, **given)
         except Exception as error:  # transformers validates in many ways
             raise RecipeError(f"model.config is none that transformers takes: {_first_line(error)}") from error
+        _check_config_keys(config, given)
+        return config
     try:
         return AutoConfig.from_pretrained(recipe.model)
     except Exception as error:
@@ -145,6 +152,21 @@ def load_config(recipe: Recipe) -> Any:
             f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
             f"({_first_line(error)})"
         ) from error
+
+
+def _check_config_keys(config: Any, given: Mapping[str, Any]) -> None:
+    """transformers keeps whatever a config is given, also what no model reads."""
+    kind = type(config)
+    parameters = inspect.signature(kind.__init__).parameters
+    common = vars(transformers.PreTrainedConfig())
+    own = [*(name for name in parameters if name not in common), *kind.attribute_map]
+    known = {*parameters, *kind.attribute_map, *common, *dir(kind), *_OLD_KEYS}
+    for name in given:
+        if name not in known:
+            raise RecipeError(
+                f"model.config.{name} is nothing that a {config.model_type} of transformers "
+                f"{transformers.__version__} reads{nearest(name, own) or nearest(name, known)}"
+            )
 
 
 def local_directory(name: str) -> str:
@@ -174,6 +196,16 @@ def build_model(recipe: Recipe, config: Any) -> Any:
         def made() -> Any:
             return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
 
+    try:
+        return _built(recipe, made)
+    except RecipeError:
+        raise
+    except (ValueError, OSError, CheckpointError) as error:
+        what = f"model={recipe.model!r}" if isinstance(recipe.model, str) else "model.config"
+        raise RecipeError(f"{what} cannot be built: {_first_line(error)}") from error
+
+
+def _built(recipe: Recipe, made: Callable[[], Any]) -> Any:
     with LazyInitContext():
         model = made()
         if all(getattr(notes_of(param), "obstacle", None) is None for param in model.parameters()):
@@ -188,8 +220,14 @@ def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
     given = layouts.arguments(recipe, dist.get_world_size(), parameters, _gpu_memory())
     checkpointing = given.get("gradient_checkpoint_config")
     if isinstance(checkpointing, dict):
-        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**checkpointing)
-    return HybridParallelPlugin.from_config({}, **given)
+        try:
+            given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**checkpointing)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"layout.gradient_checkpoint_config: {_first_line(error)}") from error
+    try:
+        return HybridParallelPlugin.from_config({}, **given)
+    except ValueError as error:
+        raise RecipeError(f"layout: {error}") from error
 
 
 def make_optimizer(recipe: Recipe, model: Any) -> Any:
@@ -207,7 +245,10 @@ def make_optimizer(recipe: Recipe, model: Any) -> Any:
         "sgd": lambda lr: torch.optim.SGD(groups, lr=lr),
         "adafactor": lambda lr: torch.optim.Adafactor(groups, lr=lr),
     }
-    return makers[recipe.optim](lr=recipe.learning_rate)
+    try:
+        return makers[recipe.optim](lr=recipe.learning_rate)
+    except ValueError as error:
+        raise RecipeError(f"optim={recipe.optim}: {_first_line(error)}") from error
 
 
 def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
@@ -293,7 +334,14 @@ def _with_adapters(recipe: Recipe, model: Any) -> Any:
     except ImportError:
         raise RecipeError("lora needs the package peft: pip install peft") from None
     given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
-    return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type="CAUSAL_LM", **given))
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
+    for name in recipe.lora.modules_to_save or ():
+        if name.rpartition(".")[2] not in names:
+            raise RecipeError(f"lora.modules_to_save: {name!r} is no module of the model{nearest(name, names)}")
+    try:
+        return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type="CAUSAL_LM", **given))
+    except ValueError as error:
+        raise RecipeError(f"lora: {_first_line(error)}") from error
 
 
 def _try_rows(parts: Parts, key: str) -> None:
@@ -304,7 +352,7 @@ def _try_rows(parts: Parts, key: str) -> None:
         try:
             learned += encoder.one(row).learned
         except RecipeError as error:
-            raise RecipeError(f"{key}, row {number + 1}: {error}") from None
+            raise RecipeError(f"{key}: {placed(error, place_of(parts.rows[key], number))}") from None
     if not learned:
         raise RecipeError(
             f"{key}: nothing would be learned of its first rows: they are empty, have no answer of the assistant, or "

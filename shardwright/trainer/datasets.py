@@ -10,8 +10,9 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_w
 
 from ..plugins.data.dealing import DataParallelSampler
 from .packing import TokenStore, fill, join
+from .reading import RecipeError, RowError
 from .samples import IGNORED, Encoder, Sample
-from .sources import Row, Rows
+from .sources import Row, Rows, place_of
 
 Item = dict[str, torch.Tensor]
 
@@ -26,7 +27,10 @@ class Samples(Dataset[Item]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
-        return _item(self.encoder.one(self.rows[index]))
+        try:
+            return _item(self.encoder.one(self.rows[index]))
+        except RecipeError as error:
+            raise RowError(placed(error, place_of(self.rows, index))) from None
 
 
 class Packed(Dataset[Item]):
@@ -34,7 +38,7 @@ class Packed(Dataset[Item]):
 
     def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int) -> None:
         self.length, self.padding = encoder.max_length, padding
-        self.store = TokenStore(piece for row in rows for piece in encoder.pieces(row))
+        self.store = TokenStore(_pieces(rows, encoder))
         self.groups = list(fill(enumerate(self.store.lengths.tolist()), self.length))
 
     def __len__(self) -> int:
@@ -64,16 +68,18 @@ class SampleStream(IterableDataset[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         if not self.packing:
-            for row in self._own_rows():
-                yield _item(self.encoder.one(row))
+            for number, row in enumerate(self._own_rows()):
+                try:
+                    yield _item(self.encoder.one(row))
+                except RecipeError as error:
+                    raise RecipeError(placed(error, f"row {number + 1} of the stream")) from None
             return
         waiting: dict[int, Sample] = {}
         for keys in fill(self._lengths(waiting), self.encoder.max_length):
             yield join([waiting.pop(key) for key in keys], self.encoder.max_length, self.padding)
 
     def _lengths(self, waiting: dict[int, Sample]) -> Iterator[tuple[int, int]]:
-        pieces = (piece for row in self._own_rows() for piece in self.encoder.pieces(row))
-        for key, piece in enumerate(pieces):
+        for key, piece in enumerate(_pieces(self._own_rows(), self.encoder)):
             waiting[key] = piece
             yield key, len(piece)
 
@@ -131,6 +137,20 @@ class Collate:
             batch["labels"][row, :length] = item["labels"]
             batch["attention_mask"][row, :length] = 1
         return batch
+
+
+def placed(error: RecipeError, place: str) -> str:
+    """What is wrong, with the row in front of it."""
+    said = str(error)
+    return said if said.startswith(place) else f"{place}: {said}"
+
+
+def _pieces(rows: Iterable[Row], encoder: Encoder) -> Iterator[Sample]:
+    for number, row in enumerate(rows):
+        try:
+            yield from encoder.pieces(row)
+        except RecipeError as error:
+            raise RecipeError(placed(error, place_of(rows, number))) from None
 
 
 def _item(sample: Sample) -> Item:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,10 @@ class RecipeError(ValueError):
     """A recipe that cannot be run: one sentence with what would work."""
 
 
+class RowError(RecipeError):
+    """A row that one rank alone has found, in the middle of training."""
+
+
 @dataclass
 class Read:
     """A recipe, and where its values come from.
@@ -50,7 +55,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Read:
     given = _load(Path(path))
     if not isinstance(given, Mapping):
         raise RecipeError(f"{path}: a recipe is a mapping of keys, such as model: NAME; this is {_word_of(given)}")
-    merged: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    try:
+        merged: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    except ValueError:
+        raise RecipeError(f"{path}: a mapping or list holds itself, by an anchor (&) and an alias (*)") from None
     _note(merged, str(path), origins)
     for override in overrides:
         _apply(override, merged, origins)
@@ -96,7 +104,7 @@ def to_yaml(read: Read) -> str:
     """The whole recipe with the origin of each key that is no default."""
     lines = []
     for key, value in to_plain(read.recipe).items():
-        origin = next((where for name, where in read.origins.items() if name.split(".")[0] == key), "default")
+        origin = _origin(key, read.origins)
         flow = None if isinstance(value, (dict, list)) else False
         text = yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=flow, width=100).rstrip()
         first, *rest = text.split("\n")
@@ -104,9 +112,32 @@ def to_yaml(read: Read) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key is from, and those inside of it that are from elsewhere."""
+    inside = {name: where for name, where in origins.items() if name.split(".")[0] == key}
+    whole = inside.pop(key, None)
+    others = [f"{name}: {where}" for name, where in inside.items() if where != whole]
+    return "; ".join([*([whole] if whole else []), *others]) or "default"
+
+
 def schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe", **_schema_of(Recipe)}
+
+
+class _Loader(yaml.SafeLoader):
+    """A key that is given twice is an error; YAML's own readers take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in known:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value} is given twice", key.start_mark
+                    )
+                known.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _load(path: Path) -> Any:
@@ -116,7 +147,7 @@ def _load(path: Path) -> Any:
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; name a recipe file in it")
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.load(path.read_text(), _Loader)
     except UnicodeDecodeError:
         raise RecipeError(f"{path} is no text; a recipe is a YAML or JSON file") from None
     except yaml.YAMLError as error:
@@ -182,7 +213,9 @@ def _convert(value: Any, hint: Any, its: Key, key: str) -> Any:
         value = "no"  # YAML reads a bare no as false
     found = _fit(value, hint, key)
     if found is _UNFIT:
-        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed - {its.doc}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and "text" in _wanted(hint)
+        quoted = f"; in quotes it is text: {key}='\"{value}\"'" if is_number else ""
+        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed - {its.doc}{quoted}")
     if choices and found not in choices:
         raise RecipeError(f"{key}={found!r} is not one of {', '.join(choices)}{nearest(found, choices)}")
     if least is not None and isinstance(found, (int, float)) and not isinstance(found, bool) and not found >= least:
@@ -210,12 +243,23 @@ def _fit(value: Any, hint: Any, key: str) -> Any:
         found = [_fit(one, inner, f"{key}[{index}]") for index, one in enumerate(value)]
         return _UNFIT if any(one is _UNFIT for one in found) else found
     if origin is dict:
-        return dict(value) if isinstance(value, Mapping) else _UNFIT
+        return _numbers_in(value) if isinstance(value, Mapping) else _UNFIT
     if origin is bool:
         return value if isinstance(value, bool) else _UNFIT
     if origin in (int, float):
         return _number(value, origin)
     return value if isinstance(value, str) else _UNFIT
+
+
+def _numbers_in(value: Any) -> Any:
+    """Values of which no type is known: YAML 1.1 reads 1e6 as text."""
+    if isinstance(value, Mapping):
+        return {name: _numbers_in(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_numbers_in(one) for one in value]
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
 
 
 def _number(value: Any, kind: type) -> Any:
@@ -255,6 +299,10 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(
             f"model has the keys {', '.join(map(str, recipe.model))}; a mapping has one, config, with the "
             "arguments of a transformers config: {config: {model_type: llama, ...}}"
+        )
+    if isinstance(recipe.model, dict) and not isinstance(recipe.model["config"], Mapping):
+        raise RecipeError(
+            f"model.config={recipe.model['config']!r}: a mapping is needed, such as {{model_type: llama, ...}}"
         )
     for name in ("data", "eval_data"):
         data = getattr(recipe, name)
@@ -330,6 +378,11 @@ def _check_data(key: str, data: Any) -> None:
             raise RecipeError(
                 f"{name} has {have} of path and dataset; it needs one: {{path: FILE}} or {{dataset: NAME}}"
             )
+        for one in source.path if isinstance(source.path, list) else [source.path]:
+            if one == "":
+                raise RecipeError(f"{name}.path is empty text; give a file, a pattern or a directory")
+        if source.path == []:
+            raise RecipeError(f"{name}.path is an empty list; give at least one file")
         kinds = [one for one in ("text", "messages", "prompt") if getattr(source, one) is not None]
         if len(kinds) > 1:
             raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of text, messages, prompt")

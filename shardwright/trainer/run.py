@@ -10,7 +10,9 @@ import torch.distributed as dist
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
+from ..checkpoint.directory import candidates
 from ..cluster import DistCoordinator, launch, launch_from_torch
+from ..files.errors import CheckpointError
 from . import layout as layouts
 from .build import Parts, build_model, check_length, make_optimizer, make_plugin, make_trainer, prepare
 from .probes import check_order, check_packing
@@ -34,8 +36,8 @@ def check(recipe: Recipe, world_size: int) -> None:
             check_packing(whole)
         optimizer = make_optimizer(recipe, model)
         samples = layouts.samples_of_a_step(recipe)
+        plugin = make_plugin(recipe, sum(param.numel() for param in model.parameters()))
         try:
-            plugin = make_plugin(recipe, sum(param.numel() for param in model.parameters()))
             plugin.preflight(model, optimizer, samples, parts.max_length_of("data"))
         except ValueError as error:
             raise RecipeError(f"layout: {error}") from error
@@ -68,7 +70,7 @@ def train_here(recipe: Recipe) -> int:
             trainer.resume(recipe.resume if isinstance(recipe.resume, str) else None)
         except RecipeError:
             raise
-        except ValueError as error:
+        except (ValueError, CheckpointError) as error:
             raise RecipeError(f"resume: {error}") from error
     coordinator.block_all()
     done = trainer.train(facts)
@@ -108,6 +110,8 @@ def _check_output(directory: Path, recipe: Recipe) -> None:
         raise RecipeError(
             f"resume={recipe.resume}: there is no such directory; resume: true takes the newest of the run"
         )
+    if isinstance(recipe.resume, str) and not candidates(Path(recipe.resume))[0]:
+        raise RecipeError(f"resume={recipe.resume}: there is no whole checkpoint in this directory; name another one")
     if not recipe.resume and any((directory / "checkpoints").glob("step-*")):
         raise RecipeError(
             f"output_dir={directory} has checkpoints of a run; say resume=true to go on, or name another output_dir"

@@ -75,7 +75,10 @@ class Encoder:
                 yield piece
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        try:
+            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        except Exception as error:  # half of a character, and what else tokenizers do not take
+            raise RecipeError(f"the tokenizer cannot read the text {text!r:.60} ({type(error).__name__})") from error
 
     def _text(self, row: Mapping[str, Any], part: str) -> str:
         value = row[part]
