@@ -368,6 +368,7 @@ class Booster(metaclass=ExplainedArguments):
         size_per_shard: float = _FILE_SIZE,
         use_safetensors: bool = True,
         use_async: bool = False,
+        masters: bool = False,
     ) -> None:
         """The working weights as transformers stores them: `AutoModel...from_pretrained(path)` gives them back bit by
         bit.
@@ -376,9 +377,10 @@ class Booster(metaclass=ExplainedArguments):
         shard           several files with an index, written by all ranks, instead of one file
         prefix          goes into the file names: what transformers calls the variant
         size_per_shard  megabytes of a file
+        masters         in place of weights of half precision the fp32 masters that the optimizer steps on
         """
         _say_unused_size(shard, size_per_shard)
-        self._checkpoints.save_model(model, path, shard, prefix, size_per_shard, use_safetensors, use_async)
+        self._checkpoints.save_model(model, path, shard, prefix, size_per_shard, use_safetensors, use_async, masters)
 
     @explained(_ARGUMENTS)
     @job.heeds_failures

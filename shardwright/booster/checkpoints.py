@@ -143,6 +143,7 @@ class Checkpoints:
         size_per_shard: float,
         use_safetensors: bool,
         use_async: bool,
+        masters: bool = False,
         what: str = "booster.save_model",
     ) -> None:
         if not use_safetensors:
@@ -151,9 +152,16 @@ class Checkpoints:
             )
         options = ExportOptions(shard, prefix, _bytes(size_per_shard))
         check_request(_path(path), _module(model), options)
-        self._say_precision(model)
+        optimizer = self._optimizer_of(model) if masters else None
+        if masters and optimizer is None:
+            raise ValueError(
+                "save_model(masters=True) of a model that was boosted without an optimizer: it has no masters; leave "
+                "masters out"
+            )
+        if not masters:
+            self._say_precision(model)
         position, agreement = self._setting(model, f"{what} to {path}")
-        save_model(_path(path), _module(model), position, agreement, self._background, options, use_async)
+        save_model(_path(path), _module(model), position, agreement, self._background, options, use_async, optimizer)
 
     def _say_precision(self, model: nn.Module) -> None:
         """Once: half-precision files are not what the optimizer steps on."""
@@ -162,7 +170,8 @@ class Checkpoints:
             self._said_precision = True
             get_dist_logger().info(
                 f"the weights are saved as the model computes with them, in {half.pop()}; the optimizer's fp32 masters "
-                "are kept by booster.save(path, model=model, optimizer=optimizer)",
+                "are written by save_model(masters=True), and kept by booster.save(path, model=model, "
+                "optimizer=optimizer)",
                 ranks=[0],
             )
 

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..files.boxes import Part
+from ..files.boxes import Part, parts_of
 from ..files.disk import make_directory, remove_tree, rename, sync_directory, write_file
 from ..files.hf_names import Exporter
 from ..files.tensor_file import Pending, pending, write_tensors
+from ..interface.shards import ParamShard
 from .agreement import Agreement, attempt
 from .background import Background, snapshot
 from .directory import new_path
 from .held import held_tensors
 from .index import Chunk, TensorIndex, describe
+from .optimizer_parts import parts_of_optimizer
 from .position import Position
 
 _STAGING = "staging"
@@ -78,9 +80,10 @@ def save_model(
     background: Background,
     options: ExportOptions,
     use_async: bool = False,
+    optimizer: Any = None,
 ) -> None:
-    """Write the working weights of `model` so that `from_pretrained(path)` gives them back bit by bit. All ranks must
-    call.
+    """Write the working weights of `model` so that `from_pretrained(path)` gives them back bit by bit, or what
+    `optimizer` steps on in their place. All ranks must call.
 
     A `path` that ends in .safetensors is one file without a config; any other is a directory.
     """
@@ -89,7 +92,7 @@ def save_model(
     what = f"saving {path}"
     as_file = path.suffix == ".safetensors"
     exporter = Exporter(model)
-    own, error = attempt(lambda: _collect(model, position, exporter))
+    own, error = attempt(lambda: _collect(model, position, exporter, optimizer))
     agreement.check(error, what)
     _, error = attempt(lambda: _prepare(path) if position.rank == 0 else None)
     agreement.check(error, what)
@@ -124,12 +127,26 @@ def check_request(path: Path, model: nn.Module, options: ExportOptions) -> None:
         )
 
 
-def _collect(model: nn.Module, position: Position, exporter: Exporter) -> list[_Own]:
+def _collect(model: nn.Module, position: Position, exporter: Exporter, optimizer: Any) -> list[_Own]:
+    masters: dict[str, list[ParamShard]] = {}
+    if optimizer is not None:
+        parts = parts_of_optimizer(optimizer, model, position)
+        masters = {name: [] for name in parts.trained()}
+        for shard in parts.shards():
+            masters[shard.name] += [shard] if shard.is_writer else []
     own = []
     for held in held_tensors(model, position):
         name = exporter.name_of(held.name, held.aliases)
-        if held.is_writer and name is not None:
+        if name is None:
+            continue
+        for shard in masters.get(held.name, ()):
+            coordinate = position.coordinate(shard.spec.axis)
+            boxes = parts_of(shard.spec, coordinate, shard.local_shape, shard.start, shard.stop, owned=True)
+            own += [_Own(name, shard.spec.full_shape, part, part.view(shard.master)) for part in boxes]
+        if held.is_writer and held.name not in masters:
             flat = held.tensor.reshape(-1)
+            if optimizer is not None and flat.is_floating_point():
+                flat = flat.float()  # as wide as the masters beside it
             own += [_Own(name, held.spec.full_shape, part, part.view(flat)) for part in held.parts(owned=True)]
     return own
 

@@ -50,7 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args, rest = build_parser().parse_known_args(argv)
+    if rest and not hasattr(args, "takes_rest"):
+        args.fail(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest  # argparse takes positional arguments in one row only, and options of a verb may stand between
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -42,7 +43,8 @@ def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwrig
                 file=sys.stderr,
             )
         return 1
-    except (KeyboardInterrupt, SignalException):
+    except (KeyboardInterrupt, SignalException) as error:
         print("\nInterrupted; all ranks were stopped.", file=sys.stderr)
-        return 130
+        # what a shell reports for a program that a signal ended
+        return 128 + int(error.sigval if isinstance(error, SignalException) else signal.SIGINT)
     return 0

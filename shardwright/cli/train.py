@@ -29,12 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=argparse.SUPPRESS, metavar="N", help="ranks to start")
     parser.add_argument("--print-config", action="store_true", help="print the whole recipe and where each key is from")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of recipes, for editors")
+    parser.set_defaults(takes_rest=True)
     parser.add_argument("--check", action="store_true", help="look at the recipe, train nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     from ..trainer import RecipeError, read_recipe
-    from ..trainer.reading import schema, to_yaml
+    from ..trainer.reading import RowError, schema, to_yaml
 
     if args.schema:
         print(json.dumps(schema(), indent=2))
@@ -44,31 +45,35 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        read = read_recipe(args.recipe, args.overrides)
+        read = read_recipe(args.recipe, [*args.overrides, *args.rest])
         if args.print_config:
             print(to_yaml(read), end="")
             return 0
         if hasattr(args, "nproc"):
+            if args.nproc < 1:
+                raise RecipeError(f"--nproc={args.nproc} is too small: at least 1")
             read.recipe.nproc = args.nproc
         return _train(args, read.recipe)
     except RecipeError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"shardwright train: {error}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0 or isinstance(error, RowError):
+            said = str(error).strip().rpartition("RowError: ")[2]  # a worker puts its traceback in front of it
+            print(f"shardwright train: {said}", file=sys.stderr, flush=True)
         return 2
 
 
 def _train(args: argparse.Namespace, recipe: Any) -> int:
     from ..trainer.run import check, train
 
-    if inside_launcher():
-        if _CHECKED not in os.environ:
-            check(recipe, int(os.environ["WORLD_SIZE"]))
-        return train(recipe)
-    world_size = _world_size(recipe)
-    check(recipe, world_size)
+    joins = inside_launcher()
+    world_size = _world_size_of_launcher(recipe) if joins else _world_size(recipe)
+    if _CHECKED not in os.environ:
+        check(recipe, world_size)
     if args.check:
-        print(f"This recipe works on {world_size} rank{'s' * (world_size > 1)}.")
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"This recipe works on {world_size} rank{'s' * (world_size > 1)}.")
         return 0
+    if joins:
+        return train(recipe)
     os.environ[_CHECKED] = "1"
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         resolved = Path(folder) / "recipe.json"
@@ -81,6 +86,15 @@ def _as_json(recipe: Any) -> str:
     from ..trainer.reading import to_plain
 
     return json.dumps(to_plain(recipe))
+
+
+def _world_size_of_launcher(recipe: Any) -> int:
+    from ..trainer import RecipeError
+
+    started = int(os.environ["WORLD_SIZE"])
+    if recipe.nproc not in (None, started, int(os.environ.get("LOCAL_WORLD_SIZE", started))):
+        raise RecipeError(f"nproc={recipe.nproc}, and the launcher has started {started} ranks; leave nproc out")
+    return started
 
 
 def _world_size(recipe: Any) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +18,28 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..booster import Booster
+from ..files.errors import CheckpointError
 from ..lazy import LazyInitContext
+from ..lazy.notes import notes_of
 from ..optim import HybridAdam
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
+from ..utils.errors import nearest
 from . import layout as layouts
 from . import trackers
-from .datasets import Collate, Evened, Packed, Samples, SampleStream
+from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, placed
 from .facts import RunFacts
 from .progress import JsonLines, Listener, Log
 from .reading import RecipeError, to_plain
 from .recipe import Data, Recipe
 from .samples import Encoder
-from .sources import rows_of
+from .sources import place_of, rows_of
 from .tokenizer import load_tokenizer
 from .trainer import Every, Trainer
 
 _LONGEST = 2048  # where a recipe does not say
+# of configs, read by transformers under names that no config class lists
+_OLD_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "experts_implementation", "auto_map")
 _TRIED = 64  # rows that are encoded before ranks start
 
 
@@ -72,6 +80,24 @@ class Parts:
 
     def max_length_of(self, key: str) -> int:
         return getattr(self.recipe, key).max_length or self.max_length
+
+    def identity(self, dataset: Any) -> dict[str, Any]:
+        """What a position in `dataset`, which is that of `data`, means: it holds for no other samples or order."""
+        data = self.recipe.data
+        assert data is not None
+        streaming = isinstance(dataset, SampleStream)
+        known = {
+            "seed": self.recipe.seed,
+            "data.packing": data.packing,
+            "data.max_length": self.max_length_of("data"),
+            "data.streaming": streaming,
+            "data.mix weights": [source.weight for source in data.mix or ()],
+        }
+        if streaming:
+            first = next(iter(dataset), None)
+            return {**known, "first sample": None if first is None else digest([first])}
+        middle = [dataset[len(dataset) * part // 4] for part in range(4)]
+        return {**known, "number of sequences": len(dataset), "samples": digest([*middle, dataset[len(dataset) - 1]])}
 
 
 def prepare(recipe: Recipe) -> Parts:
@@ -115,9 +141,11 @@ def load_config(recipe: Recipe) -> Any:
         if kind is None:
             raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
         try:
-            return AutoConfig.for_model(kind, **given)
+            config = AutoConfig.for_model(kind, **given)
         except Exception as error:  # transformers validates in many ways
             raise RecipeError(f"model.config is none that transformers takes: {_first_line(error)}") from error
+        _check_config_keys(config, given)
+        return config
     try:
         return AutoConfig.from_pretrained(recipe.model)
     except Exception as error:
@@ -125,6 +153,21 @@ def load_config(recipe: Recipe) -> Any:
             f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
             f"({_first_line(error)})"
         ) from error
+
+
+def _check_config_keys(config: Any, given: Mapping[str, Any]) -> None:
+    """transformers keeps whatever a config is given, also what no model reads."""
+    kind = type(config)
+    parameters = inspect.signature(kind.__init__).parameters
+    common = vars(transformers.PreTrainedConfig())
+    own = [*(name for name in parameters if name not in common), *kind.attribute_map]
+    known = {*parameters, *kind.attribute_map, *common, *dir(kind), *_OLD_KEYS}
+    for name in given:
+        if name not in known:
+            raise RecipeError(
+                f"model.config.{name} is nothing that a {config.model_type} of transformers "
+                f"{transformers.__version__} reads{nearest(name, own) or nearest(name, known)}"
+            )
 
 
 def local_directory(name: str) -> str:
@@ -138,19 +181,39 @@ def local_directory(name: str) -> str:
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:
-    """The causal language model, its weights still unmade; they are the same at every layout."""
+    """The causal language model, its weights still unmade where that can be; they are the same at every layout."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise RecipeError(
             f"model: a {config.model_type} is no causal language model of transformers {transformers.__version__}, "
             "which is what recipes train; write a script with Booster for others (docs/getting_started.md)"
         )
+    if isinstance(recipe.model, dict):
+
+        def made() -> Any:
+            return AutoModelForCausalLM.from_config(config)
+    else:
+        directory = local_directory(recipe.model)
+
+        def made() -> Any:
+            return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+
+    try:
+        return _built(recipe, made)
+    except RecipeError:
+        raise
+    except (ValueError, OSError, CheckpointError) as error:
+        what = f"model={recipe.model!r}" if isinstance(recipe.model, str) else "model.config"
+        raise RecipeError(f"{what} cannot be built: {_first_line(error)}") from error
+
+
+def _built(recipe: Recipe, made: Callable[[], Any]) -> Any:
     with LazyInitContext():
-        if isinstance(recipe.model, dict):
-            model: Any = AutoModelForCausalLM.from_config(config)
-        else:
-            directory = local_directory(recipe.model)
-            model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-        return _with_adapters(recipe, model)
+        model = made()
+        if all(getattr(notes_of(param), "obstacle", None) is None for param in model.parameters()):
+            return _with_adapters(recipe, model)
+    with torch.random.fork_rng(devices=[]):  # weights that are made of one another, all at once
+        torch.manual_seed(recipe.seed)
+        return _with_adapters(recipe, made())
 
 
 def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
@@ -158,8 +221,14 @@ def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
     given = layouts.arguments(recipe, dist.get_world_size(), parameters, _gpu_memory())
     checkpointing = given.get("gradient_checkpoint_config")
     if isinstance(checkpointing, dict):
-        given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**checkpointing)
-    return HybridParallelPlugin.from_config({}, **given)
+        try:
+            given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**checkpointing)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"layout.gradient_checkpoint_config: {_first_line(error)}") from error
+    try:
+        return HybridParallelPlugin.from_config({}, **given)
+    except ValueError as error:
+        raise RecipeError(f"layout: {error}") from error
 
 
 def make_optimizer(recipe: Recipe, model: Any) -> Any:
@@ -177,7 +246,10 @@ def make_optimizer(recipe: Recipe, model: Any) -> Any:
         "sgd": lambda lr: torch.optim.SGD(groups, lr=lr),
         "adafactor": lambda lr: torch.optim.Adafactor(groups, lr=lr),
     }
-    return makers[recipe.optim](lr=recipe.learning_rate)
+    try:
+        return makers[recipe.optim](lr=recipe.learning_rate)
+    except ValueError as error:
+        raise RecipeError(f"optim={recipe.optim}: {_first_line(error)}") from error
 
 
 def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
@@ -190,17 +262,19 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     replicas, _ = plugin.data_parallel
     samples = layouts.samples_of_a_step(recipe)
     dataset = parts.dataset("data")
-    _check_length(dataset, samples * replicas)
     collate = Collate(parts.padding)
     streaming = isinstance(dataset, SampleStream)
+    if isinstance(dataset, SampleStream):
+        dataset.step = samples * replicas
     data: Any = plugin.prepare_dataloader(
-        dataset,
+        dataset if streaming else Evened(dataset, samples * replicas, parts.padding),
         batch_size=samples,
         shuffle=not streaming,
         seed=recipe.seed,
         drop_last=True,
         num_workers=recipe.dataloader_num_workers,
         collate_fn=collate,
+        distributed_sampler_cls=None if streaming else EvenedSampler,
     )
     evaluation = None
     if "eval_data" in parts.rows:
@@ -208,7 +282,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
             samples // recipe.per_device_train_batch_size
         )
         evaluation = plugin.prepare_dataloader(
-            Evened(parts.dataset("eval_data"), size * replicas), batch_size=size, collate_fn=collate
+            Evened(parts.dataset("eval_data"), size * replicas, parts.padding), batch_size=size, collate_fn=collate
         )
     total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
     optimizer = make_optimizer(recipe, model)
@@ -234,7 +308,9 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         evaluate=_every(recipe.eval_strategy, recipe.eval_steps or recipe.logging_steps),
         save=_every(recipe.save_strategy, recipe.save_steps),
         keep=recipe.save_total_limit,
+        keep_best=recipe.keeps_best,
         patience=recipe.early_stopping_patience,
+        must_match=parts.identity(dataset),
         listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
         timeline_steps=recipe.timeline_steps,
     )
@@ -261,7 +337,14 @@ def _with_adapters(recipe: Recipe, model: Any) -> Any:
     except ImportError:
         raise RecipeError("lora needs the package peft: pip install peft") from None
     given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
-    return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type="CAUSAL_LM", **given))
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
+    for name in recipe.lora.modules_to_save or ():
+        if name.rpartition(".")[2] not in names:
+            raise RecipeError(f"lora.modules_to_save: {name!r} is no module of the model{nearest(name, names)}")
+    try:
+        return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type="CAUSAL_LM", **given))
+    except ValueError as error:
+        raise RecipeError(f"lora: {_first_line(error)}") from error
 
 
 def _try_rows(parts: Parts, key: str) -> None:
@@ -272,7 +355,7 @@ def _try_rows(parts: Parts, key: str) -> None:
         try:
             learned += encoder.one(row).learned
         except RecipeError as error:
-            raise RecipeError(f"{key}, row {number + 1}: {error}") from None
+            raise RecipeError(f"{key}: {placed(error, place_of(parts.rows[key], number))}") from None
     if not learned:
         raise RecipeError(
             f"{key}: nothing would be learned of its first rows: they are empty, have no answer of the assistant, or "
@@ -280,12 +363,28 @@ def _try_rows(parts: Parts, key: str) -> None:
         )
 
 
-def _check_length(dataset: Any, needed: int) -> None:
-    if not isinstance(dataset, SampleStream) and len(dataset) < needed:
+def check_length(parts: Parts, needed: int) -> None:
+    """RecipeError where there is nothing for a step of all ranks, which takes `needed` sequences."""
+    dataset = parts.dataset("data")
+    if not isinstance(dataset, SampleStream):
+        if not len(dataset):
+            raise RecipeError("data has no sequence of two tokens or more: there is nothing to learn")
+        return
+    found = sum(1 for _ in itertools.islice(dataset, needed))
+    if found < needed:
         raise RecipeError(
-            f"data has {len(dataset)} sequences, and a step of all ranks takes {needed}; give more data, or a smaller "
-            "per_device_train_batch_size or gradient_accumulation_steps"
+            f"data is a stream of {found} sequences, and a step of all ranks takes {needed}; give more data, or a "
+            "smaller per_device_train_batch_size or gradient_accumulation_steps, or leave streaming out"
         )
+
+
+def digest(items: Sequence[Mapping[str, torch.Tensor]]) -> str:
+    """Of the numbers of some samples."""
+    found = hashlib.blake2b(digest_size=8)
+    for item in items:
+        for name in sorted(item):
+            found.update(item[name].numpy().tobytes())
+    return found.hexdigest()
 
 
 def _gpu_memory() -> int | None:

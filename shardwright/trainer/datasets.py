@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
+from ..plugins.data.dealing import DataParallelSampler
 from .packing import TokenStore, fill, join
+from .reading import RecipeError, RowError
 from .samples import IGNORED, Encoder, Sample
-from .sources import Row, Rows
+from .sources import Row, Rows, place_of
 
 Item = dict[str, torch.Tensor]
 
@@ -25,7 +27,10 @@ class Samples(Dataset[Item]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
-        return _item(self.encoder.one(self.rows[index]))
+        try:
+            return _item(self.encoder.one(self.rows[index]))
+        except RecipeError as error:
+            raise RowError(placed(error, place_of(self.rows, index))) from None
 
 
 class Packed(Dataset[Item]):
@@ -33,7 +38,7 @@ class Packed(Dataset[Item]):
 
     def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int) -> None:
         self.length, self.padding = encoder.max_length, padding
-        self.store = TokenStore(piece for row in rows for piece in encoder.pieces(row))
+        self.store = TokenStore(_pieces(rows, encoder))
         self.groups = list(fill(enumerate(self.store.lengths.tolist()), self.length))
 
     def __len__(self) -> int:
@@ -44,23 +49,37 @@ class Packed(Dataset[Item]):
 
 
 class SampleStream(IterableDataset[Item]):
-    """One sequence per row of a stream, or packed ones; the same at every pass."""
+    """One sequence per row of a stream, or packed ones; the same at every pass.
+
+    Of n workers, worker w takes the rows of steps w, w + n, w + 2n, ..., and packs them by itself. A loader asks
+    workers in turn, so that without packing the samples come in the order that they have without workers.
+    """
+
+    step = 1  # samples of one step of all ranks
 
     def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int, packing: bool) -> None:
         self.rows, self.encoder, self.padding, self.packing = rows, encoder, padding, packing
 
+    def _own_rows(self) -> Iterator[Row]:
+        worker = get_worker_info()
+        for at, row in enumerate(self.rows):
+            if worker is None or at // self.step % worker.num_workers == worker.id:
+                yield row
+
     def __iter__(self) -> Iterator[Item]:
         if not self.packing:
-            for row in self.rows:
-                yield _item(self.encoder.one(row))
+            for number, row in enumerate(self._own_rows()):
+                try:
+                    yield _item(self.encoder.one(row))
+                except RecipeError as error:
+                    raise RecipeError(placed(error, f"row {number + 1} of the stream")) from None
             return
         waiting: dict[int, Sample] = {}
         for keys in fill(self._lengths(waiting), self.encoder.max_length):
             yield join([waiting.pop(key) for key in keys], self.encoder.max_length, self.padding)
 
     def _lengths(self, waiting: dict[int, Sample]) -> Iterator[tuple[int, int]]:
-        pieces = (piece for row in self.rows for piece in self.encoder.pieces(row))
-        for key, piece in enumerate(pieces):
+        for key, piece in enumerate(_pieces(self._own_rows(), self.encoder)):
             waiting[key] = piece
             yield key, len(piece)
 
@@ -68,8 +87,8 @@ class SampleStream(IterableDataset[Item]):
 class Evened(Dataset[Item]):
     """A dataset that is filled up to a whole number of batches with samples of which nothing counts."""
 
-    def __init__(self, samples: Any, multiple: int) -> None:
-        self.samples, self.multiple = samples, multiple
+    def __init__(self, samples: Any, multiple: int, padding: int) -> None:
+        self.samples, self.multiple, self.padding = samples, multiple, padding
 
     def __len__(self) -> int:
         return -(-len(self.samples) // self.multiple) * self.multiple
@@ -77,8 +96,24 @@ class Evened(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         if index < len(self.samples):
             return self.samples[index]
-        first = self.samples[0]
-        return {**first, "labels": torch.full_like(first["labels"], IGNORED)}
+        if isinstance(self.samples, Packed):
+            return join([], self.samples.length, self.padding)
+        return {"input_ids": torch.full((2,), self.padding), "labels": torch.full((2,), IGNORED)}
+
+
+class _SamplesFirst(DistributedSampler[Any]):
+    """The order of an `Evened` dataset: that of its samples, and what it is filled up with behind them."""
+
+    def __iter__(self) -> Iterator[int]:
+        evened: Any = self.dataset
+        own: Any = DistributedSampler(evened.samples, 1, 0, shuffle=self.shuffle, seed=self.seed)
+        own.set_epoch(self.epoch)
+        order = [*own, *range(len(evened.samples), len(evened))]
+        return iter(order[self.rank :: self.num_replicas])
+
+
+class EvenedSampler(DataParallelSampler, _SamplesFirst):
+    """Every sample once in every pass; the last step has as many as are left."""
 
 
 class Collate:
@@ -102,6 +137,20 @@ class Collate:
             batch["labels"][row, :length] = item["labels"]
             batch["attention_mask"][row, :length] = 1
         return batch
+
+
+def placed(error: RecipeError, place: str) -> str:
+    """What is wrong, with the row in front of it."""
+    said = str(error)
+    return said if said.startswith(place) else f"{place}: {said}"
+
+
+def _pieces(rows: Iterable[Row], encoder: Encoder) -> Iterator[Sample]:
+    for number, row in enumerate(rows):
+        try:
+            yield from encoder.pieces(row)
+        except RecipeError as error:
+            raise RecipeError(placed(error, place_of(rows, number))) from None
 
 
 def _item(sample: Sample) -> Item:

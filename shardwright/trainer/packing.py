@@ -40,7 +40,9 @@ def fill(lengths: Iterable[tuple[int, int]], room: int) -> Iterator[list[int]]:
 
 
 def join(samples: Sequence[Sample], length: int, padding: int) -> dict[str, torch.Tensor]:
-    """input_ids, labels and position_ids, each [length]. What is left over is a document that is not learned."""
+    """input_ids, labels and position_ids, each [length]. Behind the samples every token is a document of its own, at
+    position 0 and without a label.
+    """
     ids = torch.full((length,), padding)
     labels = torch.full((length,), IGNORED)
     positions = torch.zeros(length, dtype=torch.long)
@@ -51,7 +53,6 @@ def join(samples: Sequence[Sample], length: int, padding: int) -> dict[str, torc
         labels[start + 1 : end] = torch.as_tensor(np.asarray(sample.labels[1:]))  # the first is predicted from nothing
         positions[start:end] = torch.arange(len(sample))
         start = end
-    positions[start:] = torch.arange(length - start)
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 
 from ..utils.errors import nearest
-from .recipe import ALIASES, ELSEWHERE, Key, Recipe
+from .recipe import ALIASES, ELSEWHERE, Data, Key, Recipe, Source
 
 _WORDS = {
     int: "a whole number",
@@ -31,6 +32,10 @@ _WORDS = {
 
 class RecipeError(ValueError):
     """A recipe that cannot be run: one sentence with what would work."""
+
+
+class RowError(RecipeError):
+    """A row that one rank alone has found, in the middle of training."""
 
 
 @dataclass
@@ -50,7 +55,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Read:
     given = _load(Path(path))
     if not isinstance(given, Mapping):
         raise RecipeError(f"{path}: a recipe is a mapping of keys, such as model: NAME; this is {_word_of(given)}")
-    merged: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    try:
+        merged: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    except ValueError:
+        raise RecipeError(f"{path}: a mapping or list holds itself, by an anchor (&) and an alias (*)") from None
     _note(merged, str(path), origins)
     for override in overrides:
         _apply(override, merged, origins)
@@ -67,6 +75,7 @@ def build_recipe(given: Mapping[str, Any], origins: dict[str, str] | None = None
             top[new] = top.pop(old)
             if origins is not None:
                 origins[new] = f"{origins.pop(old, '')} (as {old})"
+    _check_ratio(given)
     recipe: Recipe = _build(Recipe, top, "")
     _check_together(recipe)
     return recipe
@@ -95,7 +104,7 @@ def to_yaml(read: Read) -> str:
     """The whole recipe with the origin of each key that is no default."""
     lines = []
     for key, value in to_plain(read.recipe).items():
-        origin = next((where for name, where in read.origins.items() if name.split(".")[0] == key), "default")
+        origin = _origin(key, read.origins)
         flow = None if isinstance(value, (dict, list)) else False
         text = yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=flow, width=100).rstrip()
         first, *rest = text.split("\n")
@@ -103,9 +112,32 @@ def to_yaml(read: Read) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key is from, and those inside of it that are from elsewhere."""
+    inside = {name: where for name, where in origins.items() if name.split(".")[0] == key}
+    whole = inside.pop(key, None)
+    others = [f"{name}: {where}" for name, where in inside.items() if where != whole]
+    return "; ".join([*([whole] if whole else []), *others]) or "default"
+
+
 def schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe", **_schema_of(Recipe)}
+
+
+class _Loader(yaml.SafeLoader):
+    """A key that is given twice is an error; YAML's own readers take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in known:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value} is given twice", key.start_mark
+                    )
+                known.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _load(path: Path) -> Any:
@@ -115,7 +147,7 @@ def _load(path: Path) -> Any:
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; name a recipe file in it")
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.load(path.read_text(), _Loader)
     except UnicodeDecodeError:
         raise RecipeError(f"{path} is no text; a recipe is a YAML or JSON file") from None
     except yaml.YAMLError as error:
@@ -181,7 +213,9 @@ def _convert(value: Any, hint: Any, its: Key, key: str) -> Any:
         value = "no"  # YAML reads a bare no as false
     found = _fit(value, hint, key)
     if found is _UNFIT:
-        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed - {its.doc}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and "text" in _wanted(hint)
+        quoted = f"; in quotes it is text: {key}='\"{value}\"'" if is_number else ""
+        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed - {its.doc}{quoted}")
     if choices and found not in choices:
         raise RecipeError(f"{key}={found!r} is not one of {', '.join(choices)}{nearest(found, choices)}")
     if least is not None and isinstance(found, (int, float)) and not isinstance(found, bool) and not found >= least:
@@ -209,12 +243,23 @@ def _fit(value: Any, hint: Any, key: str) -> Any:
         found = [_fit(one, inner, f"{key}[{index}]") for index, one in enumerate(value)]
         return _UNFIT if any(one is _UNFIT for one in found) else found
     if origin is dict:
-        return dict(value) if isinstance(value, Mapping) else _UNFIT
+        return _numbers_in(value) if isinstance(value, Mapping) else _UNFIT
     if origin is bool:
         return value if isinstance(value, bool) else _UNFIT
     if origin in (int, float):
         return _number(value, origin)
     return value if isinstance(value, str) else _UNFIT
+
+
+def _numbers_in(value: Any) -> Any:
+    """Values of which no type is known: YAML 1.1 reads 1e6 as text."""
+    if isinstance(value, Mapping):
+        return {name: _numbers_in(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_numbers_in(one) for one in value]
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
 
 
 def _number(value: Any, kind: type) -> Any:
@@ -255,6 +300,10 @@ def _check_together(recipe: Recipe) -> None:
             f"model has the keys {', '.join(map(str, recipe.model))}; a mapping has one, config, with the "
             "arguments of a transformers config: {config: {model_type: llama, ...}}"
         )
+    if isinstance(recipe.model, dict) and not isinstance(recipe.model["config"], Mapping):
+        raise RecipeError(
+            f"model.config={recipe.model['config']!r}: a mapping is needed, such as {{model_type: llama, ...}}"
+        )
     for name in ("data", "eval_data"):
         data = getattr(recipe, name)
         if data is not None:
@@ -271,17 +320,56 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"eval_strategy={recipe.eval_strategy} needs eval_data, such as {{path: held_out.jsonl}}")
     if recipe.early_stopping_patience is not None and recipe.eval_strategy == "no":
         raise RecipeError("early_stopping_patience needs eval_strategy: steps or epoch, which is no")
+    if recipe.load_best_model_at_end and recipe.eval_strategy == "no":
+        raise RecipeError("load_best_model_at_end needs eval_strategy: steps or epoch, which is no")
+    if recipe.greater_is_better:
+        raise RecipeError("greater_is_better: true, and metric_for_best_model is a loss, the lowest of which is best")
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs == 0):
         raise RecipeError("nothing would be trained: give max_steps or num_train_epochs above 0")
-    streams = [recipe.data, *(recipe.data.mix or ())]
-    if recipe.max_steps < 0 and any(one.streaming for one in streams):
+    _check_streams(recipe, recipe.data)
+
+
+def _check_streams(recipe: Recipe, data: Data) -> None:
+    """What needs to know where a stream ends, or to read it from several places."""
+    sources = [data, *(data.mix or ())]
+    if recipe.eval_data is not None and any(one.streaming for one in [recipe.eval_data, *(recipe.eval_data.mix or ())]):
+        raise RecipeError("eval_data.streaming: an evaluation counts its samples before it begins; leave streaming out")
+    if not any(one.streaming for one in sources):
+        return
+    if recipe.max_steps < 0:
         raise RecipeError("a stream has no length, so num_train_epochs cannot say when to stop: give max_steps")
+    for name in ("eval_strategy", "save_strategy"):
+        if getattr(recipe, name) == "epoch":
+            raise RecipeError(
+                f"{name}: epoch, and nobody knows which step of a stream is the last of a pass: say {name}: steps"
+            )
+    if recipe.dataloader_num_workers and any(one.dataset is not None for one in sources):
+        raise RecipeError(
+            f"dataloader_num_workers={recipe.dataloader_num_workers} with a stream of `datasets`, which deals its "
+            "files to workers in an order of its own: leave dataloader_num_workers or streaming out"
+        )
+
+
+def _check_ratio(given: Mapping[str, Any]) -> None:
+    ratio = given.get("warmup_ratio")
+    if isinstance(ratio, (int, float)) and ratio >= 1:
+        raise RecipeError(
+            f"warmup_ratio={ratio} is the share of all steps in which the learning rate rises, below 1; warmup_steps "
+            "takes their number"
+        )
 
 
 def _check_data(key: str, data: Any) -> None:
     sources = {key: data} if data.mix is None else {f"{key}.mix[{at}]": one for at, one in enumerate(data.mix)}
     if data.mix is not None and (data.path is not None or data.dataset is not None):
         raise RecipeError(f"{key} has both mix and a source of its own; put that source into mix")
+    if data.mix is not None:
+        own = {name for name in vars(data) if name not in ("mix", "max_length", "packing")}
+        for name in sorted(own):
+            if getattr(data, name) != getattr(type(data)(), name):
+                raise RecipeError(f"{key}.{name} beside mix would have no effect; give it to the sources in {key}.mix")
+    elif data.weight is not None:
+        raise RecipeError(f"{key}.weight={data.weight:g} is a share among sources, and there is one; leave it out")
     if data.mix == []:
         raise RecipeError(f"{key}.mix is empty; give at least one source such as {{path: FILE}}")
     for name, source in sources.items():
@@ -290,13 +378,32 @@ def _check_data(key: str, data: Any) -> None:
             raise RecipeError(
                 f"{name} has {have} of path and dataset; it needs one: {{path: FILE}} or {{dataset: NAME}}"
             )
+        for one in source.path if isinstance(source.path, list) else [source.path]:
+            if one == "":
+                raise RecipeError(f"{name}.path is empty text; give a file, a pattern or a directory")
+        if source.path == []:
+            raise RecipeError(f"{name}.path is an empty list; give at least one file")
         kinds = [one for one in ("text", "messages", "prompt") if getattr(source, one) is not None]
         if len(kinds) > 1:
             raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of text, messages, prompt")
         if (source.prompt is None) != (source.completion is None):
             raise RecipeError(f"{name}: prompt and completion name two columns; give both")
-    if len({source.streaming for source in sources.values()}) > 1:
+    if data.mix is not None:
+        _check_mix(key, data.mix)
+
+
+def _check_mix(key: str, mix: list[Source]) -> None:
+    if len({source.streaming for source in mix}) > 1:
         raise RecipeError(f"{key}.mix has sources with streaming and without; make them alike")
+    weights = [source.weight for source in mix]
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
+        raise RecipeError(f"{key}.mix: some sources have a weight and some have none; give all or none of them one")
+    if mix[0].streaming and len(mix) > 1 and weights[0] is None:
+        raise RecipeError(
+            f"{key}.mix: sources of streams have no number of samples that could be their weight; give each a weight"
+        )
+    if weights[0] is not None and not sum(weight or 0 for weight in weights):
+        raise RecipeError(f"{key}.mix: all weights are 0, so that nothing would be drawn; give one above 0")
 
 
 def _check_layout(recipe: Recipe) -> None:

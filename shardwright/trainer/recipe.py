@@ -131,6 +131,12 @@ class Recipe:
     early_stopping_patience: Annotated[
         int | None, Key("evaluations without a lower loss after which training ends", least=1)
     ] = None
+    load_best_model_at_end: Annotated[
+        bool | None,
+        Key("keep the checkpoint of the best evaluation, and export its model; left out: with early_stopping_patience"),
+    ] = None
+    metric_for_best_model: Annotated[str, Key("what is best when it is lowest", choices=("loss", "eval_loss"))] = "loss"
+    greater_is_better: Annotated[bool, Key("false: a loss is best when it is lowest")] = False
     save_strategy: Annotated[str, Key("when a checkpoint is written", choices=("no", "steps", "epoch"))] = "steps"
     save_steps: Annotated[int, Key("steps between checkpoints", least=1)] = 500
     save_total_limit: Annotated[int | None, Key("checkpoints that are kept; left out: all", least=1)] = None
@@ -140,6 +146,13 @@ class Recipe:
     nproc: Annotated[
         int | None, Key("ranks to start; left out: one per GPU, or what the layout needs on a CPU", least=1)
     ] = None
+
+    @property
+    def keeps_best(self) -> bool:
+        """What `load_best_model_at_end` comes to."""
+        if self.load_best_model_at_end is None:
+            return self.early_stopping_patience is not None
+        return self.load_best_model_at_end
 
 
 # Other names for keys, from HuggingFace's older and newer versions and from its neighbours.
@@ -168,5 +181,4 @@ ELSEWHERE = {
     "max_seq_length": "say data: {max_length: N}",
     "packing": "say data: {packing: true}",
     "train_batch_size": "say per_device_train_batch_size",
-    "load_best_model_at_end": "keep checkpoints with save_total_limit, and load the best with resume: PATH",
 }

@@ -10,9 +10,12 @@ import torch.distributed as dist
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
+from ..checkpoint.directory import candidates
 from ..cluster import DistCoordinator, launch, launch_from_torch
+from ..files.errors import CheckpointError
 from . import layout as layouts
-from .build import Parts, build_model, make_optimizer, make_plugin, make_trainer, prepare
+from .build import Parts, build_model, check_length, make_optimizer, make_plugin, make_trainer, prepare
+from .probes import check_order, check_packing
 from .reading import RecipeError, to_plain
 from .recipe import Recipe
 from .trainer import Trainer
@@ -27,13 +30,18 @@ def check(recipe: Recipe, world_size: int) -> None:
     launch(0, world_size, None, None, backend="fake")
     try:
         model = build_model(recipe, parts.config)
-        plugin = make_plugin(recipe, sum(param.numel() for param in model.parameters()))
+        whole = model.get_base_model() if recipe.lora is not None else model
+        check_order(whole)
+        if any(data is not None and data.packing for data in (recipe.data, recipe.eval_data)):
+            check_packing(whole)
         optimizer = make_optimizer(recipe, model)
-        plugin.preflight(model, optimizer, layouts.samples_of_a_step(recipe), parts.max_length_of("data"))
-    except RecipeError:
-        raise
-    except ValueError as error:
-        raise RecipeError(f"layout: {error}") from error
+        samples = layouts.samples_of_a_step(recipe)
+        plugin = make_plugin(recipe, sum(param.numel() for param in model.parameters()))
+        try:
+            plugin.preflight(model, optimizer, samples, parts.max_length_of("data"))
+        except ValueError as error:
+            raise RecipeError(f"layout: {error}") from error
+        check_length(parts, samples * plugin.data_parallel[0])
     finally:
         dist.destroy_process_group()
 
@@ -58,12 +66,21 @@ def train_here(recipe: Recipe) -> int:
         (directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe), sort_keys=False))
     trainer, facts = make_trainer(parts)
     if recipe.resume:
-        trainer.resume(recipe.resume if isinstance(recipe.resume, str) else None)
+        try:
+            trainer.resume(recipe.resume if isinstance(recipe.resume, str) else None)
+        except RecipeError:
+            raise
+        except (ValueError, CheckpointError) as error:
+            raise RecipeError(f"resume: {error}") from error
     coordinator.block_all()
-    trainer.train(facts)
+    done = trainer.train(facts)
     if not trainer.interrupted:
         export(trainer, parts, directory / "model")
-        coordinator.print_on_master(f"the model is in {directory / 'model'}")
+        which = f"of step {done.step}"
+        if done.best_step:
+            best = f"step {done.best_step}, whose eval_loss was the lowest, {done.best_loss:.4f}"
+            which = f"of {best}" if recipe.keeps_best else f"{which}; the best evaluation was that of {best}"
+        coordinator.print_on_master(f"the model in {directory / 'model'} is that {which}")
     coordinator.block_all()
     return _INTERRUPTED if trainer.interrupted else 0
 
@@ -74,7 +91,8 @@ def export(trainer: Trainer, parts: Parts, directory: Path) -> None:
         trainer.booster.save_lora_as_pretrained(trainer.model, directory)
     else:
         trainer.model.unwrap().config.use_cache = parts.use_cache
-        trainer.booster.save_model(trainer.model, str(directory), shard=True)
+        # fp32 at every precision: the weights that the optimizer steps on
+        trainer.booster.save_model(trainer.model, str(directory), shard=True, masters=True)
     if dist.get_rank() == 0:
         parts.tokenizer.save_pretrained(directory)
 
@@ -92,6 +110,8 @@ def _check_output(directory: Path, recipe: Recipe) -> None:
         raise RecipeError(
             f"resume={recipe.resume}: there is no such directory; resume: true takes the newest of the run"
         )
+    if isinstance(recipe.resume, str) and not candidates(Path(recipe.resume))[0]:
+        raise RecipeError(f"resume={recipe.resume}: there is no whole checkpoint in this directory; name another one")
     if not recipe.resume and any((directory / "checkpoints").glob("step-*")):
         raise RecipeError(
             f"output_dir={directory} has checkpoints of a run; say resume=true to go on, or name another output_dir"

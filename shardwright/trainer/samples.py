@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..utils.errors import nearest
 from .reading import RecipeError
 
 IGNORED = -100  # the label of tokens that are not learned, as transformers' losses have it
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+_ANSWERING = ("assistant", "gpt", "model", "bot", "ai", "chatbot")
+_MESSAGES = "a list of {role: user, content: ...} and {role: assistant, content: ...} is needed"
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,10 @@ class Encoder:
                 yield piece
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        try:
+            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        except Exception as error:  # half of a character, and what else tokenizers do not take
+            raise RecipeError(f"the tokenizer cannot read the text {text!r:.60} ({type(error).__name__})") from error
 
     def _text(self, row: Mapping[str, Any], part: str) -> str:
         value = row[part]
@@ -82,15 +90,15 @@ class Encoder:
         """The assistant's messages are learned. Templates that mark them say where they are; of others, an answer is
         what a conversation has more than the same one that stops where the answer begins.
         """
-        self._check(messages)
-        if self.tokenizer.chat_template is None:
+        messages = read_messages(messages)
+        template = self.tokenizer.chat_template
+        if template is None:
             raise RecipeError(
                 "data has messages, and the tokenizer has no chat template; give one as chat_template: FILE.jinja"
             )
-        if "{% generation" in self.tokenizer.chat_template or "{%- generation" in self.tokenizer.chat_template:
-            found = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+        self._check_calls(messages)
+        if re.search(r"{%[-+]?\s*generation", str(template)):
+            found = self._apply(messages, return_assistant_tokens_mask=True)
             ids = list(found["input_ids"])
             return Sample(
                 ids, [one if kept else IGNORED for one, kept in zip(ids, found["assistant_masks"], strict=True)]
@@ -100,7 +108,18 @@ class Encoder:
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if at == 0:
+                raise RecipeError(
+                    "a conversation begins with the assistant, before whom the tokenizer's chat template cannot be "
+                    "asked where an answer begins; begin with a user, or mark answers in a chat_template of yours with "
+                    "{% generation %}"
+                )
             before, after = self._render(messages[:at], True), self._render(messages[: at + 1], False)
+            if before == self._render(messages[:at], False):
+                raise RecipeError(
+                    "the tokenizer's chat template does not look at add_generation_prompt, so that the head of an "
+                    "answer would be learned with it; mark answers in a chat_template of yours with {% generation %}"
+                )
             if ids[: len(before)] != before or ids[: len(after)] != after:
                 raise RecipeError(
                     "the tokenizer's chat template writes a conversation differently when it goes on, so that the "
@@ -110,16 +129,54 @@ class Encoder:
         return Sample(ids, labels)
 
     def _render(self, messages: Sequence[Any], to_answer: bool) -> list[int]:
-        found = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, add_generation_prompt=to_answer
-        )
-        return list(found["input_ids"])
+        return list(self._apply(messages, add_generation_prompt=to_answer)["input_ids"])
 
-    @staticmethod
-    def _check(messages: Any) -> None:
-        good = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-        if not good or not all(isinstance(one, Mapping) and "role" in one and "content" in one for one in messages):
+    def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+        except Exception as error:  # a template raises what it likes
+            first = (str(error).strip().split("\n") or [""])[0]
             raise RecipeError(
-                f"a row's messages are {messages!r:.60}; a list of {{role: user, content: ...}} and "
-                "{role: assistant, content: ...} is needed"
+                f"the chat template cannot write a conversation ({type(error).__name__}: {first}); change the row, or "
+                "give another chat_template"
+            ) from error
+
+    def _check_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        if not any(one.get("tool_calls") for one in messages):
+            return
+        plain = [{name: value for name, value in one.items() if name != "tool_calls"} for one in messages]
+        if self._render(messages, False) == self._render(plain, False):
+            raise RecipeError(
+                "a row has tool_calls, which the tokenizer's chat template does not write; give a chat_template that "
+                "does, or write them into the content"
             )
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages whose content is text; a list of texts, as OpenAI has it, becomes one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RecipeError(f"a row's messages are {messages!r:.60}; {_MESSAGES}")
+    return [_read_message(one) for one in messages]
+
+
+def _read_message(one: Any) -> dict[str, Any]:
+    if not isinstance(one, Mapping) or "role" not in one or "content" not in one:
+        raise RecipeError(f"a row has the message {one!r:.60}; {_MESSAGES}")
+    role, content = one["role"], one["content"]
+    if role not in ROLES:
+        near = "assistant" if str(role).lower() in _ANSWERING else "user" if str(role).lower() == "human" else None
+        meant = f" - did you mean {near!r}?" if near else nearest(str(role), ROLES)
+        raise RecipeError(f"a message has the role {role!r}, which is not one of {', '.join(ROLES)}{meant}")
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if content is None and one.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise RecipeError(
+            f"a message of {role} has the content {content!r:.60}; text is needed, or a list of "
+            "{type: text, text: ...}"
+        )
+    return {**{name: value for name, value in one.items() if value is not None}, "content": content}

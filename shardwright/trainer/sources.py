@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import importlib.util
 import json
@@ -33,6 +34,10 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
+    def place(self, index: int) -> str:
+        """Where a row is, for people."""
+        return f"row {index + 1}"
+
 
 class LineFile(Rows):
     """Rows of a file with one per line, read when they are asked for. Empty lines are none.
@@ -46,7 +51,7 @@ class LineFile(Rows):
         starts, position = [], 0
         with path.open("rb") as lines:
             for line in lines:
-                if line.strip():
+                if line.removeprefix(codecs.BOM_UTF8).strip():
                     starts.append(position)
                 position += len(line)
         self.starts = np.asarray(starts, dtype=np.int64)
@@ -61,24 +66,27 @@ class LineFile(Rows):
 
     def __iter__(self) -> Iterator[Row]:
         with self.path.open("rb") as lines:
-            kept = (line for line in lines if line.strip())
+            kept = (line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip())
             for number, line in enumerate(kept):
                 yield self.parse(line, number)
+
+    def place(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
 
     def parse(self, line: bytes, number: int) -> Row:
         """The row of a line."""
         try:
-            text = line.decode()
+            text = line.removeprefix(codecs.BOM_UTF8).decode()
         except UnicodeDecodeError:
-            raise RecipeError(f"{self.path}, row {number + 1}: this is not UTF-8 text") from None
+            raise RecipeError(f"{self.place(number)}: this is not UTF-8 text") from None
         if not self.is_json:
             return {"text": text.rstrip("\r\n")}
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise RecipeError(f"{self.path}, row {number + 1}: this is not JSON ({error})") from None
+            raise RecipeError(f"{self.place(number)}: this is not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise RecipeError(f'{self.path}, row {number + 1}: a row is a JSON object, such as {{"text": "..."}}')
+            raise RecipeError(f'{self.place(number)}: a row is a JSON object, such as {{"text": "..."}}')
         return row
 
 
@@ -92,9 +100,17 @@ class Joined(Rows):
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def __getitem__(self, index: int) -> Row:
+    def _find(self, index: int) -> tuple[Any, int]:
         part = int(np.searchsorted(self.ends, index, side="right"))
-        return self.parts[part][index - (int(self.ends[part - 1]) if part else 0)]
+        return self.parts[part], index - (int(self.ends[part - 1]) if part else 0)
+
+    def __getitem__(self, index: int) -> Row:
+        part, inner = self._find(index)
+        row: Row = part[inner]
+        return row
+
+    def place(self, index: int) -> str:
+        return place_of(*self._find(index))
 
 
 class Mixture(Rows):
@@ -118,9 +134,17 @@ class Mixture(Rows):
     def __len__(self) -> int:
         return len(self.part)
 
-    def __getitem__(self, index: int) -> Row:
+    def _find(self, index: int) -> tuple[Any, int]:
         part = self.parts[self.part[index]]
-        return part[int(self.inner[index]) % len(part)]
+        return part, int(self.inner[index]) % len(part)
+
+    def __getitem__(self, index: int) -> Row:
+        part, inner = self._find(index)
+        row: Row = part[inner]
+        return row
+
+    def place(self, index: int) -> str:
+        return place_of(*self._find(index))
 
 
 class MixedStream(Iterable[Row]):
@@ -159,6 +183,9 @@ class Picked(Rows):
         row = self.rows[index]
         return {part: row.get(column) for part, column in self.columns.items()}
 
+    def place(self, index: int) -> str:
+        return place_of(self.rows, index)
+
 
 class PickedStream(Iterable[Row]):
     """The same of a stream."""
@@ -171,6 +198,11 @@ class PickedStream(Iterable[Row]):
             yield {part: row.get(column) for part, column in self.columns.items()}
 
 
+def place_of(rows: Any, index: int) -> str:
+    """Where a row is, for people, of rows of any kind."""
+    return str(rows.place(index)) if hasattr(rows, "place") else f"row {index + 1}"
+
+
 def rows_of(data: Data, key: str, seed: int) -> Rows | Iterable[Row]:
     """All rows that `data` names: a sequence, or a stream where it says streaming."""
     sources: list[Source] = data.mix if data.mix is not None else [data]
@@ -179,15 +211,12 @@ def rows_of(data: Data, key: str, seed: int) -> Rows | Iterable[Row]:
     if len(parts) == 1:
         return parts[0]
     if sources[0].streaming:
-        weights = [1.0 if source.weight is None else source.weight for source in sources]
-        return MixedStream(parts, weights, seed)
+        return MixedStream(parts, [float(source.weight or 0) for source in sources], seed)
     counted: list[Any] = parts
     weights = [
         float(len(part)) if source.weight is None else source.weight
         for part, source in zip(counted, sources, strict=True)
     ]
-    if any(source.weight is not None for source in sources) and any(source.weight is None for source in sources):
-        raise RecipeError(f"{key}.mix: some sources have a weight and some have none; give all or none of them one")
     return Mixture(counted, weights)
 
 
@@ -209,6 +238,12 @@ def _columns(first: Row, source: Source, key: str) -> dict[str, str]:
         raise RecipeError(
             f"{key}: a row has the columns {', '.join(first)}; say which one holds the sample: text: COLUMN, or "
             "messages: COLUMN, or prompt: COLUMN and completion: COLUMN"
+        )
+    if not asked and len(found) > 1:
+        both = " and ".join(next(iter(kind)) for kind in found)
+        raise RecipeError(
+            f"{key}: a row has the columns {both}; say which one holds the sample, such as text: text or messages: "
+            "messages"
         )
     columns = (asked or found)[0]
     for part, column in columns.items():
@@ -265,7 +300,8 @@ def _find(name: str, key: str) -> list[Path]:
         raise RecipeError(f"{key}.path={name}: there is no such file{nearest(path.name, beside)}")
     for one in found:
         if one.suffix not in _KNOWN:
-            raise RecipeError(f"{key}.path={one}: files that can be read end in {', '.join(_KNOWN)}")
+            packed = "; unpack it first" if one.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip") else ""
+            raise RecipeError(f"{key}.path={one}: files that can be read end in {', '.join(_KNOWN)}{packed}")
     return found
 
 
@@ -281,7 +317,14 @@ def _table(path: Path, key: str) -> Any:
             raise RecipeError(f'{path}: a list of objects is needed, such as [{{"text": "..."}}]')
         return rows
     datasets = _datasets(key)
-    return datasets.load_dataset(_TABLES[path.suffix], data_files=str(path), split="train")
+    try:
+        return datasets.load_dataset(_TABLES[path.suffix], data_files=str(path), split="train")
+    except Exception as error:  # of many kinds: pandas', pyarrow's, its own
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        first = (str(cause).strip().split("\n") or [""])[0] or type(cause).__name__
+        raise RecipeError(f"{path}: this cannot be read as {_TABLES[path.suffix]} ({first})") from error
 
 
 def _of_dataset(source: Source, key: str) -> Any:

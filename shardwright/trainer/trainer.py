@@ -15,26 +15,22 @@ from ..booster import Booster
 from ..checkpoint.preemption import SaveOnSignal
 from ..pipeline.snapshots import WARM_UP, Camera
 from ..utils.device import get_current_device
+from .counting import labels_of, tokens_of
 from .progress import Clock, Listener, peak_memory
-from .samples import IGNORED
+from .resuming import Options, require_match
 
 Batch = Mapping[str, Any]
 
 
-def model_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
-    """The loss that the model computes of its labels."""
-    found: torch.Tensor = outputs.loss
-    return found
-
-
 @dataclass
 class Progressed:
-    """How far a run is; a checkpoint has it as `extra`."""
+    """How far a run is; a checkpoint has it as `extra`. `best_loss` is the lowest evaluation, that of `best_step`."""
 
     step: int = 0
     epoch: int = 0
     tokens_seen: int = 0
     best_loss: float = math.inf
+    best_step: int = 0
     without_better: int = 0
 
 
@@ -64,11 +60,14 @@ class Trainer:
     criterion      (outputs, inputs) -> the loss of the batch; left out: the model's own
     evaluate, save how often
     keep           checkpoints that are kept
+    keep_best      keep the one of the best evaluation besides, in best/, and end with its weights
     patience       evaluations without a lower loss after which training ends
+    must_match     plain values that a checkpoint must have, too, to be gone on from: how batches are made
     listeners      told about it on the first rank
     timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json
 
-    Subclass it and override `criterion` or `train_step` for another objective.
+    Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
+    batches of something else than text.
     """
 
     def __init__(
@@ -86,7 +85,9 @@ class Trainer:
         evaluate: Every = Every(),
         save: Every = Every(),
         keep: int | None = None,
+        keep_best: bool = False,
         patience: int | None = None,
+        must_match: Mapping[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
         timeline_steps: int = 0,
     ) -> None:
@@ -98,8 +99,10 @@ class Trainer:
             self.criterion = criterion  # type: ignore[method-assign, assignment]
         self.total_steps, self.directory = total_steps, Path(directory)
         self.checkpoints = self.directory / "checkpoints"
+        self.best = self.directory / "best"
         self.evaluation, self.evaluate_when, self.save_when = evaluation, evaluate, save
-        self.keep, self.patience = keep, patience
+        self.keep, self.keep_best, self.patience = keep, keep_best, patience
+        self.must_match = dict(must_match or {})
         self.listeners = listeners if dist.get_rank() == 0 else ()
         self.timeline_steps = timeline_steps
         self.progress = Progressed()
@@ -109,20 +112,23 @@ class Trainer:
 
     def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
         """The loss of a batch of which `outputs` are what the model returned."""
-        return model_loss(outputs, inputs)
+        found: torch.Tensor = outputs.loss
+        return found
 
     def resume(self, path: str | Path | None = None) -> bool:
-        """Go on from a checkpoint, or from the newest of the run; False where there is none."""
+        """Go on from a checkpoint, or from the newest of the run; False where there is none.
+
+        Options of the optimizer and the schedule stay those that the trainer was given.
+        """
         if path is None and not any(self.checkpoints.glob("*")):
             return False
-        state = self.booster.load(
-            str(path or self.checkpoints),
-            model=self.model,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            dataloader=self.data,
-        )
-        self.progress = Progressed(**state["extra"])
+        options = Options(self.optimizer, self.lr_scheduler)
+        extra = self._load(path or self.checkpoints, dataloader=self.data)
+        require_match(extra.pop("must_match", {}), self.must_match, path or self.checkpoints)
+        options.restore()
+        self.progress = Progressed(**extra)
+        if self.keep_best and not self._best_is_here():
+            self.progress.best_loss, self.progress.best_step = math.inf, 0
         return True
 
     def train(self, facts: Mapping[str, Any] | None = None) -> Progressed:
@@ -159,6 +165,10 @@ class Trainer:
             self.save()
         self.booster.wait()
         done = {"step": self.progress.step, "tokens_seen": self.progress.tokens_seen, "interrupted": self.interrupted}
+        if self.keep_best and not self.interrupted and self._best_is_here():
+            if self.progress.best_step != self.progress.step:
+                self._load(self._best_path())
+            done["best_step"] = self.progress.best_step
         self._tell("finished", {**done, "total_steps": self.total_steps})
         return self.progress
 
@@ -171,7 +181,7 @@ class Trainer:
         rate = self.optimizer.param_groups[0]["lr"]
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        loss, tokens = self._everyones(result["loss"], _tokens(batch))
+        loss, tokens = self._everyones(result["loss"], self.count_tokens(batch))
         return {
             "loss": loss,
             "learning_rate": rate,
@@ -181,30 +191,55 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of all tokens of the evaluation that have a label."""
+        """Mean loss of the evaluation, in which batches weigh as `count_labels` says."""
         self.model.eval()
         total, counted = 0.0, 0
         for batch in self.evaluation:
             result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss)
-            loss, labelled = self._everyones(result["loss"], _labelled(batch))
+            loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled
         self.model.train()
         return total / max(counted, 1)
 
-    def save(self) -> None:
+    def count_tokens(self, batch: Batch) -> int:
+        """Tokens of this rank's batch, without padding."""
+        return tokens_of(batch)
+
+    def count_labels(self, batch: Batch) -> int:
+        """What a batch counts for in the evaluation: its labels, or samples where it has none."""
+        return labels_of(batch)
+
+    def save(self, path: Path | None = None, keep: int | None = None) -> None:
         """A checkpoint that a run at any layout can go on from."""
         self.booster.save(
-            str(self.checkpoints / f"step-{self.progress.step}"),
+            str(path or self.checkpoints / f"step-{self.progress.step}"),
             model=self.model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             dataloader=self.data,
             step=self.progress.step,
-            extra=asdict(self.progress),
-            keep_last=self.keep,
+            extra={**asdict(self.progress), "must_match": self.must_match},
+            keep_last=keep or self.keep,
             use_async=True,
         )
+
+    def _load(self, path: str | Path, dataloader: Any = None) -> dict[str, Any]:
+        state = self.booster.load(
+            str(path),
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=dataloader,
+        )
+        return dict(state["extra"])
+
+    def _best_path(self) -> Path:
+        return self.best / f"step-{self.progress.best_step}"
+
+    def _best_is_here(self) -> bool:
+        """Which it is not when a run goes on that kept none, or one of another directory."""
+        return self._best_path().is_dir()
 
     def _batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches of pass after pass, and whether one is the last of its pass, which of a stream nobody knows.
@@ -237,10 +272,13 @@ class Trainer:
         }
 
     def _note(self, loss: float) -> None:
-        better = loss < self.progress.best_loss
-        self.progress.best_loss = min(loss, self.progress.best_loss)
-        self.progress.without_better = 0 if better else self.progress.without_better + 1
         self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss})
+        if not loss < self.progress.best_loss:
+            self.progress.without_better += 1
+            return
+        self.progress.best_loss, self.progress.best_step, self.progress.without_better = loss, self.progress.step, 0
+        if self.keep_best:
+            self.save(self._best_path(), keep=1)
 
     def _is_worse(self) -> bool:
         return self.patience is not None and self.progress.without_better >= self.patience
@@ -268,13 +306,3 @@ def _length(data: Any) -> int:
         return len(data)
     except TypeError:
         return -1
-
-
-def _tokens(batch: Batch) -> int:
-    """Tokens that are no padding."""
-    mask = batch.get("attention_mask")
-    return int(mask.sum()) if mask is not None else int(batch["input_ids"].numel())
-
-
-def _labelled(batch: Batch) -> int:
-    return int((batch["labels"][:, 1:] != IGNORED).sum())

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from recipe_files import LLAMA, recipe, sentences, write_chat, write_text
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from shardwright.plugins.data.dataloader import build_dataloader
 from shardwright.testing.exact import keep_float64
-from shardwright.trainer import build_recipe
+from shardwright.trainer import RecipeError, build_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.datasets import Collate, Evened
+from shardwright.trainer.counting import labels_of, tokens_of
+from shardwright.trainer.datasets import Collate, Evened, EvenedSampler
 from shardwright.trainer.packing import fill
 from shardwright.trainer.samples import IGNORED, Encoder
 from shardwright.trainer.tokenizer import CHAT_TEMPLATE, byte_tokenizer
@@ -118,7 +121,7 @@ def test_a_batch_is_filled_behind_its_ends(tmp_path: Path) -> None:
     assert batch["input_ids"].shape[1] == lengths.max()
     assert len(set(lengths.tolist())) > 1
     assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
-    even = Evened(dataset, 16)
+    even = Evened(dataset, 16, parts.padding)
     assert len(even) == 48
     assert all((even[at]["labels"] == IGNORED).all() for at in range(40, 48))
 
@@ -132,3 +135,89 @@ def test_a_long_text_is_cut_or_goes_on_in_the_next_sequence(tmp_path: Path) -> N
     packing = {"path": str(path), "max_length": 64, "packing": True}
     packed = prepare(build_recipe(recipe(tmp_path, data=packing))).dataset("data")
     assert sum(int((packed[at]["labels"] != IGNORED).sum()) for at in range(len(packed))) == 201 - len(packed)
+
+
+def test_workers_of_a_stream_give_every_sample_once(tmp_path: Path) -> None:
+    """In the order that one process has, and going on where they were."""
+    path = tmp_path / "s.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number:03d}"}) + "\n" for number in range(32)))
+    for packing in (False, True):
+        data = {"path": str(path), "max_length": 16, "streaming": True, "packing": packing}
+        parts = prepare(build_recipe(recipe(tmp_path, data=data)))
+
+        def loader(workers: int, parts: Any = parts) -> DataLoader:
+            dataset = parts.dataset("data")
+            dataset.step = 4
+            sizes = {"batch_size": 4, "num_replicas": 1, "rank": 0, "num_workers": workers}
+            return build_dataloader(dataset, **sizes, collate_fn=Collate(parts.padding))
+
+        def texts(batches: Any, parts: Any = parts) -> list[str]:
+            rows = [parts.tokenizer.decode(row) for batch in batches for row in batch["input_ids"]]
+            return [text for row in rows for text in row.replace("<|pad|>", "").split("<|end|>") if text]
+
+        alone, shared = texts(loader(0)), texts(loader(2))
+        assert sorted(shared) == sorted(alone) == [f"{number:03d}" for number in range(32)]
+        assert packing or shared == alone
+        first = loader(2)
+        running = iter(first)
+        begun = texts([next(running)])
+        second = loader(2)
+        second.load_state_dict(first.state_dict())
+        assert begun + texts(second) == shared
+
+
+def test_every_sample_comes_once_in_a_pass() -> None:
+    """Behind the shuffled order of plain torch comes what fills up the last step."""
+    samples = torch.arange(10)
+    evened: Any = Evened(samples, 4, 0)
+    for replicas in (1, 2):
+        order: Any = [EvenedSampler(evened, replicas, rank, shuffle=True, seed=3) for rank in range(replicas)]
+        plain: Any = torch.utils.data.DistributedSampler(samples, 1, 0, shuffle=True, seed=3)
+        for epoch in range(2):
+            plain.set_epoch(epoch)
+            dealt = [list(one) for one in order]
+            assert [at for step in zip(*dealt, strict=True) for at in step] == [*plain, 10, 11]
+
+
+def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "t.jsonl", 30)
+    for packing in (False, True):
+        data = {"path": str(path), "max_length": 100, "packing": packing}
+        parts = prepare(build_recipe(recipe(tmp_path, data=data)))
+        evened = Evened(parts.dataset("data"), 8, parts.padding)
+        assert len(evened) > len(evened.samples)
+        batch = Collate(parts.padding)([evened[at] for at in range(len(evened))])
+        assert tokens_of(batch) == sum(len(text) + 1 for text in sentences(30))
+        assert labels_of(batch) == sum(len(text) for text in sentences(30))
+    assert tokens_of({"pixel_values": torch.zeros(3, 2), "labels": torch.zeros(3)}) == 0
+    assert labels_of({"pixel_values": torch.zeros(3, 2), "labels": torch.zeros(3)}) == 3
+
+
+PLAIN = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# What a conversation has that cannot be learned, the template where it is none of ours, and what is said.
+TALKS: list[tuple[list[dict[str, Any]], str, str]] = [
+    ([TALK[1], {"role": "gpt", "content": "yes"}], CHAT_TEMPLATE, "did you mean 'assistant'"),
+    ([TALK[1], {"role": "Assistant", "content": "yes"}], CHAT_TEMPLATE, "did you mean 'assistant'"),
+    ([{"role": "user", "content": 3}, TALK[2]], CHAT_TEMPLATE, "the content 3; text is needed"),
+    ([TALK[1], {"role": "assistant", "content": None}], CHAT_TEMPLATE, "the content None"),
+    ([TALK[1], {"role": "assistant", "content": [{"type": "image_url", "image_url": "a"}]}], CHAT_TEMPLATE, "image"),
+    ([TALK[1], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}], CHAT_TEMPLATE, "tool_calls"),
+    (TALK, PLAIN.split("{% if add_generation_prompt")[0], "does not look at add_generation_prompt"),
+    ([TALK[2], TALK[1], TALK[4]], PLAIN, "begins with the assistant"),
+    (TALK, "{{ raise_exception('no system here') }}", "no system here"),
+    (TALK, "{% for message in messages %}", "cannot write a conversation"),
+]
+
+
+@pytest.mark.parametrize(("talk", "template", "said"), TALKS, ids=lambda one: one if isinstance(one, str) else "")
+def test_conversations_that_cannot_be_learned(talk: list[dict[str, Any]], template: str, said: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(RecipeError, match=said):
+        Encoder(tokenizer, 512).one({"messages": talk})
+
+
+def test_texts_in_a_list_are_one_text() -> None:
+    tokenizer = byte_tokenizer()
+    listed = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TALK]
+    assert Encoder(tokenizer, 512).one({"messages": listed}) == Encoder(tokenizer, 512).one({"messages": TALK})

@@ -12,12 +12,13 @@ from recipe_files import LLAMA, recipe, write_chat, write_text
 
 from shardwright.trainer import RecipeError, build_recipe, read_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.reading import schema, to_plain, to_yaml
+from shardwright.trainer.reading import RowError, schema, to_plain, to_yaml
+from shardwright.trainer.run import check
 
 
 def test_a_file_with_keys_on_top(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe(tmp_path)) + "warmup_ratio: 0.1\nlearning_rate: 1e-4\n")
+    file.write_text(yaml.safe_dump(recipe(tmp_path)).replace("0.001", "1e-4") + "warmup_ratio: 0.1\n")
     read = read_recipe(file, ["max_steps=7", "data.packing=true", "layout.tp_size=2", "bf16=true"])
     found = read.recipe
     assert (found.max_steps, found.learning_rate, found.warmup_steps) == (7, 1e-4, 0.1)
@@ -27,6 +28,7 @@ def test_a_file_with_keys_on_top(tmp_path: Path) -> None:
     assert found.bf16
     shown = to_yaml(read)
     assert "max_steps: 7  # command line" in shown
+    assert f"# {file}; data.packing: command line" in shown
     assert f"seed: 1  # {file}" in shown
     assert "(as warmup_ratio)" in shown
     assert "weight_decay: 0.0  # default" in shown
@@ -87,6 +89,25 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"early_stopping_patience": 2}, "needs eval_strategy"),
     ({"report_to": "tensorbord"}, "did you mean 'tensorboard'"),
     ({"lora": {"rank": 8}}, "lora.rank is no key"),
+    ({"warmup_ratio": 1.0}, "warmup_ratio=1.0 is the share"),
+    ({"output_dir": 2024}, "in quotes it is text"),
+    ({"model": {"config": "llama"}}, "model.config='llama': a mapping"),
+    ({"model": {"config": None}}, "model.config=None: a mapping"),
+    ({"model": {"config": {**LLAMA, "num_layer": 7}}}, "did you mean 'num_hidden_layers'"),
+    ({"data": {"path": []}}, "an empty list"),
+    ({"data": {"path": ""}}, "empty text"),
+    ({"data": {"mix": [{"path": "a.jsonl"}], "text": "words"}}, "data.text beside mix would have no effect"),
+    ({"data": {"mix": [{"path": "a.jsonl"}], "streaming": True}}, "data.streaming beside mix"),
+    ({"data": {"path": "a.jsonl", "weight": 3}}, "data.weight=3 is a share"),
+    ({"data": {"mix": [{"path": "a.jsonl", "weight": 0}]}}, "all weights are 0"),
+    ({"data": {"mix": [{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl"}]}}, "give all or none"),
+    ({"data": {"mix": 2 * [{"path": "a.jsonl", "streaming": True}]}}, "give each a weight"),
+    ({"data": {"path": "a.jsonl", "streaming": True}, "save_strategy": "epoch"}, "say save_strategy: steps"),
+    ({"data": {"dataset": "a", "streaming": True}, "dataloader_num_workers": 2}, "a stream of `datasets`"),
+    ({"eval_data": {"path": "a.jsonl", "streaming": True}}, "eval_data.streaming"),
+    ({"load_best_model_at_end": True}, "load_best_model_at_end needs eval_strategy"),
+    ({"greater_is_better": True}, "the lowest of which is best"),
+    ({"metric_for_best_model": "accuracy"}, "is not one of loss, eval_loss"),
     ({"save_strategy": "sometimes"}, "save_strategy='sometimes' is not one of no, steps, epoch"),
 ]
 
@@ -121,6 +142,11 @@ FILES: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.jsonl", '{"text": "a b"}\n', {"max_length": 1000}, "longer than the 256 positions"),
     ("a.jsonl", '{"text": "a b"}\n', {"split": 3}, "data.split=3: text is needed"),
     ("a.md", "words", {}, "files that can be read end in"),
+    ("a.jsonl.gz", b"", {}, "unpack it first"),
+    ("a.jsonl", '{"text": "a", "messages": []}\n', {}, "say which one holds the sample"),
+    ("a.jsonl", '{"text": "a \\ud800"}\n', {}, "the tokenizer cannot read"),
+    ("a.csv", "", {}, "cannot be read as csv"),
+    ("a.parquet", "words", {}, "cannot be read as parquet"),
 ]
 
 
@@ -134,6 +160,51 @@ def test_a_file_that_cannot_be_learned(
     assert "\n" not in str(caught.value)
 
 
+# What is found out with a model, on the ranks that would be started.
+WHOLE: list[tuple[dict[str, Any], str]] = [
+    ({"lora": {"target_modules": ["nope"]}}, "lora: Target modules"),
+    ({"lora": {"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}}, "did you mean 'lm_head'"),
+    ({"lora": {"target_modules": ["q_proj"], "lora_dropout": 1.5}}, "lora: dropout"),
+    ({"adam_beta1": 1.5}, "optim=adamw_torch: Invalid beta"),
+    ({"layout": {"tp_size": 3}}, "layout: "),
+    ({"resume": "."}, "no whole checkpoint"),
+    ({"layout": {"gradient_checkpoint_config": {"ratio": 7}}}, "layout.gradient_checkpoint_config: "),
+    ({"data": {"path": "train.jsonl", "streaming": True}, "per_device_train_batch_size": 64}, "a stream of 60"),
+]
+
+
+def test_mistakes_that_need_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check(build_recipe(recipe(tmp_path)), 1)
+    for changes, said in WHOLE:
+        with pytest.raises(RecipeError) as caught:
+            check(build_recipe(recipe(tmp_path, **changes)), 1)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_models_that_cannot_be_made_piece_by_piece(tmp_path: Path) -> None:
+    """Mamba computes some of its new weights from others."""
+    given = {"model_type": "mamba", "vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    check(build_recipe(recipe(tmp_path, model={"config": given})), 1)
+
+
+def test_a_file_of_windows_and_a_row_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "a b c"}\n' * 70 + b'\n{"text": null}\n')
+    parts = prepare(build_recipe(recipe(tmp_path, data={"path": str(path)})))
+    dataset = parts.dataset("data")
+    assert len(dataset[0]["input_ids"]) == 6
+    with pytest.raises(RowError, match=r"a\.jsonl, row 71: a row's text is None"):
+        dataset[70]
+
+
+def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(yaml.safe_dump(recipe(tmp_path)) + "layout: {initial_scale: 1e4, pp_style: 1f1b}\n")
+    assert read_recipe(file).recipe.layout == {"initial_scale": 1e4, "pp_style": "1f1b"}
+
+
 def test_what_is_no_recipe(tmp_path: Path) -> None:
     for text, said in (("- a\n", "a recipe is a mapping"), ("", "is empty"), ("a: [\n", "this is not YAML")):
         (tmp_path / "r.yaml").write_text(text)
@@ -141,6 +212,13 @@ def test_what_is_no_recipe(tmp_path: Path) -> None:
             read_recipe(tmp_path / "r.yaml")
     with pytest.raises(RecipeError, match=r"no such file - did you mean 'r.yaml'"):
         read_recipe(tmp_path / "rr.yaml")
+    for text, said in (
+        ("seed: 1\nmax_steps: 2\nseed: 3\n", "line 3: .*the key seed is given twice"),
+        ("layout: &a {b: *a}\n", "holds itself"),
+    ):
+        (tmp_path / "r.yaml").write_text(text)
+        with pytest.raises(RecipeError, match=said):
+            read_recipe(tmp_path / "r.yaml")
     (tmp_path / "r.yaml").write_text("seed: 1\n")
     with pytest.raises(RecipeError, match="key=value"):
         read_recipe(tmp_path / "r.yaml", ["max_steps"])

@@ -16,7 +16,9 @@ import pytest
 import yaml
 from recipe_files import recipe
 
-from shardwright.trainer.reading import keys_of
+from shardwright.cli.main import main
+from shardwright.trainer import run
+from shardwright.trainer.reading import RecipeError, RowError, keys_of
 from shardwright.trainer.recipe import Data, Lora, Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ def test_a_run_that_is_interrupted_goes_on(tmp_path: Path) -> None:
             assert time.monotonic() < until, "no step in two minutes"
             time.sleep(0.2)
         running.send_signal(signal.SIGTERM)
-        assert running.wait(60) != 0
+        assert running.wait(60) == 143
     (saved,) = (tmp_path / "out" / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     arguments = (str(file), "resume=true", f"max_steps={step + 2}")
@@ -72,6 +74,41 @@ def test_mistakes_end_before_ranks_start(tmp_path: Path) -> None:
         assert line.startswith("shardwright train: ")
         assert said in line
         assert "Starting" not in ended.stdout
+
+
+def test_a_launcher_may_look_at_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """--check trains nothing on ranks that are there; keys may stand behind options; nproc is the launcher's."""
+    file = str(write(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", file, "--check", "max_steps=3", "--seed=4"]) == 0
+    assert capsys.readouterr().out == "This recipe works on 2 ranks.\n"
+    assert main(["train", file, "--check", "nproc=4"]) == 2
+    assert "leave nproc out" in capsys.readouterr().err
+    assert main(["train", file, "--nproc", "0"]) == 2
+    assert "--nproc=0 is too small" in capsys.readouterr().err
+
+
+def test_a_row_that_one_rank_finds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Other mistakes are told by the first rank alone, since all have them."""
+    for error, said in (
+        (RowError("a.jsonl, row 3: text is needed"), "shardwright train: a.jsonl, row 3: text is needed\n"),
+        (
+            RowError("Caught\n Traceback\nx.RowError: row 3: text is needed"),
+            "shardwright train: row 3: text is needed\n",
+        ),
+        (RecipeError("no"), ""),
+    ):
+
+        def fail(recipe: Any, error: Exception = error) -> int:
+            raise error
+
+        monkeypatch.setattr(run, "train", fail)
+        monkeypatch.setenv("SHARDWRIGHT_RECIPE_CHECKED", "1")
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert main(["train", str(write(tmp_path))]) == 2
+        assert capsys.readouterr().err == said
 
 
 def test_the_page_lists_every_key() -> None:
