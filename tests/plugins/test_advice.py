@@ -48,6 +48,8 @@ TAKERS: tuple[Callable[..., Any], ...] = (
 ELSEWHERE = {
     "output_router_logits": "a field of a model's config",
     "slow_but_exact": "a field of BLOOM's config",
+    "exclude_modules": "of peft's LoraConfig",
+    **dict.fromkeys(("shard_param_frac", "offload_optim_frac"), "of the GeminiPlugin of compat.colossalai"),
     "variant": "of transformers' from_pretrained",
 }
 
@@ -71,7 +73,7 @@ def _texts() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs | inside:
                 text = text_of(node)
-                if " " in text:
+                if " " in text and not text.startswith("<"):  # markup
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
