@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..booster import Booster
 from ..checkpoint.preemption import SaveOnSignal
 from ..pipeline.snapshots import WARM_UP, Camera
+from ..pipeline.timeline import Timeline
 from ..utils.device import get_current_device
 from .counting import labels_of, tokens_of
 from .progress import Clock, Listener, peak_memory
@@ -59,12 +60,14 @@ class Trainer:
     evaluation     loader of batches whose mean loss per token is reported; all of one size
     criterion      (outputs, inputs) -> the loss of the batch; left out: the model's own
     evaluate, save how often
+    evaluate_at_ends  evaluate before the first step and behind the last, too
     keep           checkpoints that are kept
     keep_best      keep the one of the best evaluation besides, in best/, and end with its weights
     patience       evaluations without a lower loss after which training ends
     must_match     plain values that a checkpoint must have, too, to be gone on from: how batches are made
     listeners      told about it on the first rank
-    timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json
+    timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json, and on every
+                    rank in `timeline`
 
     Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
     batches of something else than text.
@@ -83,6 +86,7 @@ class Trainer:
         evaluation: Any = None,
         criterion: Callable[[Any, Any], torch.Tensor] | None = None,
         evaluate: Every = Every(),
+        evaluate_at_ends: bool = False,
         save: Every = Every(),
         keep: int | None = None,
         keep_best: bool = False,
@@ -104,9 +108,13 @@ class Trainer:
         self.keep, self.keep_best, self.patience = keep, keep_best, patience
         self.must_match = dict(must_match or {})
         self.listeners = listeners if dist.get_rank() == 0 else ()
+        self.evaluate_at_ends = evaluate_at_ends
         self.timeline_steps = timeline_steps
+        self.timeline: Timeline | None = None
         self.progress = Progressed()
         self.interrupted = False
+        if evaluate_at_ends and evaluation is None:
+            raise ValueError("evaluate_at_ends=True needs evaluation, a loader of batches; give it, or leave it out")
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
 
@@ -140,6 +148,8 @@ class Trainer:
             "layout": str(plugin.mesh),
         }
         self._tell("started", {**known, **(facts or {}), "total_steps": self.total_steps, "step": self.progress.step})
+        if self.evaluate_at_ends and not self.progress.step:
+            self._tell("evaluated", {"step": 0, "eval_loss": self.evaluate()})
         supply, clock, saved = self._batches(), Clock(), self.progress.step
         left = self.total_steps - saved
         skip = max(0, min(WARM_UP, left - self.timeline_steps))
@@ -154,13 +164,15 @@ class Trainer:
                 self._tell("step", self._finish(metrics, clock.lap()))
                 step = self.progress.step
                 self.interrupted = signalled.anywhere()
-                if self.evaluation is not None and self.evaluate_when.is_now(step, pass_ended):
+                at_end = self.evaluate_at_ends and step == self.total_steps
+                if self.evaluation is not None and (at_end or self.evaluate_when.is_now(step, pass_ended)):
                     self._note(self.evaluate())
                 if self.save_when.is_now(step, pass_ended) or self.interrupted:
                     self.save()
                     saved = step
                 if self.interrupted:
                     break
+        self.timeline = camera.typical()
         if self.save_when != Every() and saved != self.progress.step:
             self.save()
         self.booster.wait()
