@@ -70,8 +70,10 @@ class Trainer:
                     rank in `timeline`
 
     Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
-    batches of something else than text.
+    batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss.
     """
+
+    counts_right = False
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class Trainer:
         self.timeline_steps = timeline_steps
         self.timeline: Timeline | None = None
         self.progress = Progressed()
+        self.accuracy: float | None = None
         self.interrupted = False
         if evaluate_at_ends and evaluation is None:
             raise ValueError("evaluate_at_ends=True needs evaluation, a loader of batches; give it, or leave it out")
@@ -149,7 +152,7 @@ class Trainer:
         }
         self._tell("started", {**known, **(facts or {}), "total_steps": self.total_steps, "step": self.progress.step})
         if self.evaluate_at_ends and not self.progress.step:
-            self._tell("evaluated", {"step": 0, "eval_loss": self.evaluate()})
+            self._tell_evaluated(self.evaluate())
         supply, clock, saved = self._batches(), Clock(), self.progress.step
         left = self.total_steps - saved
         skip = max(0, min(WARM_UP, left - self.timeline_steps))
@@ -203,15 +206,22 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of the evaluation, in which batches weigh as `count_labels` says."""
+        """Mean loss of the evaluation, in which batches weigh as `count_labels` says. With `counts_right` the share of
+        labels that are met is in `accuracy` then.
+        """
         self.model.eval()
-        total, counted = 0.0, 0
+        total, counted, right = 0.0, 0, 0
         for batch in self.evaluation:
-            result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss)
+            result = self.booster.execute_pipeline(
+                iter([batch]), self.model, self._loss, return_outputs=self.counts_right
+            )
             loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled
+            if self.counts_right:
+                right += self._everyones_right(result["outputs"], batch)
         self.model.train()
+        self.accuracy = right / max(counted, 1) if self.counts_right else None
         return total / max(counted, 1)
 
     def count_tokens(self, batch: Batch) -> int:
@@ -221,6 +231,10 @@ class Trainer:
     def count_labels(self, batch: Batch) -> int:
         """What a batch counts for in the evaluation: its labels, or samples where it has none."""
         return labels_of(batch)
+
+    def count_right(self, outputs: Any, batch: Batch) -> int:
+        """Labels of this rank's batch that the model's outputs meet."""
+        raise NotImplementedError
 
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
         """A checkpoint that a run at any layout can go on from."""
@@ -284,13 +298,17 @@ class Trainer:
         }
 
     def _note(self, loss: float) -> None:
-        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss})
+        self._tell_evaluated(loss)
         if not loss < self.progress.best_loss:
             self.progress.without_better += 1
             return
         self.progress.best_loss, self.progress.best_step, self.progress.without_better = loss, self.progress.step, 0
         if self.keep_best:
             self.save(self._best_path(), keep=1)
+
+    def _tell_evaluated(self, loss: float) -> None:
+        accuracy = {} if self.accuracy is None else {"eval_accuracy": self.accuracy}
+        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss, **accuracy})
 
     def _is_worse(self) -> bool:
         return self.patience is not None and self.progress.without_better >= self.patience
@@ -306,6 +324,15 @@ class Trainer:
         dist.all_reduce(shared)
         total, holders, counted = shared.tolist()
         return total / holders, round(counted * replicas / dist.get_world_size())
+
+    def _everyones_right(self, outputs: Any, batch: Batch) -> int:
+        """The sum of what data-parallel ranks count, each on its last stage."""
+        plugin: Any = self.booster.plugin
+        right, held = (0, 0) if outputs is None else (self.count_right(outputs, batch), 1)
+        shared = torch.tensor([right, held], dtype=torch.float64, device=get_current_device())
+        dist.all_reduce(shared)
+        total, holders = shared.tolist()
+        return round(total * plugin.data_parallel[0] / holders)
 
     def _tell(self, what: str, news: Mapping[str, Any]) -> None:
         for listener in self.listeners:
