@@ -97,6 +97,8 @@ class Trainer:
         listeners: Sequence[Listener] = (),
         timeline_steps: int = 0,
     ) -> None:
+        if evaluate_at_ends and evaluation is None:
+            raise ValueError("evaluate_at_ends=True needs evaluation, a loader of batches; give it, or leave it out")
         self.booster, self.model, self.optimizer, self.data = booster, model, optimizer, data
         self.lr_scheduler = lr_scheduler
         # A function, since a method's object would be copied when the loss is followed ahead.
@@ -116,8 +118,6 @@ class Trainer:
         self.progress = Progressed()
         self.accuracy: float | None = None
         self.interrupted = False
-        if evaluate_at_ends and evaluation is None:
-            raise ValueError("evaluate_at_ends=True needs evaluation, a loader of batches; give it, or leave it out")
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
 

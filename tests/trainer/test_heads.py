@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 
 from shardwright.testing import run_ranks
-from shardwright.trainer import RecipeError, build_recipe
+from shardwright.trainer import RecipeError, Trainer, build_recipe
 from shardwright.trainer.build import prepare
 from shardwright.trainer.datasets import Collate
 from shardwright.trainer.tasks import TASKS
@@ -231,3 +231,9 @@ def test_masks_are_those_of_the_text_and_the_seed(tmp_path: Path) -> None:
     assert not {label for _, label in told} & {0, 2, 3, 4}, "special tokens are not asked for"
     assert 0.4 < len(told) / sum(len(line["text"].split()) for line in lines) < 0.65
     assert 0.7 < sum(token == encoder.mask for token, _ in told) / len(told) < 0.9
+
+
+def test_an_evaluation_at_the_ends_needs_one() -> None:
+    booster: Any = None
+    with pytest.raises(ValueError, match="evaluate_at_ends=True needs evaluation"):
+        Trainer(booster, None, None, None, total_steps=1, directory="out", evaluate_at_ends=True)
