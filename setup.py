@@ -37,6 +37,7 @@ EXTRAS = {
     "deepspeed": ["deepspeed"],
     "kernels": ["liger-kernel; sys_platform == 'linux'"],  # norms and gated activations in one on GPUs
     "pictures": ["matplotlib"],  # timelines as PNG
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],  # the site of scripts/docs
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb"],
     "trackio": ["trackio"],

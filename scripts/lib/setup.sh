@@ -49,6 +49,14 @@ install_package() {
     environment_key >"$VENV/.installed"
 }
 
+# install_extra EXTRA MODULE: an extra of setup.py on top of what is there, unless its module can be found.
+install_extra() {
+    "$VENV/bin/python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$2') is None)" && return
+    echo "Installing the extra '$1' into .venv (once) ..."
+    "$VENV/bin/python" -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[$1]" ||
+        die "the installation of the extra '$1' failed; see the message above"
+}
+
 cd "$ROOT" || exit 1
 "$VENV/bin/python" -c '' >/dev/null 2>&1 || make_venv || exit 1
 [ "$(cat "$VENV/.installed" 2>/dev/null)" = "$(environment_key)" ] || install_package

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..trainer import RecipeError, read_recipe
-    from ..trainer.reading import RowError, schema, to_yaml
+    from ..trainer.errors import RowError
+    from ..trainer.reading import schema, to_yaml
 
     if args.schema:
         print(json.dumps(schema(), indent=2))

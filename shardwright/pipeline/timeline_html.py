@@ -110,7 +110,7 @@ def _nice_step(rough: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
 
 
-STYLE = """
+_LIGHT = """
 .key { padding: 2px 8px; color: #fff; border-radius: 3px; white-space: nowrap; line-height: 1.9; }
 .key.wait { background: #e3e3e3; color: #333; }
 .label { font: 10px sans-serif; fill: #fff; text-anchor: middle; pointer-events: none; }
@@ -120,14 +120,15 @@ STYLE = """
 .paper { fill: #fff; }
 .wide { overflow-x: auto; }
 .wide svg { min-width: 700px; display: block; }
-@media (prefers-color-scheme: dark) {
+"""
+_DARK = """
 .name, .tick { fill: #bbb; }
 .wait { fill: #3a3d42; }
 .key.wait { background: #3a3d42; color: #ddd; }
 .later { stroke: #f5f5f5; }
 .paper { fill: #16181c; }
-}
 """
+STYLE = f"{_LIGHT}@media (prefers-color-scheme: dark) {{{_DARK}}}\n"
 
 
 def drawing(timeline: Timeline) -> str:
@@ -135,6 +136,32 @@ def drawing(timeline: Timeline) -> str:
     svg = _svg(timeline, timeline.makespan)
     start = svg.index(">") + 1
     return f'{svg[:start]}<rect width="100%" height="100%" class="paper"/><style>{STYLE}</style>{svg[start:]}\n'
+
+
+def compared(timelines: Mapping[str, Timeline], scheme: str) -> str:
+    """Timelines below each other at one scale, as an SVG file for pages of one color scheme, "light" or "dark"."""
+    seconds = max(_end(timeline) for timeline in timelines.values())
+    kinds = {span.action.kind for timeline in timelines.values() for spans in timeline.ranks for span in spans}
+    parts, x, top = [], 4, 34
+    for kind, name in LEGEND.items():
+        if kind in kinds:
+            parts.append(f'<rect x="{x}" y="5" width="14" height="14" fill="{COLORS[kind]}"/>')
+            parts.append(f'<text x="{x + 19}" y="16" class="name">{name}</text>')
+            x += 40 + 7 * len(name)
+    parts.append(f'<rect x="{x}" y="5" width="14" height="14" class="wait"/>')
+    parts.append(f'<text x="{x + 19}" y="16" class="name">waiting; outlined: a rank\'s second part</text>')
+    for name, timeline in timelines.items():
+        told = f"{name}: a step of {1000 * timeline.makespan:.0f} ms, of which ranks wait {100 * timeline.bubble:.0f} %"
+        parts.append(f'<text x="4" y="{top + 12}" class="name">{escape(told)}</text>')
+        height = len(timeline.ranks) * _ROW + 24
+        inner = _svg(timeline, seconds).replace('width="100%"', f'y="{top + 20}" width="{_WIDTH}" height="{height}"', 1)
+        parts.append(inner)
+        top += height + 32
+    style = _LIGHT + (_DARK if scheme == "dark" else "")
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {top}" width="100%" xmlns="http://www.w3.org/2000/svg">'
+        f'<rect width="100%" height="100%" class="paper"/><style>{style}</style>{"".join(parts)}</svg>\n'
+    )
 
 
 def figure(timeline: Timeline) -> str:

@@ -11,35 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..booster import Booster
-from ..files.errors import CheckpointError
-from ..lazy import LazyInitContext
-from ..lazy.notes import notes_of
 from ..optim import HybridAdam
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
-from ..utils.errors import nearest
 from . import layout as layouts
 from . import trackers
 from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, placed
+from .errors import RecipeError
 from .facts import RunFacts
+from .heads import Answered, ClassifiedText, Classifier, HeadTrainer, Labels, MaskedText, TaggedWords
+from .models import build_model, first_line, head_of, load_config, prepare_head
 from .progress import JsonLines, Listener, Log
-from .reading import RecipeError, to_plain
+from .reading import to_plain
 from .recipe import Data, Recipe
 from .samples import Encoder
 from .sources import place_of, rows_of
+from .tasks import TASKS
 from .tokenizer import load_tokenizer
 from .trainer import Every, Trainer
 
 _LONGEST = 2048  # where a recipe does not say
-# of configs, read by transformers under names that no config class lists
-_OLD_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "experts_implementation", "auto_map")
 _TRIED = 64  # rows that are encoded before ranks start
 
 
@@ -70,13 +66,27 @@ class Parts:
     def dataset(self, key: str) -> Any:
         """A Dataset or IterableDataset of `data` or `eval_data`."""
         data: Data = getattr(self.recipe, key)
-        encoder = Encoder(self.tokenizer, self.max_length_of(key))
+        encoder = self.encoder(key)
         streaming = (data.mix[0] if data.mix else data).streaming
         if streaming:
             return SampleStream(self.rows[key], encoder, self.padding, data.packing)
         if data.packing:
             return Packed(self.rows[key], encoder, self.padding)
         return Samples(self.rows[key], encoder)
+
+    def encoder(self, key: str) -> Any:
+        """What makes samples of the rows of `data` or `eval_data`."""
+        recipe, length = self.recipe, self.max_length_of(key)
+        if recipe.task == "causal-lm":
+            return Encoder(self.tokenizer, length)
+        types = "token_type_ids" in inspect.signature(head_of(recipe, self.config).forward).parameters
+        if recipe.task == "masked-lm":
+            share = 0.15 if recipe.mlm_probability is None else recipe.mlm_probability
+            return MaskedText(self.tokenizer, length, types, share, recipe.seed, len(self.tokenizer))
+        if recipe.task == "seq2seq-lm":
+            return Answered(self.tokenizer, length, types)
+        kind = ClassifiedText if recipe.task == "sequence-classification" else TaggedWords
+        return kind(self.tokenizer, length, types, Labels(self.config))
 
     def max_length_of(self, key: str) -> int:
         return getattr(self.recipe, key).max_length or self.max_length
@@ -121,99 +131,17 @@ def prepare(recipe: Recipe) -> Parts:
                 f"{key}.max_length={asked} is longer than the {longest} positions of the model; give at most {longest}"
             )
     rows = {
-        key: rows_of(getattr(recipe, key), key, recipe.seed)
+        key: rows_of(getattr(recipe, key), key, recipe.seed, TASKS[recipe.task])
         for key in ("data", "eval_data")
         if getattr(recipe, key) is not None
     }
     use_cache = getattr(config, "use_cache", True)
     config.use_cache = False
     parts = Parts(recipe, config, tokenizer, min(longest or _LONGEST, _LONGEST), rows, use_cache)
+    prepare_head(recipe, config, parts.padding)
     for key in rows:
         _try_rows(parts, key)
     return parts
-
-
-def load_config(recipe: Recipe) -> Any:
-    """The transformers config of the model."""
-    if isinstance(recipe.model, dict):
-        given = dict(recipe.model["config"])
-        kind = given.pop("model_type", None)
-        if kind is None:
-            raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
-        try:
-            config = AutoConfig.for_model(kind, **given)
-        except Exception as error:  # transformers validates in many ways
-            raise RecipeError(f"model.config is none that transformers takes: {_first_line(error)}") from error
-        _check_config_keys(config, given)
-        return config
-    try:
-        return AutoConfig.from_pretrained(recipe.model)
-    except Exception as error:
-        raise RecipeError(
-            f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
-            f"({_first_line(error)})"
-        ) from error
-
-
-def _check_config_keys(config: Any, given: Mapping[str, Any]) -> None:
-    """transformers keeps whatever a config is given, also what no model reads."""
-    kind = type(config)
-    parameters = inspect.signature(kind.__init__).parameters
-    common = vars(transformers.PreTrainedConfig())
-    own = [*(name for name in parameters if name not in common), *kind.attribute_map]
-    known = {*parameters, *kind.attribute_map, *common, *dir(kind), *_OLD_KEYS}
-    for name in given:
-        if name not in known:
-            raise RecipeError(
-                f"model.config.{name} is nothing that a {config.model_type} of transformers "
-                f"{transformers.__version__} reads{nearest(name, own) or nearest(name, known)}"
-            )
-
-
-def local_directory(name: str) -> str:
-    """Where the files of a model are; those of a name on the hub are fetched once, and ranks read their slices."""
-    if Path(name).is_dir():
-        return name
-    try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
-    except Exception as error:  # of many kinds: no network, no such name, no access
-        raise RecipeError(f"model={name!r} cannot be fetched ({_first_line(error)})") from error
-
-
-def build_model(recipe: Recipe, config: Any) -> Any:
-    """The causal language model, its weights still unmade where that can be; they are the same at every layout."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise RecipeError(
-            f"model: a {config.model_type} is no causal language model of transformers {transformers.__version__}, "
-            "which is what recipes train; write a script with Booster for others (docs/getting_started.md)"
-        )
-    if isinstance(recipe.model, dict):
-
-        def made() -> Any:
-            return AutoModelForCausalLM.from_config(config)
-    else:
-        directory = local_directory(recipe.model)
-
-        def made() -> Any:
-            return AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-
-    try:
-        return _built(recipe, made)
-    except RecipeError:
-        raise
-    except (ValueError, OSError, CheckpointError) as error:
-        what = f"model={recipe.model!r}" if isinstance(recipe.model, str) else "model.config"
-        raise RecipeError(f"{what} cannot be built: {_first_line(error)}") from error
-
-
-def _built(recipe: Recipe, made: Callable[[], Any]) -> Any:
-    with LazyInitContext():
-        model = made()
-        if all(getattr(notes_of(param), "obstacle", None) is None for param in model.parameters()):
-            return _with_adapters(recipe, model)
-    with torch.random.fork_rng(devices=[]):  # weights that are made of one another, all at once
-        torch.manual_seed(recipe.seed)
-        return _with_adapters(recipe, made())
 
 
 def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
@@ -224,7 +152,7 @@ def make_plugin(recipe: Recipe, parameters: int) -> HybridParallelPlugin:
         try:
             given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(**checkpointing)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"layout.gradient_checkpoint_config: {_first_line(error)}") from error
+            raise RecipeError(f"layout.gradient_checkpoint_config: {first_line(error)}") from error
     try:
         return HybridParallelPlugin.from_config({}, **given)
     except ValueError as error:
@@ -249,7 +177,7 @@ def make_optimizer(recipe: Recipe, model: Any) -> Any:
     try:
         return makers[recipe.optim](lr=recipe.learning_rate)
     except ValueError as error:
-        raise RecipeError(f"optim={recipe.optim}: {_first_line(error)}") from error
+        raise RecipeError(f"optim={recipe.optim}: {first_line(error)}") from error
 
 
 def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
@@ -296,7 +224,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     name = type(model).__name__
     model, optimizer, _, data, schedule = booster.boost(model, optimizer, None, data, schedule)
     directory = Path(recipe.output_dir)
-    trainer = Trainer(
+    trainer = _trainer_of(recipe)(
         booster,
         model,
         optimizer,
@@ -317,6 +245,12 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
 
 
+def _trainer_of(recipe: Recipe) -> type[Trainer]:
+    if recipe.task == "causal-lm":
+        return Trainer
+    return Classifier if TASKS[recipe.task].labelled else HeadTrainer
+
+
 def _listeners(recipe: Recipe, directory: Path) -> list[Listener]:
     run = recipe.run_name or recipe.output_dir
     found: list[Listener] = [JsonLines(directory / "metrics.jsonl"), RunFacts(directory / "run.json")]
@@ -329,27 +263,9 @@ def _every(strategy: str, steps: int) -> Every:
     return Every(steps=steps if strategy == "steps" else None, epoch=strategy == "epoch")
 
 
-def _with_adapters(recipe: Recipe, model: Any) -> Any:
-    if recipe.lora is None:
-        return model
-    try:
-        import peft
-    except ImportError:
-        raise RecipeError("lora needs the package peft: pip install peft") from None
-    given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
-    names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
-    for name in recipe.lora.modules_to_save or ():
-        if name.rpartition(".")[2] not in names:
-            raise RecipeError(f"lora.modules_to_save: {name!r} is no module of the model{nearest(name, names)}")
-    try:
-        return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type="CAUSAL_LM", **given))
-    except ValueError as error:
-        raise RecipeError(f"lora: {_first_line(error)}") from error
-
-
 def _try_rows(parts: Parts, key: str) -> None:
     """Encode the first rows, so that what is wrong with them is known now."""
-    encoder = Encoder(parts.tokenizer, parts.max_length_of(key))
+    encoder = parts.encoder(key)
     learned = 0
     for number, row in zip(range(_TRIED), parts.rows[key], strict=False):
         try:
@@ -394,7 +310,3 @@ def _gpu_memory() -> int | None:
 def _describe(plugin: HybridParallelPlugin, recipe: Recipe) -> str:
     samples = layouts.samples_of_a_step(recipe) * plugin.data_parallel[0]
     return f"{dist.get_world_size()} ranks: {plugin.mesh}, {samples} samples a step"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().split("\n") or [""])[0] or type(error).__name__

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from ..plugins.data.dealing import DataParallelSampler
+from .errors import RecipeError, RowError
+from .heads import Features, HeadEncoder
 from .packing import TokenStore, fill, join
-from .reading import RecipeError, RowError
 from .samples import IGNORED, Encoder, Sample
 from .sources import Row, Rows, place_of
 
@@ -20,7 +22,7 @@ Item = dict[str, torch.Tensor]
 class Samples(Dataset[Item]):
     """One sequence per row, encoded when it is asked for."""
 
-    def __init__(self, rows: Rows, encoder: Encoder) -> None:
+    def __init__(self, rows: Rows, encoder: Encoder | HeadEncoder) -> None:
         self.rows, self.encoder = rows, encoder
 
     def __len__(self) -> int:
@@ -57,7 +59,7 @@ class SampleStream(IterableDataset[Item]):
 
     step = 1  # samples of one step of all ranks
 
-    def __init__(self, rows: Iterable[Row], encoder: Encoder, padding: int, packing: bool) -> None:
+    def __init__(self, rows: Iterable[Row], encoder: Any, padding: int, packing: bool) -> None:
         self.rows, self.encoder, self.padding, self.packing = rows, encoder, padding, packing
 
     def _own_rows(self) -> Iterator[Row]:
@@ -98,7 +100,7 @@ class Evened(Dataset[Item]):
             return self.samples[index]
         if isinstance(self.samples, Packed):
             return join([], self.samples.length, self.padding)
-        return {"input_ids": torch.full((2,), self.padding), "labels": torch.full((2,), IGNORED)}
+        return _item(self.samples.encoder.nothing(self.padding))
 
 
 class _SamplesFirst(DistributedSampler[Any]):
@@ -125,18 +127,14 @@ class Collate:
     def __call__(self, items: Sequence[Item]) -> Item:
         if "position_ids" in items[0]:
             return {name: torch.stack([item[name] for item in items]) for name in items[0]}
-        longest = max(len(item["input_ids"]) for item in items)
-        batch = {
-            "input_ids": torch.full((len(items), longest), self.padding),
-            "labels": torch.full((len(items), longest), IGNORED),
-            "attention_mask": torch.zeros((len(items), longest), dtype=torch.long),
-        }
-        for row, item in enumerate(items):
-            length = len(item["input_ids"])
-            batch["input_ids"][row, :length] = item["input_ids"]
-            batch["labels"][row, :length] = item["labels"]
-            batch["attention_mask"][row, :length] = 1
-        return batch
+        whole = [{**item, "attention_mask": torch.ones_like(item["input_ids"])} for item in items]
+        return {name: self._column(name, [item[name] for item in whole]) for name in whole[0]}
+
+    def _column(self, name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not values[0].ndim:  # one label of a text
+            return torch.stack(list(values))
+        filling = {"input_ids": self.padding, "labels": IGNORED}.get(name, 0)
+        return pad_sequence(list(values), batch_first=True, padding_value=filling)
 
 
 def placed(error: RecipeError, place: str) -> str:
@@ -153,5 +151,7 @@ def _pieces(rows: Iterable[Row], encoder: Encoder) -> Iterator[Sample]:
             raise RecipeError(placed(error, place_of(rows, number))) from None
 
 
-def _item(sample: Sample) -> Item:
+def _item(sample: Sample | Features) -> Item:
+    if isinstance(sample, Features):
+        return {name: torch.tensor(values) for name, values in sample.values.items()}
     return {"input_ids": torch.tensor(sample.ids), "labels": torch.tensor(sample.labels)}

@@ -9,7 +9,7 @@ import torch
 
 from ..shardformer.documents import DocumentProbe
 from ..shardformer.small_copy import build_small
-from .reading import RecipeError
+from .errors import RecipeError
 
 _TOKENS = 8
 

@@ -18,7 +18,9 @@ from typing import Any
 import yaml
 
 from ..utils.errors import nearest
+from .errors import RecipeError
 from .recipe import ALIASES, ELSEWHERE, Data, Key, Recipe, Source
+from .tasks import check_task
 
 _WORDS = {
     int: "a whole number",
@@ -28,14 +30,6 @@ _WORDS = {
     list: "a list",
     dict: "a mapping",
 }
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be run: one sentence with what would work."""
-
-
-class RowError(RecipeError):
-    """A row that one rank alone has found, in the middle of training."""
 
 
 @dataclass
@@ -308,6 +302,7 @@ def _check_together(recipe: Recipe) -> None:
         data = getattr(recipe, name)
         if data is not None:
             _check_data(name, data)
+    check_task(recipe)
     if recipe.bf16 and recipe.fp16:
         raise RecipeError("bf16 and fp16 are both true; one of them is the precision")
     if recipe.layout != "auto" and isinstance(recipe.layout, str):
@@ -383,9 +378,9 @@ def _check_data(key: str, data: Any) -> None:
                 raise RecipeError(f"{name}.path is empty text; give a file, a pattern or a directory")
         if source.path == []:
             raise RecipeError(f"{name}.path is an empty list; give at least one file")
-        kinds = [one for one in ("text", "messages", "prompt") if getattr(source, one) is not None]
+        kinds = [one for one in ("text", "messages", "prompt", "words") if getattr(source, one) is not None]
         if len(kinds) > 1:
-            raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of text, messages, prompt")
+            raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of them")
         if (source.prompt is None) != (source.completion is None):
             raise RecipeError(f"{name}: prompt and completion name two columns; give both")
     if data.mix is not None:

@@ -41,6 +41,12 @@ class Source:
     ] = None
     prompt: Annotated[str | None, Key("column with a prompt; `completion` names the column that is learned")] = None
     completion: Annotated[str | None, Key("column with the answer to `prompt`")] = None
+    text_pair: Annotated[str | None, Key("column with a second text beside `text`")] = None
+    label: Annotated[str | None, Key("column with the label of `text`, a name or a number")] = None
+    words: Annotated[str | None, Key("column with a list of words; `tags` names the column with a label for each")] = (
+        None
+    )
+    tags: Annotated[str | None, Key("column with the labels of `words`")] = None
     weight: Annotated[
         float | None, Key("share among the sources of a mixture; left out: its number of samples", least=0)
     ] = None
@@ -77,6 +83,19 @@ class Recipe:
     model: Annotated[
         str | dict[str, Any], Key("name on the hub, directory, or {config: {model_type: ...}} for a new one")
     ] = ""
+    task: Annotated[
+        str,
+        Key(
+            "what the model learns, and so its head",
+            choices=("causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification"),
+        ),
+    ] = "causal-lm"
+    labels: Annotated[
+        list[str] | None, Key("names of the labels of a classification, in their order; left out: the model's")
+    ] = None
+    mlm_probability: Annotated[
+        float | None, Key("share of tokens that a masked-lm has to tell; left out: 0.15", least=0.01)
+    ] = None
     tokenizer: Annotated[
         str | None, Key("name or directory, or `bytes`, which needs no files; left out: the model's")
     ] = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from .reading import RecipeError
+from .errors import RecipeError
 
 
 class Options:

@@ -14,9 +14,11 @@ from ..checkpoint.directory import candidates
 from ..cluster import DistCoordinator, launch, launch_from_torch
 from ..files.errors import CheckpointError
 from . import layout as layouts
-from .build import Parts, build_model, check_length, make_optimizer, make_plugin, make_trainer, prepare
+from .build import Parts, check_length, make_optimizer, make_plugin, make_trainer, prepare
+from .errors import RecipeError
+from .models import build_model
 from .probes import check_order, check_packing
-from .reading import RecipeError, to_plain
+from .reading import to_plain
 from .recipe import Recipe
 from .trainer import Trainer
 
@@ -31,7 +33,8 @@ def check(recipe: Recipe, world_size: int) -> None:
     try:
         model = build_model(recipe, parts.config)
         whole = model.get_base_model() if recipe.lora is not None else model
-        check_order(whole)
+        if recipe.task == "causal-lm":
+            check_order(whole)
         if any(data is not None and data.packing for data in (recipe.data, recipe.eval_data)):
             check_packing(whole)
         optimizer = make_optimizer(recipe, model)

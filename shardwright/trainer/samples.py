@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..utils.errors import nearest
-from .reading import RecipeError
+from .errors import RecipeError
 
 IGNORED = -100  # the label of tokens that are not learned, as transformers' losses have it
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -60,6 +60,10 @@ class Encoder:
             prompt = prompt[:-1]  # of a tokenizer that ends every text
         answer = self._ids(self._text(row, "completion"), special=False) + self.end
         return Sample(prompt + answer, [IGNORED] * len(prompt) + answer)
+
+    def nothing(self, padding: int) -> Sample:
+        """A sample of which nothing counts."""
+        return Sample([padding] * 2, [IGNORED] * 2)
 
     def one(self, row: Mapping[str, Any]) -> Sample:
         """The sample of a row, cut off behind max_length."""

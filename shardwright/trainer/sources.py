@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..utils.errors import nearest
-from .reading import RecipeError
+from .errors import RecipeError
 from .recipe import Data, Source
+from .tasks import COLUMNS, Task
 
 Row = Mapping[str, Any]
 _LINES = (".jsonl", ".ndjson", ".txt", ".text")
@@ -203,11 +204,11 @@ def place_of(rows: Any, index: int) -> str:
     return str(rows.place(index)) if hasattr(rows, "place") else f"row {index + 1}"
 
 
-def rows_of(data: Data, key: str, seed: int) -> Rows | Iterable[Row]:
+def rows_of(data: Data, key: str, seed: int, task: Task) -> Rows | Iterable[Row]:
     """All rows that `data` names: a sequence, or a stream where it says streaming."""
     sources: list[Source] = data.mix if data.mix is not None else [data]
     names = [f"{key}.mix[{at}]" for at in range(len(sources))] if data.mix is not None else [key]
-    parts = [_rows_of_source(source, name) for source, name in zip(sources, names, strict=True)]
+    parts = [_rows_of_source(source, name, task) for source, name in zip(sources, names, strict=True)]
     if len(parts) == 1:
         return parts[0]
     if sources[0].streaming:
@@ -220,25 +221,23 @@ def rows_of(data: Data, key: str, seed: int) -> Rows | Iterable[Row]:
     return Mixture(counted, weights)
 
 
-def _rows_of_source(source: Source, key: str) -> Any:
+def _rows_of_source(source: Source, key: str, task: Task) -> Any:
     rows = _of_dataset(source, key) if source.dataset is not None else _of_files(source, key)
     first = next(iter(rows), None)
     if first is None:
         raise RecipeError(f"{key}: {source.path or source.dataset} has no rows; give a source with at least one")
-    columns = _columns(first, source, key)
+    columns = _columns(first, source, key, task)
     return PickedStream(rows, columns) if source.streaming else Picked(rows, columns)
 
 
-def _columns(first: Row, source: Source, key: str) -> dict[str, str]:
-    """What a sample is made of, `text`, `messages` or `prompt` and `completion` -> the column that holds it."""
-    kinds = (("text",), ("messages",), ("prompt", "completion"))
-    asked = [{part: getattr(source, part) for part in kind} for kind in kinds if getattr(source, kind[0]) is not None]
-    found = [{part: part for part in kind} for kind in kinds if all(part in first for part in kind)]
+def _columns(first: Row, source: Source, key: str, task: Task) -> dict[str, str]:
+    """What a sample of a task is made of, such as `prompt` and `completion` -> the column that holds it."""
+    given = {part: column for part in COLUMNS if (column := getattr(source, part)) is not None}
+    asked = [{part: given.get(part, part) for part in kind} for kind in task.kinds if given.keys() & {*kind}]
+    found = [{part: part for part in kind} for kind in task.kinds if all(part in first for part in kind)]
     if not asked and not found:
-        raise RecipeError(
-            f"{key}: a row has the columns {', '.join(first)}; say which one holds the sample: text: COLUMN, or "
-            "messages: COLUMN, or prompt: COLUMN and completion: COLUMN"
-        )
+        ways = ", or ".join(" and ".join(f"{part}: COLUMN" for part in kind) for kind in task.kinds)
+        raise RecipeError(f"{key}: a row has the columns {', '.join(first)}; say which one holds the sample: {ways}")
     if not asked and len(found) > 1:
         both = " and ".join(next(iter(kind)) for kind in found)
         raise RecipeError(
@@ -246,6 +245,7 @@ def _columns(first: Row, source: Source, key: str) -> dict[str, str]:
             "messages"
         )
     columns = (asked or found)[0]
+    columns |= {part: given.get(part, part) for part in task.optional if part in given or part in first}
     for part, column in columns.items():
         if column not in first:
             raise RecipeError(

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .reading import RecipeError
+from .errors import RecipeError
 
 # How a conversation is written where the tokenizer does not say: ChatML. The answers of the assistant are marked.
 CHAT_TEMPLATE = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import nearest
-from .reading import RecipeError
+from .errors import RecipeError
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 

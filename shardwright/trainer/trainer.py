@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..booster import Booster
 from ..checkpoint.preemption import SaveOnSignal
 from ..pipeline.snapshots import WARM_UP, Camera
+from ..pipeline.timeline import Timeline
 from ..utils.device import get_current_device
 from .counting import labels_of, tokens_of
 from .progress import Clock, Listener, peak_memory
@@ -59,16 +60,20 @@ class Trainer:
     evaluation     loader of batches whose mean loss per token is reported; all of one size
     criterion      (outputs, inputs) -> the loss of the batch; left out: the model's own
     evaluate, save how often
+    evaluate_at_ends  evaluate before the first step and behind the last, too
     keep           checkpoints that are kept
     keep_best      keep the one of the best evaluation besides, in best/, and end with its weights
     patience       evaluations without a lower loss after which training ends
     must_match     plain values that a checkpoint must have, too, to be gone on from: how batches are made
     listeners      told about it on the first rank
-    timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json
+    timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json, and on every
+                    rank in `timeline`
 
     Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
-    batches of something else than text.
+    batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss.
     """
+
+    counts_right = False
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class Trainer:
         evaluation: Any = None,
         criterion: Callable[[Any, Any], torch.Tensor] | None = None,
         evaluate: Every = Every(),
+        evaluate_at_ends: bool = False,
         save: Every = Every(),
         keep: int | None = None,
         keep_best: bool = False,
@@ -91,6 +97,8 @@ class Trainer:
         listeners: Sequence[Listener] = (),
         timeline_steps: int = 0,
     ) -> None:
+        if evaluate_at_ends and evaluation is None:
+            raise ValueError("evaluate_at_ends=True needs evaluation, a loader of batches; give it, or leave it out")
         self.booster, self.model, self.optimizer, self.data = booster, model, optimizer, data
         self.lr_scheduler = lr_scheduler
         # A function, since a method's object would be copied when the loss is followed ahead.
@@ -104,8 +112,11 @@ class Trainer:
         self.keep, self.keep_best, self.patience = keep, keep_best, patience
         self.must_match = dict(must_match or {})
         self.listeners = listeners if dist.get_rank() == 0 else ()
+        self.evaluate_at_ends = evaluate_at_ends
         self.timeline_steps = timeline_steps
+        self.timeline: Timeline | None = None
         self.progress = Progressed()
+        self.accuracy: float | None = None
         self.interrupted = False
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
@@ -140,6 +151,8 @@ class Trainer:
             "layout": str(plugin.mesh),
         }
         self._tell("started", {**known, **(facts or {}), "total_steps": self.total_steps, "step": self.progress.step})
+        if self.evaluate_at_ends and not self.progress.step:
+            self._tell_evaluated(self.evaluate())
         supply, clock, saved = self._batches(), Clock(), self.progress.step
         left = self.total_steps - saved
         skip = max(0, min(WARM_UP, left - self.timeline_steps))
@@ -154,13 +167,15 @@ class Trainer:
                 self._tell("step", self._finish(metrics, clock.lap()))
                 step = self.progress.step
                 self.interrupted = signalled.anywhere()
-                if self.evaluation is not None and self.evaluate_when.is_now(step, pass_ended):
+                at_end = self.evaluate_at_ends and step == self.total_steps
+                if self.evaluation is not None and (at_end or self.evaluate_when.is_now(step, pass_ended)):
                     self._note(self.evaluate())
                 if self.save_when.is_now(step, pass_ended) or self.interrupted:
                     self.save()
                     saved = step
                 if self.interrupted:
                     break
+        self.timeline = camera.typical()
         if self.save_when != Every() and saved != self.progress.step:
             self.save()
         self.booster.wait()
@@ -191,15 +206,22 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of the evaluation, in which batches weigh as `count_labels` says."""
+        """Mean loss of the evaluation, in which batches weigh as `count_labels` says. With `counts_right` the share of
+        labels that are met is in `accuracy` then.
+        """
         self.model.eval()
-        total, counted = 0.0, 0
+        total, counted, right = 0.0, 0, 0
         for batch in self.evaluation:
-            result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss)
+            result = self.booster.execute_pipeline(
+                iter([batch]), self.model, self._loss, return_outputs=self.counts_right
+            )
             loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled
+            if self.counts_right:
+                right += self._everyones_right(result["outputs"], batch)
         self.model.train()
+        self.accuracy = right / max(counted, 1) if self.counts_right else None
         return total / max(counted, 1)
 
     def count_tokens(self, batch: Batch) -> int:
@@ -209,6 +231,10 @@ class Trainer:
     def count_labels(self, batch: Batch) -> int:
         """What a batch counts for in the evaluation: its labels, or samples where it has none."""
         return labels_of(batch)
+
+    def count_right(self, outputs: Any, batch: Batch) -> int:
+        """Labels of this rank's batch that the model's outputs meet."""
+        raise NotImplementedError
 
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
         """A checkpoint that a run at any layout can go on from."""
@@ -272,13 +298,17 @@ class Trainer:
         }
 
     def _note(self, loss: float) -> None:
-        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss})
+        self._tell_evaluated(loss)
         if not loss < self.progress.best_loss:
             self.progress.without_better += 1
             return
         self.progress.best_loss, self.progress.best_step, self.progress.without_better = loss, self.progress.step, 0
         if self.keep_best:
             self.save(self._best_path(), keep=1)
+
+    def _tell_evaluated(self, loss: float) -> None:
+        accuracy = {} if self.accuracy is None else {"eval_accuracy": self.accuracy}
+        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss, **accuracy})
 
     def _is_worse(self) -> bool:
         return self.patience is not None and self.progress.without_better >= self.patience
@@ -294,6 +324,15 @@ class Trainer:
         dist.all_reduce(shared)
         total, holders, counted = shared.tolist()
         return total / holders, round(counted * replicas / dist.get_world_size())
+
+    def _everyones_right(self, outputs: Any, batch: Batch) -> int:
+        """The sum of what data-parallel ranks count, each on its last stage."""
+        plugin: Any = self.booster.plugin
+        right, held = (0, 0) if outputs is None else (self.count_right(outputs, batch), 1)
+        shared = torch.tensor([right, held], dtype=torch.float64, device=get_current_device())
+        dist.all_reduce(shared)
+        total, holders = shared.tolist()
+        return round(total * plugin.data_parallel[0] / holders)
 
     def _tell(self, what: str, news: Mapping[str, Any]) -> None:
         for listener in self.listeners:

@@ -12,7 +12,8 @@ from recipe_files import LLAMA, recipe, write_chat, write_text
 
 from shardwright.trainer import RecipeError, build_recipe, read_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.reading import RowError, schema, to_plain, to_yaml
+from shardwright.trainer.errors import RowError
+from shardwright.trainer.reading import schema, to_plain, to_yaml
 from shardwright.trainer.run import check
 
 

@@ -18,7 +18,8 @@ from recipe_files import recipe
 
 from shardwright.cli.main import main
 from shardwright.trainer import run
-from shardwright.trainer.reading import RecipeError, RowError, keys_of
+from shardwright.trainer.errors import RecipeError, RowError
+from shardwright.trainer.reading import keys_of
 from shardwright.trainer.recipe import Data, Lora, Recipe
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""What docs/architecture.md and the pictures of docs/pipelines.md say is what the code is."""
+"""What docs/architecture.md and the pictures of the documents say is what the code is."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def test_files_and_rooms_that_are_named_exist() -> None:
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
-def test_pictures_are_drawn_from_the_schedules(path: Path) -> None:
+def test_pictures_are_drawn_from_the_code(path: Path) -> None:
     assert path.read_text() == files()[path], "python tests/unit/write_pictures.py draws them again"
-    assert f"pictures/{path.name}" in (ROOT / "docs" / "pipelines.md").read_text()
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert any(f"pictures/{path.name}" in document.read_text() for document in documents)

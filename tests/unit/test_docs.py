@@ -91,13 +91,35 @@ def test_commands_exist() -> None:
             assert verb in VERBS, f"{path.relative_to(ROOT)}: there is no `shardwright {verb}`"
 
 
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """Of headings, as GitHub and the site make them."""
+    found: list[str] = []
+    for title in re.findall(r"^#+ (.+)$", without_code(path.read_text()), re.MULTILINE):
+        words = re.sub(r"\]\([^)]*\)", "]", title).strip().lower()
+        found.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return {f"{slug}-{number}" if number else slug for number, slug in _numbered(found)}
+
+
+def _numbered(slugs: list[str]) -> list[tuple[int, str]]:
+    return [(slugs[:place].count(slug), slug) for place, slug in enumerate(slugs)]
+
+
 def test_links_lead_somewhere() -> None:
-    for path in DOCUMENTS:
+    for path in [*DOCUMENTS, ROOT / "examples" / "README.md"]:
         # code indexes and calls, which looks alike
-        prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
-            if not re.match(r"\w+:", target):
-                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target} does not exist"
+        text = without_code(path.read_text())
+        targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+        for target in targets:
+            if re.match(r"\w+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            there = (path.parent / file) if file else path
+            assert there.exists(), f"{path.relative_to(ROOT)}: {target} does not exist"
+            assert not anchor or anchor in anchors(there), f"{path.relative_to(ROOT)}: {target} is no heading"
 
 
 def test_named_scripts_and_folders_exist() -> None:

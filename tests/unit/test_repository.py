@@ -87,7 +87,7 @@ def test_the_repository_has(name: str) -> None:
     assert (ROOT / name).is_file()
 
 
-@pytest.mark.parametrize("name", ["scripts/demo", "scripts/test", ".ci/run"])
+@pytest.mark.parametrize("name", ["scripts/demo", "scripts/docs", "scripts/test", ".ci/run"])
 def test_scripts_can_be_run(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK), f"chmod +x {name}"
     assert subprocess.run(["bash", "-n", ROOT / name], check=False).returncode == 0
@@ -164,6 +164,16 @@ def test_every_test_file_is_collected(pytestconfig: pytest.Config) -> None:
     passed_over = pytestconfig.getini("norecursedirs")
     parts = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
     assert not [part for part in parts if any(fnmatch(part, pattern) for pattern in passed_over)]
+
+
+def test_lines_of_the_quick_choice_exist() -> None:
+    """Values of parameters are not looked at: pytest names those that do not exist when they are asked for."""
+    lines = [line for line in (ROOT / "tests" / "quick.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert lines
+    for line in lines:
+        file, _, test = line.partition("::")
+        code = (ROOT / file).read_text()
+        assert not test or f"\ndef {test.partition('[')[0]}(" in code, line
 
 
 WITH_LIMITS = """

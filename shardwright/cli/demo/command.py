@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if inside_launcher():
         from .training import train  # imports torch, for which `--help` does not wait
 
-        train(_settings(args, int(os.environ["WORLD_SIZE"])))
-        return 0
+        return train(_settings(args, int(os.environ["WORLD_SIZE"])))
 
     world_size = getattr(args, "world_size", None)
     problem = _problem_with(args.output)

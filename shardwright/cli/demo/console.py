@@ -1,81 +1,51 @@
-"""What the demo prints, from one rank only."""
+"""What the demo prints beside the Trainer's log, on the first rank."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from typing import Any
 
 from rich import box
-from rich.console import Console as RichConsole
+from rich.console import Console, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .records import History, told_apart
 
 
-class ProgressLine:
-    """Shows the newest step: as a bar in a terminal, as a line now and then in a log."""
+class Language:
+    """A listener of the Trainer that says, under what its log says, what the model is to learn."""
 
-    def __init__(self, bar: Progress | None, console: RichConsole, steps: int) -> None:
-        self.bar, self.console, self.steps = bar, console, steps
-        self.task = bar.add_task("training", total=steps, numbers="") if bar else None
+    def __init__(self, history: History, console: Console) -> None:
+        self.history, self.console = history, console
 
-    def advance(self, history: History) -> None:
-        newest = history.steps[-1]
-        held_out = history.evaluations[-1].eval_loss
-        numbers = f"loss {newest.loss:.3f}  held out {held_out:.3f}  {newest.tokens_per_second:,.0f} tokens/s  "
-        numbers += f"{newest.memory_gib:.1f} GiB"
-        if self.bar and self.task is not None:
-            self.bar.update(self.task, advance=1, numbers=numbers)
-        elif newest.step == 1 or newest.step % max(1, self.steps // 10) == 0 or newest.step == self.steps:
-            self.console.print(f"  step {newest.step:>5} of {self.steps}  {numbers}", highlight=False)
+    def started(self, facts: Mapping[str, Any]) -> None:
+        settings = self.history.settings
+        self.console.print(f"{settings.steps} steps of {settings.tokens_per_step:,} tokens of an invented language,")
+        self.console.print(f"whose entropy, and so the best possible loss, is {self.history.lowest_loss:.3f}\n")
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """The log shows it."""
+
+    evaluated = finished = step
 
 
-class Console:
-    """All output of the demo; silent on every rank but one."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.rich = RichConsole(quiet=not enabled, highlight=False, soft_wrap=False)
-        self.enabled = enabled
-
-    def introduce(self, history: History) -> None:
-        self.rich.print(f"\n[bold]A Llama with {history.parameters / 1e6:.2f} million random weights[/]")
-        self.rich.print(f"on {history.layout}")
-        self.rich.print(
-            f"{history.settings.steps} steps of {history.settings.tokens_per_step:,} tokens of an invented language,"
-        )
-        self.rich.print(f"whose entropy, and so the best possible loss, is {history.lowest_loss:.3f}\n")
-
-    @contextmanager
-    def progress(self, steps: int) -> Iterator[ProgressLine]:
-        if not (self.enabled and self.rich.is_terminal):
-            yield ProgressLine(None, self.rich, steps)
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.rich) as bar:
-            yield ProgressLine(bar, self.rich, steps)
-
-    def conclude(self, history: History) -> None:
-        """What happened, where to look, what to try next."""
-        self.rich.print()
-        self.rich.print(Panel(_outcome(history), title="What happened", title_align="left", box=box.ROUNDED))
-        self.rich.print(
-            Panel("\n".join(history.sample), title="What the model writes now", title_align="left", box=box.ROUNDED)
-        )
-        self.rich.print(Panel(_places(history), title="Where to look", title_align="left", box=box.ROUNDED))
-        self.rich.print(Panel(_next(history), title="What to try next", title_align="left", box=box.ROUNDED))
+def conclude(history: History, console: Console) -> None:
+    """What happened, where to look, what to try next."""
+    panels: dict[str, RenderableType] = {
+        "What happened": _outcome(history),
+        "What the model writes now": "\n".join(history.sample),
+        "Where to look": _places(history),
+        "What to try next": _next(history),
+    }
+    console.print()
+    for title, inside in panels.items():
+        console.print(Panel(inside, title=title, title_align="left", box=box.ROUNDED))
 
 
 def _outcome(history: History) -> Table:
-    first, last = history.evaluations[0].eval_loss, history.evaluations[-1].eval_loss
+    first, last = history.evaluations[0]["eval_loss"], history.evaluations[-1]["eval_loss"]
     table = _two_columns()
     table.add_row("held-out loss", f"{first:.3f} -> [bold]{last:.3f}[/]   (best possible {history.lowest_loss:.3f})")
     table.add_row(

@@ -33,11 +33,6 @@ def write_results(history: History) -> None:
     """Complete `history` with what the saved model can do, and write everything but the model itself."""
     output = history.settings.output
     question_model(history, output / "model")
-    records = [record._asdict() for record in history.steps] + [
-        evaluation._asdict() for evaluation in history.evaluations
-    ]
-    lines = map(_json_line, sorted(records, key=lambda record: record["step"]))
-    (output / "metrics.jsonl").write_text("".join(lines))
     (output / "layout.json").write_text(json.dumps(history.layout.describe(), indent=2) + "\n")
     (output / "sample.txt").write_text("\n".join(history.sample) + "\n")
     (output / "loss.svg").write_text(alone(loss_chart(history)))
@@ -79,25 +74,18 @@ def sentences(text: str) -> list[str]:
     return [f"{sentence[0].upper()}{sentence[1:]}." for sentence in whole if sentence]
 
 
-def _json_line(record: dict[str, float]) -> str:
-    return (
-        json.dumps({name: value if isinstance(value, int) else float(f"{value:.6g}") for name, value in record.items()})
-        + "\n"
-    )
-
-
 def loss_chart(history: History) -> str:
     """Loss of every training step, its running mean, the held-out losses, and the line below which no model can get."""
-    points = [Point(record.step, record.loss) for record in history.steps]
+    points = [Point(step["step"], step["loss"]) for step in history.steps]
     mean = running_mean(points, window=max(1, len(points) // 20))
-    checks = [Point(evaluation.step, evaluation.eval_loss) for evaluation in history.evaluations]
+    checks = [Point(row["step"], row["eval_loss"]) for row in history.evaluations]
     curves = [Curve("loss", "raw a", points), Curve("loss", "line a", mean), Curve("held out", "a", checks, dots=True)]
     return chart("Loss", curves, floor=history.lowest_loss)
 
 
 def facts(history: History) -> dict[str, Any]:
     """run.json: what the report tells beside the numbers of steps."""
-    first, last = history.evaluations[0].eval_loss, history.evaluations[-1].eval_loss
+    first, last = history.evaluations[0]["eval_loss"], history.evaluations[-1]["eval_loss"]
     answers = {f"questions: {kind}": f"{score} answered right" for kind, score in history.scores.items()}
     apart = {
         f"losses under {style}": f"{told_apart(apart)} those of {history.settings.styles[0]}"

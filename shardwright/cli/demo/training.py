@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -19,17 +19,16 @@ import shardwright
 from ...booster import Booster
 from ...cluster import DistCoordinator, launch
 from ...lazy import LazyInitContext
-from ...pipeline.snapshots import Camera
-from ...trainer.progress import peak_memory
+from ...trainer.progress import JsonLines, Listener, Log
+from ...trainer.trainer import Every, Trainer
 from ...utils.device import get_current_device
-from .console import Console
+from .console import Language, conclude
 from .grammar import IDS, WORDS, Grammar, Step, entropy
 from .layout import Layout
-from .records import Evaluation, History, StepRecord
+from .records import History
 from .settings import COMPARED, DemoSettings
 
-Batch = Mapping[str, torch.Tensor]
-SNAPSHOTS = 9  # steps at the end whose timeline is recorded
+SNAPSHOTS = 9  # steps whose timeline is recorded
 
 
 class GrammarText(Dataset[dict[str, torch.Tensor]]):
@@ -71,47 +70,43 @@ def build_model(settings: DemoSettings) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(settings: DemoSettings) -> None:
+def train(settings: DemoSettings) -> int:
+    """On the ranks that a launcher started; exit status."""
     disable_progress_bar()  # of transformers' loading and saving: there is one bar here, and it is ours
     shardwright.launch_from_torch(seed=settings.seed)
     coordinator = DistCoordinator()
-    console = Console(enabled=coordinator.is_master())
-    device = get_current_device().type
+    device, output = get_current_device().type, settings.output
     text = GrammarText("train", settings.steps * settings.batch_size, settings.sequence_length, settings.seed)
     held_out = GrammarText("held-out", settings.held_out_sequences, settings.sequence_length, settings.seed)
+    layout = settings.layout(device)
+    history = History(settings, layout, lowest_loss=held_out.lowest_loss())
+    console = Console(highlight=False, soft_wrap=True)
+    listeners = (
+        Log(every=max(1, settings.steps // 10), console=console),
+        Language(history, console),
+        JsonLines(output / "metrics.jsonl"),
+        history,
+    )
 
-    run = Run(settings, settings.layout(device), text)
-    batches_of_checks = run.loader(held_out)
-    history = History(settings, run.layout, run.parameters, lowest_loss=held_out.lowest_loss())
-    console.introduce(history)
-    camera = Camera(run.model.executor, SNAPSHOTS, skip=max(0, settings.steps - SNAPSHOTS))
-    with console.progress(settings.steps) as progress:
-        started = time.perf_counter()
-        history.evaluations.append(Evaluation(0, run.evaluate(batches_of_checks)))
-        for step in range(1, settings.steps + 1):
-            step_started = time.perf_counter()
-            with camera.watching():
-                loss, norm, rate = run.train_step()
-            seconds, tokens = time.perf_counter() - step_started, settings.tokens_per_step
-            memory = peak_memory() / 2**30
-            history.steps.append(StepRecord(step, loss, norm, rate, tokens / seconds, seconds, step * tokens, memory))
-            if step % max(1, settings.steps // 10) == 0 or step == settings.steps:
-                history.evaluations.append(Evaluation(step, run.evaluate(batches_of_checks)))
-            progress.advance(history)
-    history.seconds = time.perf_counter() - started
-    _note(history, run, camera)
-    run.booster.save_model(run.model, str(settings.output / "model"), shard=True)
+    trainer = make_trainer(settings, layout, text, held_out, listeners)
+    trainer.train({"model": "A Llama of random weights", "layout": str(layout)})
+    if trainer.interrupted:
+        return 143  # what a shell reports for a program that SIGTERM ended
+    if trainer.timeline is not None:
+        history.timelines[layout.pp_style] = trainer.timeline
+    trainer.booster.save_model(trainer.model, str(output / "model"), shard=True)
     for style in settings.styles[1:]:
-        _compare(history, Run(settings, settings.layout(device, style), text))
+        _compare(history, settings.layout(device, style), text)
 
     if coordinator.is_master():
         # Only now, so that every rank's start does not pay for what one rank needs at the end.
         from .results import save_tokenizer, write_results
 
-        save_tokenizer(settings.output / "model")
+        save_tokenizer(output / "model")
         write_results(history)
-        console.conclude(history)
+        conclude(history, console)
     coordinator.block_all()
+    return 0
 
 
 def check(settings: DemoSettings) -> None:
@@ -132,75 +127,50 @@ def check(settings: DemoSettings) -> None:
             dist.destroy_process_group()
 
 
-def _compare(history: History, run: Run) -> None:
+def make_trainer(
+    settings: DemoSettings,
+    layout: Layout,
+    text: GrammarText,
+    held_out: GrammarText | None = None,
+    listeners: Sequence[Listener] = (),
+    steps: int | None = None,
+) -> Trainer:
+    """Of all steps, or of the first `steps`, from the same weights over the same batches at every layout."""
+    model: Any = build_model(settings)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
+    plugin, batch_size = layout.plugin(), settings.batch_size // layout.dp
+    batches = plugin.prepare_dataloader(text, batch_size, shuffle=True, seed=settings.seed, drop_last=True)
+    booster = Booster(plugin=plugin)
+    boosted: Any = booster.boost(model, optimizer, None, batches, schedule)
+    model, optimizer, _, batches, schedule = boosted
+    steps = steps or settings.steps
+    return Trainer(
+        booster,
+        model,
+        optimizer,
+        batches,
+        schedule,
+        total_steps=steps,
+        directory=settings.output,
+        evaluation=held_out and plugin.prepare_dataloader(held_out, batch_size),
+        evaluate=Every(steps=max(1, steps // 10)),
+        evaluate_at_ends=held_out is not None,
+        listeners=listeners,
+        timeline_steps=min(SNAPSHOTS, steps) if layout.pp > 1 else 0,
+    )
+
+
+def _compare(history: History, layout: Layout, text: GrammarText) -> None:
     """Some steps of the same training under another schedule, whose losses must be the same."""
-    steps = min(COMPARED, history.settings.steps)
-    camera = Camera(run.model.executor, SNAPSHOTS, skip=max(0, steps - SNAPSHOTS))
-    losses = []
-    for _ in range(steps):
-        with camera.watching():
-            losses.append(run.train_step()[0])
-    apart = [abs(loss - record.loss) for loss, record in zip(losses, history.steps, strict=False)]
-    history.apart[run.layout.pp_style] = max(apart)
-    _note(history, run, camera)
-
-
-def _note(history: History, run: Run, camera: Camera) -> None:
-    timeline = camera.typical()
-    if timeline is not None:
-        history.timelines[run.layout.pp_style] = timeline
-
-
-class Run:
-    """A boosted model on its way, from the same weights over the same batches at every layout."""
-
-    def __init__(self, settings: DemoSettings, layout: Layout, text: GrammarText) -> None:
-        self.settings, self.layout, self.device = settings, layout, get_current_device()
-        model: Any = build_model(settings)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01)
-        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(settings.steps))
-        self.plugin = layout.plugin()
-        self.booster = Booster(plugin=self.plugin)
-        batches = self.loader(text, shuffle=True, seed=settings.seed, drop_last=True)
-        boosted: Any = self.booster.boost(model, optimizer, None, batches, schedule)
-        self.model, self.optimizer, _, batches, self.schedule = boosted
-        self.batches: Iterator[Batch] = iter(batches)
-
-    def loader(self, text: GrammarText, **options: Any) -> Any:
-        return self.plugin.prepare_dataloader(text, batch_size=self.settings.batch_size // self.layout.dp, **options)
-
-    def train_step(self) -> tuple[float, float, float]:
-        """One optimizer step on the next batch; returns the loss of the whole batch, the gradient's norm before
-        clipping and the learning rate.
-        """
-        result = self.booster.execute_pipeline(self.batches, self.model, model_loss, self.optimizer)
-        self.optimizer.step()
-        norm, rate = self.optimizer.get_grad_norm(), self.optimizer.param_groups[0]["lr"]
-        self.optimizer.zero_grad()
-        self.schedule.step()
-        return self._tell_all(result["loss"]), float(norm), rate
-
-    @torch.no_grad()
-    def evaluate(self, batches: Any) -> float:
-        """Mean held-out loss; all batches have the same number of tokens."""
-        self.model.eval()
-        supply = iter(batches)
-        losses = [self.booster.execute_pipeline(supply, self.model, model_loss)["loss"] for _ in range(len(batches))]
-        self.model.train()
-        return self._tell_all(None if losses[0] is None else torch.stack(losses).mean())
-
-    def _tell_all(self, loss: torch.Tensor | None) -> float:
-        """It is known where the last stage is."""
-        shared = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if loss is not None:
-            shared[0], shared[1] = loss.detach().double(), 1.0
-        dist.all_reduce(shared)
-        return (shared[0] / shared[1]).item()
-
-
-def model_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
-    return outputs.loss
+    settings = history.settings
+    other = History(settings, layout, history.lowest_loss)
+    trainer = make_trainer(settings, layout, text, listeners=[other], steps=min(COMPARED, settings.steps))
+    trainer.train()
+    if trainer.timeline is not None:
+        history.timelines[layout.pp_style] = trainer.timeline
+    apart = [abs(one["loss"] - two["loss"]) for one, two in zip(other.steps, history.steps, strict=False)]
+    history.apart[layout.pp_style] = max(apart, default=0.0)  # which the first rank knows
 
 
 def _warm_up_then_cosine(steps: int) -> Any:

@@ -1,0 +1,11 @@
+"""What is wrong with a recipe, its data or its files."""
+
+from __future__ import annotations
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run: one sentence with what would work."""
+
+
+class RowError(RecipeError):
+    """A row that one rank alone has found, in the middle of training."""

@@ -1,0 +1,168 @@
+"""The model of a recipe: its config, the class with the task's head, its weights and adapters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from transformers import AutoConfig
+
+from ..booster import Booster
+from ..files.errors import CheckpointError
+from ..lazy import LazyInitContext
+from ..lazy.notes import notes_of
+from ..utils.errors import nearest
+from .errors import RecipeError
+from .recipe import Recipe
+from .tasks import TASKS
+
+# of configs, read by transformers under names that no config class lists
+_OLD_KEYS = (
+    *("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "experts_implementation", "auto_map"),
+    "decoder_start_token_id",
+)
+
+
+def load_config(recipe: Recipe) -> Any:
+    """The transformers config of the model."""
+    if isinstance(recipe.model, dict):
+        given = dict(recipe.model["config"])
+        kind = given.pop("model_type", None)
+        if kind is None:
+            raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
+        try:
+            config = AutoConfig.for_model(kind, **given)
+        except Exception as error:  # transformers validates in many ways
+            raise RecipeError(f"model.config is none that transformers takes: {first_line(error)}") from error
+        _check_config_keys(config, given)
+        return config
+    try:
+        return AutoConfig.from_pretrained(recipe.model)
+    except Exception as error:
+        raise RecipeError(
+            f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
+            f"({first_line(error)})"
+        ) from error
+
+
+def prepare_head(recipe: Recipe, config: Any, padding: int) -> None:
+    """The config as the task's head needs it; RecipeError where there is none."""
+    head_of(recipe, config)
+    if recipe.task == "seq2seq-lm":
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None:
+                raise RecipeError(f"model.config has no {name}, with which answers begin; for T5 both are 0")
+    if not TASKS[recipe.task].labelled:
+        return
+    if recipe.labels is not None:
+        config.num_labels = len(recipe.labels)
+        config.id2label = dict(enumerate(recipe.labels))
+        config.label2id = {name: number for number, name in enumerate(recipe.labels)}
+    if config.num_labels < 2:
+        raise RecipeError("the model has one label, so that there is nothing to tell apart; give labels: [A, B, ...]")
+    config.problem_type = "single_label_classification"
+    if recipe.task == "sequence-classification" and config.get_text_config().pad_token_id is None:
+        config.get_text_config().pad_token_id = padding  # decoders classify by the last token that is none
+
+
+def head_of(recipe: Recipe, config: Any) -> Any:
+    """The class of transformers that has the model and the head of the task."""
+    mapping = getattr(transformers, TASKS[recipe.task].auto)._model_mapping
+    if type(config) not in mapping:
+        others = [
+            name for name, task in TASKS.items() if type(config) in getattr(transformers, task.auto)._model_mapping
+        ]
+        hint = f"it can be trained as {', '.join(others)}" if others else "write a script with Booster for it"
+        raise RecipeError(
+            f"model: a {config.model_type} is no {recipe.task} of transformers {transformers.__version__}; {hint}"
+        )
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _check_config_keys(config: Any, given: Mapping[str, Any]) -> None:
+    """transformers keeps whatever a config is given, also what no model reads."""
+    kind = type(config)
+    parameters = inspect.signature(kind.__init__).parameters
+    common = vars(transformers.PreTrainedConfig())
+    own = [*(name for name in parameters if name not in common), *kind.attribute_map]
+    known = {*parameters, *kind.attribute_map, *common, *dir(kind), *_OLD_KEYS}
+    for name in given:
+        if name not in known:
+            raise RecipeError(
+                f"model.config.{name} is nothing that a {config.model_type} of transformers "
+                f"{transformers.__version__} reads{nearest(name, own) or nearest(name, known)}"
+            )
+
+
+def local_directory(name: str) -> str:
+    """Where the files of a model are; those of a name on the hub are fetched once, and ranks read their slices."""
+    if Path(name).is_dir():
+        return name
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+    except Exception as error:  # of many kinds: no network, no such name, no access
+        raise RecipeError(f"model={name!r} cannot be fetched ({first_line(error)})") from error
+
+
+def build_model(recipe: Recipe, config: Any) -> Any:
+    """The model with the task's head, its weights still unmade where that can be; they are the same at every layout."""
+    head_of(recipe, config)
+    auto = getattr(transformers, TASKS[recipe.task].auto)
+    if isinstance(recipe.model, dict):
+
+        def made() -> Any:
+            return auto.from_config(config)
+    else:
+        directory = local_directory(recipe.model)
+
+        def made() -> Any:
+            return auto.from_pretrained(directory, config=config, dtype=torch.float32)
+
+    try:
+        return _built(recipe, made)
+    except RecipeError:
+        raise
+    except (ValueError, OSError, CheckpointError) as error:
+        what = f"model={recipe.model!r}" if isinstance(recipe.model, str) else "model.config"
+        raise RecipeError(f"{what} cannot be built: {first_line(error)}") from error
+
+
+def _built(recipe: Recipe, made: Callable[[], Any]) -> Any:
+    copied = (
+        recipe.lora is not None and TASKS[recipe.task].labelled
+    )  # peft trains a copy of such a head, with its weights
+    with LazyInitContext():
+        model = made()
+        if not copied and all(getattr(notes_of(param), "obstacle", None) is None for param in model.parameters()):
+            return _with_adapters(recipe, model)
+    with torch.random.fork_rng(devices=[]):  # weights that are made of one another, all at once
+        torch.manual_seed(recipe.seed)
+        return _with_adapters(recipe, made())
+
+
+def _with_adapters(recipe: Recipe, model: Any) -> Any:
+    if recipe.lora is None:
+        return model
+    try:
+        import peft
+    except ImportError:
+        raise RecipeError("lora needs the package peft: pip install peft") from None
+    given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
+    for name in recipe.lora.modules_to_save or ():
+        if name.rpartition(".")[2] not in names:
+            raise RecipeError(f"lora.modules_to_save: {name!r} is no module of the model{nearest(name, names)}")
+    try:
+        return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type=TASKS[recipe.task].adapters, **given))
+    except ValueError as error:
+        raise RecipeError(f"lora: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().split("\n") or [""])[0] or type(error).__name__
