@@ -64,7 +64,9 @@ def plain(script: dict[str, Any], arguments: list[str], ranks: int) -> tuple[lis
     else:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
-            lambda step: (step + 1) / 2 if step < 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))),
+            lambda step: (
+                (step + 1) / 2 if step < 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (steps - 2)))
+            ),
         )
     losses = []
     for step in range(steps):
