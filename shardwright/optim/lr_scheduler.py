@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class CosineAnnealingWarmupLR(LambdaLR):
-    """Linear from lr / warmup_steps to lr over `warmup_steps`, then half a cosine from lr to `eta_min` at `total_steps`.
+    """Linear from lr / warmup_steps to lr over `warmup_steps`, then half a cosine down to `eta_min` at `total_steps`.
 
     The last step of the warm-up and the first one of the cosine both have the whole rate. The cosine spans
     `total_steps - warmup_steps` steps; afterwards the rate stays at `eta_min`.

@@ -153,7 +153,7 @@ DEFAULTS: list[tuple[str, str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("a.py", "b = Booster(plugin=TorchDDPPlugin(), mixed_precision='fp16')", {}, {"fp16": True}, ["max_grad_norm"]),
     (
         "a.sh",
-        "  # python old.py --tp 8\ntorchrun --nproc_per_node=8 train.py -g -x --plugin zero2 --lr=2e-5 --precision bf16",
+        "  # python old.py --tp 8\ntorchrun --nproc_per_node=8 a.py -g -x --plugin zero2 --lr=2e-5 --precision bf16",
         {"zero_stage": 2},
         {"nproc": 8, "bf16": True, "learning_rate": 2e-5},
         ["-g", "-x"],

@@ -207,6 +207,15 @@ def test_arguments_without_counterpart_are_refused(
         getattr(find("colossalai.booster.plugin"), name)(*args, **kwargs)
 
 
+def test_an_empty_config_of_older_scripts_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(shardwright.cluster, "launch_from_torch", lambda *args: seen.append(args))
+    find("colossalai.launch_from_torch")(config={}, seed=3)
+    assert seen == [(3, None, True)]
+    with pytest.raises(ValueError, match="sizes are arguments of the plugin"):
+        find("colossalai.launch_from_torch")(config={"parallel": {"tensor": 2}})
+
+
 def test_plugins_are_laid_out_as_asked(world: None) -> None:
     plugins = find("colossalai.booster.plugin")
     gemini = plugins.GeminiPlugin(tp_size=2, extra_dp_size=2, offload_optim_frac=1.0, max_prefetch=3, search_range_m=64)

@@ -38,9 +38,18 @@ _STATIC: dict[str, dict[str, Any]] = {
 }
 # Values of arguments that ask for nothing, where that is not None or False.
 _DEFAULTS: dict[str, Any] = {
-    **{"master_weights": True, "cast_inputs": True, "placement_policy": "static", "norm_type": 2.0},
-    **{"extra_dp_size": 1, "offload_param_frac": 0.0, "max_prefetch": 0, "warmup_non_model_data_ratio": 0.8},
-    **{"steady_cuda_cap_ratio": 0.9, "search_range_m": 32, "min_chunk_size_m": 32, "gpu_margin_mem_ratio": 0.0},
+    "master_weights": True,
+    "cast_inputs": True,
+    "placement_policy": "static",
+    "norm_type": 2.0,
+    "extra_dp_size": 1,
+    "offload_param_frac": 0.0,
+    "max_prefetch": 0,
+    "warmup_non_model_data_ratio": 0.8,
+    "steady_cuda_cap_ratio": 0.9,
+    "search_range_m": 32,
+    "min_chunk_size_m": 32,
+    "gpu_margin_mem_ratio": 0.0,
 }
 _PARTS = {"shard_param_frac": "zero_stage 3 shards all of them", "offload_optim_frac": "cpu_offload takes all of them"}
 _NO_CLIPPING = ("TorchDDPPlugin", "TorchFSDPPlugin")  # scripts clip by themselves, or do not
