@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
@@ -115,12 +115,16 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
     total = count = 0
     for index, point in enumerate(points):
         for other, sign in ((point, 1), (points[index - window], -1)) if index >= window else ((point, 1),):
-            if other.y is not None:
+            if _is_number(other.y):
                 numerator, denominator = other.y.as_integer_ratio()
                 total += sign * numerator * (_WHOLE // denominator)
                 count += sign
-        means.append(Point(point.x, total / (count * _WHOLE) if point.y is not None else None))
+        means.append(Point(point.x, total / (count * _WHOLE) if _is_number(point.y) else None))
     return means
+
+
+def _is_number(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def short(value: float) -> str:
