@@ -10,10 +10,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class CosineAnnealingWarmupLR(LambdaLR):
-    """Linear from lr / (warmup_steps + 1) to lr over `warmup_steps`, then half a cosine from lr to `eta_min` at
-    `total_steps`.
+    """Linear from lr / warmup_steps to lr over `warmup_steps`, then half a cosine down to `eta_min` at `total_steps`.
 
-    The cosine spans `total_steps - warmup_steps` steps; afterwards the rate stays at `eta_min`.
+    The last step of the warm-up and the first one of the cosine both have the whole rate. The cosine spans
+    `total_steps - warmup_steps` steps; afterwards the rate stays at `eta_min`.
     """
 
     def __init__(
@@ -26,14 +26,17 @@ class CosineAnnealingWarmupLR(LambdaLR):
 
     def _factor(self, step: int, rate: float) -> float:
         if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
+            return (step + 1) / self.warmup_steps
         least = self.eta_min / rate if rate else 0.0
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class LinearWarmupLR(LambdaLR):
-    """Linear from lr / (warmup_steps + 1) to lr over `warmup_steps`, then linear down to 0 at `total_steps`."""
+    """Linear from lr / (warmup_steps + 1) over `warmup_steps`, then linear down from lr to 0 at `total_steps`.
+
+    Other than in CosineAnnealingWarmupLR, the whole rate is that of the first step after the warm-up alone.
+    """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         _check(total_steps, warmup_steps)

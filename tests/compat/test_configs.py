@@ -71,7 +71,7 @@ def test_a_recipe_of_deepspeed_keys_goes_there_and_back(tmp_path: Path) -> None:
     back = read_file(tmp_path / "back.json")[1]
     assert back.layout == {"zero_stage": 3, "cpu_offload": True}
     recipe.pop("seed")
-    assert back.recipe == {**recipe, "adam_beta1": 0.9, "optim": "adamw_torch"}
+    assert back.recipe == {**recipe, "adam_beta1": 0.9, "optim": "adamw_torch", "max_grad_norm": 1.0}
 
 
 def test_accelerate_takes_what_is_written_for_it(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_accelerate_takes_what_is_written_for_it(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("nproc: 4\nbf16: true\nlayout: {zero_stage: 3, tp_size: 2}\n")
     text, notes = write(read_file(path)[1], "accelerate")
-    assert notes == []
+    assert [note.key for note in notes] == ["max_grad_norm"]
     (tmp_path / "accelerate.yaml").write_text(text)
     loaded = load_config_from_file(str(tmp_path / "accelerate.yaml"))
     assert (loaded.num_processes, loaded.mixed_precision, loaded.distributed_type) == (4, "bf16", "FSDP")
@@ -110,6 +110,73 @@ def test_what_cannot_be_read(
     said: Any = capsys.readouterr()
     assert words in said.err
     assert said.out == ""
+
+
+DEFAULTS: list[tuple[str, str, dict[str, Any], dict[str, Any], list[str]]] = [
+    (
+        "a.json",
+        """{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_type": "linear"}}, "zero_optimization": {"stage": 2, "cpu_offload": true}}""",
+        {"zero_stage": 2, "cpu_offload": True},
+        {"lr_scheduler_type": "constant_with_warmup", "max_grad_norm": 0.0, "warmup_steps": 1000},
+        ["train_micro_batch_size_per_gpu", "bf16.enabled"],
+    ),
+    (
+        "a.yaml",
+        "distributed_type: FSDP\nmixed_precision: fp16\ntpu_env: []\nfsdp_config: {fsdp_offload_params: 'false'}",
+        {"zero_stage": 3},
+        {"fp16": True},
+        [],
+    ),
+    ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}", {"zero_stage": 2}, {}, []),
+    (
+        "fsdp.json",
+        '{"activation_checkpointing": "false", "cpu_offload": "False", "fsdp_use_orig_params": "true"}',
+        {"zero_stage": 3},
+        {},
+        [],
+    ),
+    (
+        "a.py",
+        "p = LowLevelZeroPlugin(2, args.precision, cast_inputs=False, master_weights=False)",
+        {"zero_stage": 2},
+        {"max_grad_norm": 0.0},
+        ["precision", "LowLevelZeroPlugin.cast_inputs", "LowLevelZeroPlugin.master_weights"],
+    ),
+    (
+        "a.py",
+        "p = GeminiPlugin(precision='bf16', shard_param_frac=0.3, offload_optim_frac=0.5, enable_async_reduce=False)",
+        {"zero_stage": 3, "cpu_offload": True, "overlap_communication": False},
+        {"bf16": True, "max_grad_norm": 0.0},
+        ["GeminiPlugin.shard_param_frac", "GeminiPlugin.offload_optim_frac"],
+    ),
+    ("a.py", "b = Booster(plugin=TorchDDPPlugin(), mixed_precision='fp16')", {}, {"fp16": True}, ["max_grad_norm"]),
+    (
+        "a.sh",
+        "  # python old.py --tp 8\ntorchrun --nproc_per_node=8 a.py -g -x --plugin zero2 --lr=2e-5 --precision bf16",
+        {"zero_stage": 2},
+        {"nproc": 8, "bf16": True, "learning_rate": 2e-5},
+        ["-g", "-x"],
+    ),
+    (
+        "a.sh",
+        "torchrun --nproc_per_node $N train.py --tp 2 --precision fp16",
+        {"tp_size": 2},
+        {"fp16": True},
+        ["--nproc_per_node"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "layout", "recipe", "noted"), DEFAULTS)
+def test_what_a_file_leaves_to_defaults_or_writes_as_text(
+    file: str, text: str, layout: dict[str, Any], recipe: dict[str, Any], noted: list[str], tmp_path: Path
+) -> None:
+    """The other framework's defaults where they are not those of recipes; "false" is not true; "auto" is named."""
+    (tmp_path / file).write_text(text)
+    _, found = read_file(tmp_path / file)
+    assert (found.layout, found.recipe) == (layout, recipe)
+    assert [note.key for note in found.notes] == noted
 
 
 def test_python_files_are_not_run(tmp_path: Path) -> None:

@@ -207,6 +207,15 @@ def test_arguments_without_counterpart_are_refused(
         getattr(find("colossalai.booster.plugin"), name)(*args, **kwargs)
 
 
+def test_an_empty_config_of_older_scripts_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(shardwright.cluster, "launch_from_torch", lambda *args: seen.append(args))
+    find("colossalai.launch_from_torch")(config={}, seed=3)
+    assert seen == [(3, None, True)]
+    with pytest.raises(ValueError, match="sizes are arguments of the plugin"):
+        find("colossalai.launch_from_torch")(config={"parallel": {"tensor": 2}})
+
+
 def test_plugins_are_laid_out_as_asked(world: None) -> None:
     plugins = find("colossalai.booster.plugin")
     gemini = plugins.GeminiPlugin(tp_size=2, extra_dp_size=2, offload_optim_frac=1.0, max_prefetch=3, search_range_m=64)
@@ -265,14 +274,14 @@ def rates(name: str, **settings: Any) -> list[float]:
 
 
 def test_schedules() -> None:
-    third = [1 / 3, 2 / 3]
+    half = [1 / 2, 1]
     assert rates("MultiStepLR", milestones=[2, 5]) == pytest.approx([1.0] * 2 + [0.1] * 3 + [0.01] * 5)
     assert rates("MultiStepWarmupLR", warmup_steps=2, milestones=[4, 6]) == pytest.approx(
-        [*third, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01]
+        [*half, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01]
     )
     assert rates("PolynomialLR", end_lr=0.5) == pytest.approx([1 - 0.05 * step for step in range(10)])
     assert rates("PolynomialWarmupLR", warmup_steps=2, end_lr=0.0, power=2.0) == pytest.approx(
-        [*third, *((1 - step / 8) ** 2 for step in range(8))]
+        [*half, *((1 - step / 8) ** 2 for step in range(8))]
     )
     flat = rates("FlatAnnealingLR", pct_start=0.5)
     annealing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -283,7 +292,7 @@ def test_schedules() -> None:
         annealing.step()
         cosine.step()
     assert flat == pytest.approx([1.0] * 5 + tail)
-    assert rates("FlatAnnealingWarmupLR", warmup_steps=2, pct_start=0.5)[:7] == pytest.approx([*third, 1, 1, 1, 1, 1])
+    assert rates("FlatAnnealingWarmupLR", warmup_steps=2, pct_start=0.5)[:7] == pytest.approx([*half, 1, 1, 1, 1, 1])
     assert rates("StepLR", step_size=4, gamma=0.5) == pytest.approx([1.0] * 4 + [0.5] * 4 + [0.25] * 2)
     assert rates("LambdaLR", lr_lambda=lambda step: 1 / (step + 1))[3] == pytest.approx(0.25)
     with pytest.raises(ValueError, match="num_steps_per_epoch=3: no schedule looks at it"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from recipe_files import LLAMA
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -79,6 +80,34 @@ def test_words_are_those_of_transformers(
         "8",
     )
     assert written(*options) == f"{text}\n"
+
+
+def test_adapters_are_put_on_their_model(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named from where they are; the prompt is read from a pipe whose last line has an end, as `echo` writes it."""
+    (tmp_path / "base").symlink_to(directory / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    set_seed(3)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    adapted.peft_config["default"].base_model_name_or_path = "../base"
+    adapted.save_pretrained(tmp_path / "adapters")
+    ids = byte_tokenizer()("the fox", return_tensors="pt")["input_ids"]
+    wanted = adapted.eval().generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
+    )
+    text = byte_tokenizer().decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert text != expected(directory, "the fox", max_new_tokens=9, do_sample=False)[0]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the fox\n")))
+    assert main(["generate", str(tmp_path / "adapters"), "--max-new-tokens", "9", "--greedy", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["prompt"], told["text"]) == ("the fox", text)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"f\xffx"), errors="surrogateescape"))
+    assert main(["generate", str(tmp_path / "adapters")]) == 2
+    assert "what stands on standard input is no text in UTF-8" in capsys.readouterr().err
 
 
 def test_two_ranks_write_the_same(directory: Path) -> None:

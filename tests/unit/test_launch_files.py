@@ -40,7 +40,9 @@ def test_slurm_saves_and_asks_for_another_turn(recipe: Path, capsys: pytest.Capt
         "--env",
         "HF_HOME=/data/h f",
         "--setup",
-        "touch was-set-up",
+        'touch was-set-up; echo "$NOT_SET"',
+        "--cpus-per-node",
+        "32",
         "--sbatch",
         "exclusive",
         "--output",
@@ -74,6 +76,7 @@ def test_slurm_saves_and_asks_for_another_turn(recipe: Path, capsys: pytest.Capt
     called = (recipe / "srun-called").read_text()
     assert "--nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=node7:24711 --rdzv-id=4711-2" in called
     assert called.endswith("-m shardwright.cli train recipe.yaml max_steps=9 resume=true\n")
+    assert called.startswith("--wait=300 --cpus-per-task=32 torchrun "), "srun does not take it from sbatch"
     assert (recipe / "was-set-up").exists()
     assert "export HF_HOME='/data/h f'" in text
 
@@ -109,6 +112,11 @@ def test_ray(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["BUNDLE"] == {"CPU": 16.0}
     assert said["OPTIONS"] == ["--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d"]
     assert said["COMMAND"] == ["-m", "shardwright.cli", *TRAIN[2:], "resume=true"]
+
+
+def test_a_resume_of_the_users_is_kept(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", *TRAIN, "--resume=out/step-3"]) == 0
+    assert "max_steps=9 --resume=out/step-3 &" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

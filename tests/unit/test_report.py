@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,36 @@ def _with(folder: Path, lines: str) -> Path:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(lines)
     return folder
+
+
+def test_a_run_whose_files_are_odd_is_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 12)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if "eval_loss" not in line]
+    again = [{**row, "loss": 9.0} for row in rows[7:10]]  # from a checkpoint of step 7
+    odd = [{**rows[10], "loss": 1e308}, {**rows[11], "loss": -1e308}, {"step": 12, "eval_loss": float("nan")}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:10], *again, *odd]))
+    (run / "timeline.json").write_text('{"1f1b": {}}')
+    (run / "run.json").write_text('{"layout": "auto", "tables": [1], "facts": {"model": "Llama"}, "floor": "low"}')
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    Strict(page)
+    assert "3 steps were trained again later" in page
+    assert "timeline.json could not be read" in page
+    assert "run.json is not read where it says layout, tables, floor" in page
+    assert "the loss of 2 steps is no finite number" in page
+    assert "Llama" in page
+    assert "nan" not in page.lower()
+
+
+def test_a_mean_goes_along_with_its_window() -> None:
+    values = [1e300, 0.1, None, math.nan, -3.0, 1e-300, *(number / 7 for number in range(20_000))]
+    points = [Point(at, value) for at, value in enumerate(values)]
+    means = running_mean(points, 1000)
+    for at in (0, 2, 3, 4, 999, 1000, 1003, 20_005):
+        recent = [value for value in values[max(0, at - 999) : at + 1] if value is not None and value == value]
+        wanted = None if at in (2, 3) else pytest.approx(math.fsum(recent) / len(recent), rel=1e-12)
+        assert means[at].y == wanted
 
 
 def test_curves_keep_gaps_and_outlines() -> None:

@@ -43,7 +43,7 @@ def optimizer(*learning_rates: float) -> torch.optim.Optimizer:
 
 def test_cosine_with_warm_up() -> None:
     seen = rates(CosineAnnealingWarmupLR(optimizer=optimizer(2.0), total_steps=12, warmup_steps=4, eta_min=0.5), 15)
-    assert seen[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert seen[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert seen[8] == pytest.approx(1.25)  # half way
     assert seen[12:] == pytest.approx([0.5] * 3)
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         default=argparse.SUPPRESS,
-        help="the same from a file; -: from stdin",
+        help="the same from a file; -: from stdin; of either, a line's end at the very end is left out",
     )
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, written as its chat template says"
@@ -72,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if hasattr(sys.stdout, "reconfigure"):  # what the terminal cannot show is a question mark, and no end of the run
+        sys.stdout.reconfigure(errors="replace")
     if hasattr(args, "request") and inside_launcher():
         from .writing import write_on_ranks  # imports torch, for which `--help` does not wait
 
@@ -148,15 +150,25 @@ def _request(args: argparse.Namespace, model: Model, options: dict[str, Any]) ->
 
 def _prompt(args: argparse.Namespace) -> str:
     if hasattr(args, "prompt"):
+        try:
+            args.prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerateError("--prompt is no text in UTF-8") from None
         return str(args.prompt)
     path = getattr(args, "prompt_file", None)
     if path is None and sys.stdin.isatty():
         raise GenerateError("give a prompt: --prompt TEXT, --prompt-file FILE, or text on standard input")
-    if path is None or str(path) == "-":
-        return sys.stdin.read()
+    standard = path is None or str(path) == "-"
     try:
-        return str(path.read_text())
+        given = _standard_input() if path is None or standard else path.read_bytes()
+        return given.decode().removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise GenerateError(f"--prompt-file {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise GenerateError(f"--prompt-file {path} is no text in UTF-8") from None
+        what = "what stands on standard input" if standard else f"--prompt-file {path}"
+        raise GenerateError(f"{what} is no text in UTF-8") from None
+
+
+def _standard_input() -> bytes:
+    """Undecoded: the locale may let python read anything as text."""
+    return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()

@@ -48,6 +48,8 @@ def find_model(path: Path) -> Model:
         hint = "name a directory that save_pretrained or booster.save_model wrote"
         if any(path.glob("**/*.json")) and any(part.startswith("step-") for part in (path.name, *_names(path))):
             hint = "it is a checkpoint that training goes on from; a run writes model/ when it is finished"
+        if snapshots := sorted(path.glob("snapshots/*/config.json")):  # as the hub's cache has it
+            hint = f"name {snapshots[-1].parent}"
         raise GenerateError(f"{path} has no config.json; {hint}")
     _check_weights(path)
     if not any((path / name).is_file() for name in _TOKENIZERS):
@@ -86,12 +88,14 @@ def _check_weights(path: Path) -> None:
 def _adapted(path: Path) -> Model:
     """Adapters stand beside their tokenizer, and name the model that they belong to."""
     base = _read(path / "adapter_config.json").get("base_model_name_or_path")
-    if not base or not Path(base).is_dir():
+    # from here, as peft reads it, or else from where the adapters are
+    where = next((one for one in (Path(base), path / base) if one.is_dir()), None) if base else None
+    if where is None:
         raise GenerateError(
             f"{path} holds the adapters of {base or 'a model without a name'}, which is no directory here; "
             "write where it is as base_model_name_or_path into adapter_config.json"
         )
-    found = find_model(Path(base))
+    found = find_model(where)
     own = any((path / name).is_file() for name in _TOKENIZERS)
     return Model(found.directory, path if own else found.tokenizer, path)
 

@@ -132,7 +132,7 @@ def _command(words: list[str]) -> tuple[str, ...]:
         _check_file(words[2])
         again = (
             []
-            if any(word.partition("=")[0] in ("resume", "resume_from_checkpoint") for word in words)
+            if any(word.lstrip("-").partition("=")[0] in ("resume", "resume_from_checkpoint") for word in words)
             else ["resume=true"]
         )
         return ("-m", "shardwright.cli", *words[1:], *again)

@@ -68,8 +68,11 @@ def text(job: Job, args: argparse.Namespace) -> str:
         ]
     )
     traces = ['export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$PWD/nccl-$SLURM_JOB_ID-rank-"'] if job.gpus else []
-    head = "\n".join([*lines, f"# Written by shardwright {__version__} launch slurm.", "set -uo pipefail"])
-    before = "\n".join([*job.setup, *job.exports, *traces])
+    head = "\n".join([*lines, f"# Written by shardwright {__version__} launch slurm."])
+    # environments are often entered by scripts that read variables which are not set
+    before = "\n".join([*job.setup, "set -uo pipefail", *job.exports, *traces])
+    # srun does not take it from sbatch, and would leave all ranks of a node one core
+    cores = f" --cpus-per-task={_cpus(args)}" if hasattr(args, "cpus_per_node") else ""
     return f"""#!/bin/bash
 {head}
 {before}
@@ -79,7 +82,7 @@ head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 # A node that has ended waits for the others, which may still write their parts of the checkpoint.
-srun --wait={job.grace} {torchrun} &
+srun --wait={job.grace}{cores} {torchrun} &
 ranks=$!
 
 # {job.grace} s before the time is over SLURM sends USR1 to this shell alone. Ranks that get TERM save at the end of

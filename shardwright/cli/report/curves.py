@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
+_WHOLE = 2**1074  # times which every float is a whole number
 _MOST = 600  # points of a curve; of more, the least and the greatest of each group are drawn
 
 STYLE = """
@@ -106,12 +107,24 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Every point with the mean of itself and those of up to `window - 1` points before it that have a number."""
+    """Every point with the mean of itself and those of up to `window - 1` points before it that have a number.
+
+    The sum goes along with the window, as a whole number, which loses nothing when an outlier leaves it.
+    """
     means: list[Point] = []
+    total = count = 0
     for index, point in enumerate(points):
-        recent = [other.y for other in points[max(0, index + 1 - window) : index + 1] if other.y is not None]
-        means.append(Point(point.x, sum(recent) / len(recent) if recent and point.y is not None else None))
+        for other, sign in ((point, 1), (points[index - window], -1)) if index >= window else ((point, 1),):
+            if _is_number(other.y):
+                numerator, denominator = other.y.as_integer_ratio()
+                total += sign * numerator * (_WHOLE // denominator)
+                count += sign
+        means.append(Point(point.x, total / (count * _WHOLE) if _is_number(point.y) else None))
     return means
+
+
+def _is_number(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def short(value: float) -> str:

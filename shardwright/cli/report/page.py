@@ -161,7 +161,7 @@ def _facts(run: Run) -> dict[str, str]:
         tail = loss[-max(1, len(loss) // 20) :]
         last = f"in the mean of the last {len(tail)} steps" if len(tail) > 1 else "at last"
         found["loss"] = f"{loss[0]:.4f} at first, {sum(tail) / len(tail):.4f} {last}"
-    scores = [row for row in run.evaluations if isinstance(row.get("eval_loss"), (int, float))]
+    scores = [row for row in run.evaluations if _number(row.get("eval_loss")) is not None]
     if scores:
         best = min(scores, key=lambda row: float(row["eval_loss"]))
         found["held-out loss"] = f"{scores[-1]['eval_loss']:.4f}, least {best['eval_loss']:.4f} at step {best['step']}"
@@ -285,7 +285,7 @@ def _table(columns: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> s
         head = f"<tr><th></th>{head}</tr>"
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = "".join(
-        f"<tr><td>{escape(key)}</td>"
+        f"<tr><td>{escape(str(key))}</td>"
         + "".join(f"<td>{escape(str(column.get(key, '')))}</td>" for column in columns)
         + "</tr>"
         for key in keys

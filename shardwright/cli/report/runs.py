@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from ...utils.errors import nearest
 
 METRICS = "metrics.jsonl"
 _EVALUATION = "eval_loss"
+_LARGEST = 1e300  # that can be drawn beside its negative
 
 
 @dataclass
@@ -60,27 +60,58 @@ def read_run(path: Path) -> Run:
     if not metrics.is_file():
         raise ValueError(_no_run(path))
     run = Run(folder.resolve().name, folder)
-    unread = 0
+    unread = again = 0
     for row in _rows(metrics):
         if row is None:
             unread += 1
         elif _EVALUATION in row:
             run.evaluations.append(row)
         else:
+            while run.steps and run.steps[-1]["step"] >= row["step"]:  # it went on from a checkpoint before them
+                run.steps.pop()
+                again += 1
             run.steps.append(row)
     if not run.steps:
         raise ValueError(f"{metrics} has no step; there is nothing to draw before the first one is over")
     if unread:
         run.notes.append(f"{unread} of the lines of {METRICS} could not be read: half written, or not of a run")
+    if again:
+        run.notes.append(f"{again} steps were trained again later, which are the ones that count")
     strange = [row["step"] for row in run.steps if _finite(row.get("loss")) is None]
     if strange:
         run.notes.append(f"the loss of {len(strange)} steps is no finite number, that of step {strange[0]} first")
-    run.told = _mapping(folder / "run.json", run.notes)
+    run.told = _told(_mapping(folder / "run.json", run.notes), run.notes)
     recipe = _mapping(folder / "recipe.yaml", run.notes)
     run.settings = dict(_flat(recipe)) | dict(_flat(run.told.get("layout", {}), "layout."))
     if (folder / "timeline.json").is_file():
-        run.timelines = read_timelines(folder / "timeline.json")
+        try:
+            run.timelines = read_timelines(folder / "timeline.json")
+        except ValueError:
+            run.notes.append("timeline.json could not be read")
     return run
+
+
+def _told(given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """run.json without what is not of its kind."""
+    kinds = {
+        "facts": _is_mapping,
+        "layout": _is_mapping,
+        "finished": _is_mapping,
+        "made with": _is_mapping,
+        "tables": lambda value: _is_mapping(value) and all(_is_mapping(rows) for rows in value.values()),
+        "texts": lambda value: (
+            _is_mapping(value) and all(isinstance(line, str) for lines in value.values() for line in lines)
+        ),
+        "floor": lambda value: _finite(value) is not None,
+    }
+    odd = [key for key, fits in kinds.items() if key in given and not fits(given[key])]
+    if odd:
+        notes.append(f"run.json is not read where it says {', '.join(odd)}")
+    return {key: value for key, value in given.items() if key not in odd}
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _no_run(path: Path) -> str:
@@ -127,5 +158,5 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _finite(value: Any) -> float | None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
     return float(value) if good else None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
 from ... import cluster as native
 from ...utils.arguments import explained
 
@@ -11,6 +15,22 @@ _ADVICE = {
 }
 
 
+R = TypeVar("R")
+
+
+def _takes_empty_config(function: Callable[..., R]) -> Callable[..., R]:
+    """Older scripts pass `config={}`, which asks for nothing; one that says something is refused."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> R:
+        if "config" in kwargs and not kwargs["config"]:
+            del kwargs["config"]
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_takes_empty_config
 @explained(_ADVICE)
 def launch(
     rank: int,
@@ -26,16 +46,19 @@ def launch(
     native.launch(rank, world_size, host, port, _backend(backend), seed, local_rank, verbose=verbose)
 
 
+@_takes_empty_config
 @explained(_ADVICE)
 def launch_from_torch(backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
     native.launch_from_torch(seed, _backend(backend), verbose)
 
 
+@_takes_empty_config
 @explained(_ADVICE)
 def launch_from_slurm(host: str, port: int, backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
     native.launch_from_slurm(host, port, _backend(backend), seed, verbose)
 
 
+@_takes_empty_config
 @explained(_ADVICE)
 def launch_from_openmpi(host: str, port: int, backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
     native.launch_from_openmpi(host, port, _backend(backend), seed, verbose)

@@ -1,7 +1,7 @@
 """The learning-rate schedules of Colossal-AI: the number of steps comes second in all of them.
 
-Those that begin with a warm-up rise linearly from lr / (warmup_steps + 1) to lr, and then do over the steps that are
-left what they do without one.
+Those that begin with a warm-up rise linearly from lr / warmup_steps to lr, and then do over the steps that are left
+what they do without one, so that two steps have the whole rate. LinearWarmupLR rises by lr / (warmup_steps + 1).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _ByStep(lr_scheduler.LambdaLR):
 
         def factor(base: float, step: int) -> float:
             if step < warmup_steps:
-                return (step + 1) / (warmup_steps + 1)
+                return (step + 1) / warmup_steps
             return rate_of(base, step - warmup_steps, total_steps - warmup_steps) / base if base else 1.0
 
         super().__init__(optimizer, [partial(factor, base) for base in bases], last_epoch)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .deepspeed import _WEIGHTS, _offload
-from .found import Found, Rule, Rules, apply, nothing, one_of, says, to_layout, to_recipe
+from .found import Found, Rule, Rules, apply, asks, dotted, nothing, one_of, says, to_layout, to_recipe
 
 _HERE = "torchrun, srun or nproc: start the ranks; machines are the launcher's"
 _LAYERS = "the layers are found in the model"
 _ALWAYS = "it is always so"
+_DEVICES = "CPUs and CUDA devices are served"
 _FILES = "checkpoints are independent of the layout, and models are saved whole"
 
 
@@ -55,13 +56,13 @@ def _reshard(found: Found, key: str, value: Any) -> None:
 
 
 def _offload_params(found: Found, key: str, value: Any) -> None:
-    if value:
+    if asks(value):
         found.layout["cpu_offload"] = True
         found.note(key, value, f"in part: {_WEIGHTS}")
 
 
 def _checkpointing(found: Found, key: str, value: Any) -> None:
-    if value:
+    if asks(value):
         found.recipe["activation_checkpointing"] = True
 
 
@@ -79,11 +80,14 @@ FSDP: dict[str, Rule] = {
     "backward_prefetch": says("gather_ahead of the layout says how many layers ahead weights are gathered"),
     "backward_prefetch_policy": says("gather_ahead of the layout says how many layers ahead weights are gathered"),
     "forward_prefetch": says("gather_ahead of the layout says how many layers ahead weights are gathered"),
-    "use_orig_params": says(_ALWAYS, (True, None)),
+    "use_orig_params": says(_ALWAYS, (True, "true", None)),
     "sync_module_states": nothing,  # replicas always begin with the same weights
     "cpu_ram_efficient_loading": nothing,  # LazyInitContext, which recipes use
     "state_dict_type": says(_FILES),
-    "limit_all_gathers": says(_ALWAYS, (True, None)),
+    "limit_all_gathers": says(_ALWAYS, (True, "true", None)),
+    "xla": says(_DEVICES),
+    "xla_fsdp_v2": says(_DEVICES),
+    "xla_fsdp_grad_ckpt": says(_DEVICES),
 }
 _MEGATRON: dict[str, Rule] = {
     "tp_degree": to_layout("tp_size"),
@@ -117,7 +121,7 @@ RULES: Rules = {
     "distributed_type": one_of(
         "",
         dict.fromkeys(("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")),
-        "CPUs and CUDA devices are served",
+        _DEVICES,
     ),
     "num_processes": _processes,
     "num_machines": _machines,
@@ -128,6 +132,7 @@ RULES: Rules = {
     "debug": nothing,
     "same_network": nothing,
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "gpu_ids"), says(_HERE)),
+    **{f"tpu_{name}": says(_DEVICES) for name in ("env", "use_cluster", "use_sudo", "name", "zone")},
     "enable_cpu_affinity": says("numactl, or --cpu-bind of srun, ties ranks to cores"),
     "gradient_accumulation_steps": to_recipe("gradient_accumulation_steps"),
     "dynamo_config.dynamo_backend": lambda found, key, value: (
@@ -156,6 +161,10 @@ RULES: Rules = {
 def read(given: Mapping[str, Any]) -> Found:
     found = Found()
     apply(RULES, given, found)
+    if given.get("distributed_type") == "FSDP":
+        found.layout.setdefault("zero_stage", 3)  # what Accelerate takes where the file says none, here and below
+    elif given.get("distributed_type") == "DEEPSPEED" and not dotted(given, "deepspeed_config.deepspeed_config_file"):
+        found.layout.setdefault("zero_stage", 2)
     if found.recipe.get("nproc") is not None and any(note.key == "num_machines" for note in found.notes):
         found.recipe.pop("nproc")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from ...plugins import HybridParallelPlugin
@@ -26,6 +26,9 @@ _LEAVE = {
     "communication_dtype": "an object: give it to the plugin in a script",
     "master_weights": "masters are always kept by HybridParallelPlugin",
     "placement_policy": "memory is not moved as it fills up",
+    "extra_dp_size": "zero_group_size of the layout is the number of ranks that shard by themselves: give it",
+    "offload_param_frac": "weights stay on the device; cpu_offload keeps masters and optimizer states on the host",
+    "cast_inputs": "inputs are always cast to the dtype that the model computes in",
     "verbose": "print(plugin.layout) shows the layout",
 }
 _STATIC: dict[str, dict[str, Any]] = {
@@ -33,10 +36,29 @@ _STATIC: dict[str, dict[str, Any]] = {
     "TorchFSDPPlugin": {"zero_stage": 3},
     "TorchDDPPlugin": {},
 }
+# Values of arguments that ask for nothing, where that is not None or False.
+_DEFAULTS: dict[str, Any] = {
+    "master_weights": True,
+    "cast_inputs": True,
+    "placement_policy": "static",
+    "norm_type": 2.0,
+    "extra_dp_size": 1,
+    "offload_param_frac": 0.0,
+    "max_prefetch": 0,
+    "warmup_non_model_data_ratio": 0.8,
+    "steady_cuda_cap_ratio": 0.9,
+    "search_range_m": 32,
+    "min_chunk_size_m": 32,
+    "gpu_margin_mem_ratio": 0.0,
+}
+_PARTS = {"shard_param_frac": "zero_stage 3 shards all of them", "offload_optim_frac": "cpu_offload takes all of them"}
+_NO_CLIPPING = ("TorchDDPPlugin", "TorchFSDPPlugin")  # scripts clip by themselves, or do not
 _NAMES = {
     "stage": "zero_stage",
     "reduce_bucket_size_in_m": "zero_bucket_size_in_m",
     "bucket_cap_mb": "ddp_bucket_cap_mb",
+    "enable_async_reduce": "overlap_communication",
+    "max_prefetch": "gather_ahead",
     "moe_dp_outside": "dp_outside",
 }
 
@@ -61,29 +83,53 @@ def _script(text: str, file: str) -> Found:
     for other in others:
         found.note(ast.unparse(other.func), f"line {other.lineno}", f"the first plugin, of line {call.lineno}, is read")
     arguments: dict[str, Any] = {}
+    unread = set()
     given = [*zip(PLUGINS[name], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
     for argument, expression in given:
         if argument is None:
             found.note("**", ast.unparse(expression), "arguments that only running the script tells")
+            unread |= {"precision", "max_norm"}
             continue
         try:
             arguments[argument] = evaluate(expression, values)
         except Unreadable as error:
             found.note(argument, str(error), _LEAVE.get(argument, "no constant; the file is read, not run"))
-    _plugin(name, arguments, found)
+            unread.add(argument)
+    _plugin(name, arguments, unread, found)
+    if name in _NO_CLIPPING:
+        found.note("max_grad_norm", None, "a recipe clips gradients at 1.0; say 0 if the script does not clip them")
+        _booster(text, values, found)
     return found
 
 
-def _plugin(name: str, arguments: Mapping[str, Any], found: Found) -> None:
-    """Arguments of any plugin as those of HybridParallelPlugin."""
+def _booster(text: str, values: dict[str, Any], found: Found) -> None:
+    """`Booster(mixed_precision=...)`, which says the precision of plugins that do not."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Booster":
+            for each in node.keywords:
+                if each.arg == "mixed_precision":
+                    word = ast.unparse(each.value)
+                    value = each.value.value if isinstance(each.value, ast.Constant) else values.get(word, word)
+                    if value in ("fp16", "bf16"):
+                        found.recipe[value] = True
+                    elif value is not None:
+                        found.note("Booster.mixed_precision", word, "say bf16: true or fp16: true")
+
+
+def _plugin(name: str, arguments: Mapping[str, Any], unread: Set[str], found: Found) -> None:
+    """Arguments of any plugin as those of HybridParallelPlugin; `unread` are given, but not known."""
     found.layout.update(_STATIC.get(name, {"zero_stage": 1} if name == "LowLevelZeroPlugin" else {}))
     known = _arguments_here()
     precision = arguments.get("precision", "fp16" if name not in ("TorchDDPPlugin", "TorchFSDPPlugin") else "fp32")
-    if precision in ("bf16", "fp16"):
+    if precision in ("bf16", "fp16") and "precision" not in unread:
         found.recipe[precision] = True
+    if name not in _NO_CLIPPING and not {"max_norm"} & {*arguments, *unread}:
+        found.recipe["max_grad_norm"] = 0.0  # their default, which is not that of recipes
     for argument, value in arguments.items():
         ours = _NAMES.get(argument, argument)
-        if argument == "precision":
+        if argument in _PARTS and 0 < value < 1:
+            found.note(f"{name}.{argument}", value, f"a part of them is not offered: {_PARTS[argument]}")
+        if argument == "precision" or (argument in _DEFAULTS and value == _DEFAULTS[argument]):
             continue
         if argument == "max_norm":
             found.recipe["max_grad_norm"] = value
@@ -92,9 +138,13 @@ def _plugin(name: str, arguments: Mapping[str, Any], found: Found) -> None:
         elif argument == "offload_optim_frac":
             found.layout["cpu_offload"] = value > 0
         elif ours in known and argument not in _LEAVE:
-            found.layout[ours] = value
-        elif value not in (None, False):
+            if value is not None:
+                found.layout[ours] = value
+        elif value not in (None, False) or argument in _DEFAULTS:
             found.note(f"{name}.{argument}", value, _LEAVE.get(argument, "no argument of HybridParallelPlugin here"))
+
+    if found.layout.get("sequence_parallelism_mode") in ("split_gather", "ring"):
+        found.layout.pop("sp_size", None)  # which is that of tensor parallelism there
 
 
 def _arguments_here() -> set[str]:
@@ -163,12 +213,17 @@ _FLAGS: dict[str, tuple[str, str]] = {
 def _command(text: str) -> Found:
     """`colossalai run ... train.py --plugin 3d --tp 2`, over several lines as shell scripts have it."""
     found = Found()
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if ".py" in line and not line.startswith("#")]
-    words = shlex.split(lines[0] if lines else text.replace("\\\n", " "))
+    joined = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
+    lines = [line for line in joined if ".py" in line and not line.startswith("#")]
+    words = shlex.split(lines[0] if lines else " ".join(joined))
+    for other in lines[1:]:
+        found.note("command", other, "the first command of the file is read")
     start = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
-    for launcher in ("--nproc_per_node", "--nproc-per-node"):
-        if launcher in words[:start]:
-            found.recipe["nproc"] = int(words[words.index(launcher) + 1])
+    ranks = _options(words[: max(start, 0)]).get("nproc_per_node")
+    if ranks is not None and ranks.isdigit():
+        found.recipe["nproc"] = int(ranks)
+    elif ranks is not None:
+        found.note("--nproc_per_node", ranks, "no constant; the command is read, not run")
     options = _options(words[start + 1 :])
     for name, value in options.items():
         _option(name, value, found)
@@ -194,7 +249,9 @@ def _options(words: list[str]) -> dict[str, str | None]:
     for at, word in enumerate(words):
         if word.startswith("-") and not word.lstrip("-").replace(".", "").isdigit():
             name, equals, value = word.lstrip("-").partition("=")
-            follows = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else None
+            following = words[at + 1] if at + 1 < len(words) else "-"
+            number = following.lstrip("-").replace(".", "").isdigit()
+            follows = following if number or not following.startswith("-") else None
             options[name.replace("-", "_")] = value if equals else follows
     return options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .found import Found, Rules, apply, dotted, nothing, one_of, says, to_layout, to_recipe
+from .found import Found, Rules, apply, asks, dotted, nothing, one_of, says, to_layout, to_recipe
 
 _TUNES = "there is nothing to tune: buckets follow zero_bucket_size_in_m, and at zero_stage 3 the layers"
 _WEIGHTS = "weights stay on the device; cpu_offload=True of the layout keeps masters and optimizer states on the host"
@@ -60,8 +60,15 @@ def _group(found: Found, key: str, value: Any) -> None:
         found.layout["zero_group_size"] = value
 
 
+def _cpu(found: Found, key: str, value: Any) -> None:
+    if asks(value):
+        found.layout["cpu_offload"] = True
+
+
 RULES: Rules = {
-    "train_batch_size": says("it follows: per_device_train_batch_size x gradient_accumulation_steps x replicas"),
+    "train_batch_size": says(
+        "a recipe has it as per_device_train_batch_size x gradient_accumulation_steps x replicas: give what it lacks"
+    ),
     "train_micro_batch_size_per_gpu": to_recipe("per_device_train_batch_size"),
     "gradient_accumulation_steps": to_recipe("gradient_accumulation_steps"),
     "gradient_clipping": to_recipe("max_grad_norm"),
@@ -85,6 +92,9 @@ RULES: Rules = {
     "zero_optimization.offload_param.device": says(_WEIGHTS),
     "zero_optimization.offload_param.pin_memory": nothing,
     "zero_optimization.offload_param.nvme_path": nothing,
+    "zero_optimization.cpu_offload": _cpu,  # as older versions have it
+    "zero_optimization.cpu_offload_params": says(_WEIGHTS),
+    "zero_optimization.cpu_offload_use_pin_memory": nothing,
     "zero_optimization.mics_shard_size": _group,
     "zero_optimization.zero_hpz_partition_size": says("zero_group_size of the layout shards inside groups", (None, 1)),
     "zero_optimization.zero_quantized_weights": says("fp8_communication=True of the layout sends 8 bits"),
@@ -140,9 +150,33 @@ RULES: Rules = {
 }
 
 
+# Keys whose "auto" HuggingFace's Trainer fills in, and the keys of recipes that say the same.
+_TRAINER_SAYS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 and adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+_WARM_UP = 1000  # steps of DeepSpeed's schedules that do not say how many
+
+
 def read(given: Mapping[str, Any]) -> Found:
     found = Found()
     apply(RULES, given, found)
+    for key, ours in _TRAINER_SAYS.items():
+        if dotted(given, key) == "auto":
+            found.note(key, "auto", f"an argument of HuggingFace's Trainer says it: give {ours}")
+    if "gradient_clipping" not in given:
+        found.recipe["max_grad_norm"] = 0.0  # which is its default, and not that of recipes
+    if "lr_scheduler_type" in found.recipe and dotted(given, "scheduler.params.warmup_num_steps") is None:
+        found.recipe["warmup_steps"] = _WARM_UP
     if not found.recipe.get("fp16"):
         for name in ("initial_scale", "growth_interval", "hysteresis", "min_scale"):
             found.layout.pop(name, None)  # only fp16 scales the loss

@@ -80,4 +80,5 @@ def _guess(given: Mapping[str, Any], path: Path) -> str:
 def _recipe(given: Mapping[str, Any]) -> Found:
     recipe = dict(given)
     layout = recipe.pop("layout", {})
+    recipe.setdefault("max_grad_norm", 1.0)  # which recipes do by themselves, and others only when they are told
     return Found(dict(layout) if isinstance(layout, Mapping) else {}, recipe)

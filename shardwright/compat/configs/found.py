@@ -56,12 +56,20 @@ QUIET: tuple[Any, ...] = (
     0,
     "none",
     "no",
+    "false",
     "auto",
     "",
     [],
     {},
 )  # values that ask for nothing, or leave the choice
 UNKNOWN = "no key that is known here"
+
+
+def asks(value: Any) -> bool:
+    """Whether a flag is set. Arguments of HuggingFace's write it as text, too: "true", "False"."""
+    return (
+        value.strip().lower() not in ("", "0", "no", "none", "false", "auto") if isinstance(value, str) else bool(value)
+    )
 
 
 def to_layout(name: str) -> Rule:

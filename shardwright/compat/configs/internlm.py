@@ -73,6 +73,8 @@ def read(text: str, file: str) -> Found:
         found.recipe[precision] = True
     if "max_norm" in found.layout:
         found.recipe["max_grad_norm"] = found.layout.pop("max_norm")
+    else:
+        found.recipe["max_grad_norm"] = 0.0  # where it says none it does not clip, other than recipes
     for unused in reading.without_effect:
         if unused.name != "data.micro_bsz":  # which says the batch size of a recipe
             found.note(unused.name, unused.value, unused.why)

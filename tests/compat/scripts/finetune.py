@@ -145,7 +145,7 @@ def main() -> None:
     if args.model == "bert":
         lr_scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=1, num_training_steps=steps)
     else:
-        lr_scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=steps, warmup_steps=1, eta_min=1e-3)
+        lr_scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=steps, warmup_steps=2, eta_min=1e-3)
 
     def criterion(outputs, inputs):
         return outputs[0]
