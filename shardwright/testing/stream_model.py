@@ -150,12 +150,12 @@ class _Memory:
     """A storage.
 
     owner     the line that was current when it was made
-    on_host   pinned
+    on_host   it is the host's; pinned: and the device copies from it by itself
     recorded  streams named by `record_stream`
     """
 
     def __init__(self, owner: _Line, on_host: bool = False) -> None:
-        self.owner, self.on_host = owner, on_host
+        self.owner, self.on_host, self.pinned = owner, on_host, on_host
         self.recorded: set[int] = set()
         self.accesses: list[_Access] = []
 
@@ -210,9 +210,15 @@ class StreamModel(CallWatch):
         for line in self.lines:
             self.host.join(line.clock)
 
-    def is_on_host(self, tensor: Tensor) -> None:
-        """`tensor` is pinned memory, and what is made of it alone lies on the host too."""
-        self._memory_of(tensor).on_host = True
+    def is_on_host(self, tensor: Tensor, pinned: bool = True) -> None:
+        """`tensor` is memory of the host, and what is made of it alone lies there too."""
+        memory = self._memory_of(tensor)
+        memory.on_host, memory.pinned = True, pinned
+
+    def holds_on_host(self, tensor: Tensor, pinned: bool = False) -> bool:
+        """Whether that has been said of it, or of what it was made of."""
+        memory = self._memories.get(tensor.untyped_storage()._cdata) if _has_memory(tensor) else None
+        return memory is not None and memory.on_host and (memory.pinned or not pinned)
 
     # What is seen.
 
