@@ -8,6 +8,7 @@ The arguments of plugins are walked in test_every_option.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -123,7 +124,29 @@ def _steps(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
     def plain() -> Any:
         return run.booster.no_sync(run.model, run.optimizer)
 
+    def traced(**given: Any) -> Any:
+        """Where the trace is, the steps that it has, and whether it tells of memory."""
+        given = {"directory": tmp_path / "traces", "steps": 1, "wait": 0, "warmup": 1, **given}
+        with run.booster.profile(**given) as profile:
+            for _ in range(3):
+                torch.ones(2).add(1)
+                profile.step()
+        [path] = Path(given["directory"]).glob("rank0.json")
+        events = json.loads(path.read_text())["traceEvents"]
+        names = {event["name"] for event in events}
+        return path, sorted(name for name in names if name.startswith("ProfilerStep")), "[memory]" in names
+
+    def traced_with(name: str) -> See:
+        return lambda value: traced(**{name: value})
+
     return {
+        "profile": {
+            "directory": [Changes(traced_with("directory"), tmp_path / "one", str(tmp_path / "other"))],
+            "steps": [Changes(traced_with("steps"), 1, 2), Refused(traced_with("steps"), 0, "steps=0")],
+            "wait": [Changes(traced_with("wait"), 0, 1), Refused(traced_with("wait"), True, "wait=True")],
+            "warmup": [Changes(traced_with("warmup"), 0, 1), Refused(traced_with("warmup"), -1, "warmup=-1")],
+            "memory": [Changes(traced_with("memory"), False, True)],
+        },
         "execute_pipeline": {
             "data_iter": [Changes(see("data_iter"), 1.0, 2.0)],
             "model": [Refused(see("model"), other.model, "another Booster boosted")],
