@@ -8,7 +8,6 @@ The arguments of plugins are walked in test_every_option.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -32,7 +31,19 @@ from shardwright.plugins import HybridParallelPlugin, TorchDDPPlugin
 from shardwright.plugins.base import Plugin
 from shardwright.precision.optimizer import MixedPrecisionOptimizer
 from shardwright.utils.tensors import local_tensor
-from tests.plugins.argument_walk import Changes, Refused, Run, Said, See, batches, check, has_gradients, mean, twice
+from tests.plugins.argument_walk import (
+    Changes,
+    Refused,
+    Run,
+    Said,
+    See,
+    batches,
+    check,
+    has_gradients,
+    mean,
+    traced,
+    twice,
+)
 
 
 def llama() -> Any:
@@ -124,20 +135,8 @@ def _steps(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
     def plain() -> Any:
         return run.booster.no_sync(run.model, run.optimizer)
 
-    def traced(**given: Any) -> Any:
-        """Where the trace is, the steps that it has, and whether it tells of memory."""
-        given = {"directory": tmp_path / "traces", "steps": 1, "wait": 0, "warmup": 1, **given}
-        with run.booster.profile(**given) as profile:
-            for _ in range(3):
-                torch.ones(2).add(1)
-                profile.step()
-        [path] = Path(given["directory"]).glob("rank0.json")
-        events = json.loads(path.read_text())["traceEvents"]
-        names = {event["name"] for event in events}
-        return path, sorted(name for name in names if name.startswith("ProfilerStep")), "[memory]" in names
-
     def traced_with(name: str) -> See:
-        return lambda value: traced(**{name: value})
+        return lambda value: traced(run, **{name: value})
 
     return {
         "profile": {
