@@ -13,7 +13,6 @@ from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.device import get_current_device
 from ..utils.memory_notes import AtFailure, snapshot_directory, tell_memory_by
-from ..zero.optimizer import ZeroOptimizer
 from .hybrid.resolved import size, table
 
 WEIGHTS, GRADIENTS, MASTERS, STATES = "weights", "gradients", "masters of the weights", "optimizer states"
@@ -51,10 +50,10 @@ def held(model: nn.Module, optimizer: OptimizerWrapper | None) -> dict[str, int]
 
 def _kinds(model: nn.Module, optimizer: OptimizerWrapper | None) -> Iterator[tuple[str, list[torch.Tensor]]]:
     params = list(model.parameters())
-    zero = optimizer.sharded if optimizer is not None else None
-    buckets: list[Any] = []
-    if isinstance(zero, ZeroOptimizer):
-        buckets = list(zero.buckets if zero.units is None else zero.units.buckets)
+    # ZeRO's optimizer has buckets; it is not imported, since plugins that do without it must
+    zero: Any = optimizer.sharded if optimizer is not None else None
+    units = getattr(zero, "units", None)
+    buckets: list[Any] = list(getattr(zero if units is None else units, "buckets", ()))
     trained = [bucket for bucket in buckets if bucket.is_trained]
     # Parameters of buckets are not touched: looking at them may gather them, which no other rank takes part in.
     yield WEIGHTS, [*(params if not buckets else ()), *model.buffers(), *(bucket.flat for bucket in buckets)]

@@ -8,7 +8,6 @@ write_snapshots_to(directory)  oom-rank0.pickle, ... for pytorch.org/memory_viz
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -83,7 +82,7 @@ def write_snapshots_to(directory: Path | None) -> None:
     if torch.cuda.is_available() and not _is_observing and snapshot_directory() is not None:
         torch.cuda.init()
         observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
-        observe(lambda *_: write_snapshot(torch.cuda.memory_snapshot))
+        observe(lambda *_: write_snapshot(torch.cuda.memory._dump_snapshot))
         _is_observing = True
 
 
@@ -92,15 +91,15 @@ def snapshot_directory() -> Path | None:
     return _directory or (Path(os.environ[SNAPSHOTS]) if os.environ.get(SNAPSHOTS) else None)
 
 
-def write_snapshot(take: Callable[[], Any]) -> Path | None:
-    """What `take` says of the allocator's segments, in a file. A full disk must not hide what has failed."""
+def write_snapshot(dump: Callable[[str], Any]) -> Path | None:
+    """`dump` writes the allocator's state to a file. A full disk must not hide what has failed."""
     directory = snapshot_directory()
     if directory is None:
         return None
     path = directory / f"oom-rank{os.environ.get('RANK', '0')}.pickle"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps({"segments": take(), "device_traces": []}))
+        dump(str(path))
     except OSError:
         return None
     return path
