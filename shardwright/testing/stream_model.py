@@ -260,13 +260,15 @@ class StreamModel(CallWatch):
             for tensor in given:
                 self._memory_of(tensor)
             return
-        if name in _LIKE:
-            taken = []
         line, on_host = self.current_stream().line, False
         touched = [*taken, *written]
         places = [self._memory_of(tensor).on_host for tensor in touched]
-        if places and all(places):
+        if _is_of_host(name, touched, places):
             line, on_host = self.host, True
+            touched = [tensor for tensor, here in zip(touched, places, strict=True) if here or tensor.dim()]
+        if name in _LIKE:
+            touched = []
+        taken, written = ([each for each in some if any(each is one for one in touched)] for some in (taken, written))
         line.join(self.host.clock)
         time = line.tick()
         for tensor in taken:
@@ -401,6 +403,14 @@ def _tensors_of(schema: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list
         found = [value] if isinstance(value, Tensor) else value if isinstance(value, (list, tuple)) else ()
         (written if writes else taken).extend(each for each in found if isinstance(each, Tensor) and _has_memory(each))
     return taken, written
+
+
+def _is_of_host(name: str, tensors: list[Tensor], on_host: list[bool]) -> bool:
+    """Whether the host computes it, which alone computes with memory of the host; copies go from one to the other.
+    Numbers (tensors without dimensions) may come from anywhere.
+    """
+    wide = [here for tensor, here in zip(tensors, on_host, strict=True) if tensor.dim()]
+    return any(wide) if wide and "copy" not in name else bool(on_host) and all(on_host)
 
 
 def _has_memory(tensor: Tensor) -> bool:
