@@ -24,14 +24,17 @@ from ..plugins.base import Boosted, Plugin, require_own_parameters, require_para
 from ..plugins.data.first_step import FirstStep
 from ..plugins.data.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
+from ..plugins.memory_table import tell_of
 from ..plugins.registry import make_plugin
 from ..plugins.without_effect import warn_once
 from ..utils.arguments import ExplainedArguments, explained
 from ..utils.device import get_current_device
 from ..utils.errors import nearest
+from ..utils.labels import labelled
 from . import own_steps
 from .checkpoints import Checkpoints, StrPath
 from .mixed_precision import AutocastModel, MixedPrecision, resolve
+from .profile import Profile
 from .whole_model import Counts, WholeModel
 
 # What scripts of other frameworks call or pass here, and what to write instead.
@@ -169,6 +172,7 @@ class Booster(metaclass=ExplainedArguments):
             boosted.optimizer.loss_guard = LossGuard(self.on_nan)
         self._checkpoints.note(boosted.model, boosted.optimizer)
         self._boosted.add(boosted.model)
+        tell_of(boosted.model, boosted.optimizer, self.plugin)
         if self.plugin is not None:
             assert isinstance(boosted.model, ModelWrapper)
             whole = WholeModel(
@@ -185,6 +189,7 @@ class Booster(metaclass=ExplainedArguments):
 
     @explained({})
     @job.heeds_failures
+    @labelled("backward")
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
         """Backward through the optimizer wrapper, which scales the loss where the number format needs it."""
         if not isinstance(optimizer, OptimizerWrapper):
@@ -256,6 +261,25 @@ class Booster(metaclass=ExplainedArguments):
             raise ValueError(
                 f"{what} with the optimizer of another model: pass the one that boost returned with this model"
             )
+
+    @explained({"active": "it is called steps here"})
+    def profile(
+        self, directory: StrPath, steps: int = 3, wait: int = 1, warmup: int = 1, memory: bool = False
+    ) -> Profile:
+        """Record `steps` training steps behind `wait + warmup` others; all ranks call it:
+
+            with booster.profile("traces") as profile:
+                for batch in dataloader:
+                    ...
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    profile.step()
+
+        Every rank writes a Chrome trace, rank 0 one of all of them with the ranks named by their coordinates
+        (merged.json), for ui.perfetto.dev. Warm-up steps run under the profiler and are thrown away. With `memory`
+        traces have what every operator allocates, too.
+        """
+        return Profile(directory, steps, wait, warmup, memory)
 
     @explained(_ARGUMENTS)
     def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:

@@ -27,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="keys on top of the file's, as data.path=a.jsonl"
     )
     parser.add_argument("--nproc", type=int, default=argparse.SUPPRESS, metavar="N", help="ranks to start")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="record N steps with torch's profiler: Chrome traces of every rank and of all, in OUTPUT_DIR/profile",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the whole recipe and where each key is from")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of recipes, for editors")
     parser.set_defaults(takes_rest=True)
@@ -54,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
             if args.nproc < 1:
                 raise RecipeError(f"--nproc={args.nproc} is too small: at least 1")
             read.recipe.nproc = args.nproc
+        if hasattr(args, "profile"):
+            if args.profile < 1:
+                raise RecipeError(f"--profile={args.profile} is too small: at least 1 step")
+            read.recipe.profile_steps = args.profile
         return _train(args, read.recipe)
     except RecipeError as error:
         if int(os.environ.get("RANK", 0)) == 0 or isinstance(error, RowError):

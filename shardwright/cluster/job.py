@@ -28,6 +28,7 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from ..utils.memory_notes import note_memory
 from . import groups
 from .failure import DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
 
@@ -389,6 +390,7 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
                 _job.updating = False
             return result
         except RuntimeError as error:
+            note_memory(error)
             if _job is None or not is_lost_connection(error):
                 raise
             failure = _job.fail(error, function.__qualname__)

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from ..cluster import job
 from ..utils.device import device_type_of_backend, get_current_device
+from ..utils.labels import labelled
 from ..utils.streams import has_streams
 from .in_flight import Receive, Sent
 from .payload import Header, TensorMeta, take_apart
@@ -263,6 +264,7 @@ class PipeComm:
 
     # Posting ---------------------------------------------------------------------------------------------------------
 
+    @labelled(lambda _, tensors, destination, *described: f"send to pipeline rank {destination}")
     def _send(self, tensors: Sequence[Tensor], destination: int, described: Sequence[Tensor] = ()) -> Sent:
         """Start sending `tensors`, behind a header that is received part by part."""
         in_flight = self._in_flight.get(destination)
@@ -287,6 +289,7 @@ class PipeComm:
             return self._post_batch(dist.isend, tensors, group, peer)
         return [dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel() > 0]  # type: ignore[misc]
 
+    @labelled(lambda _, header, source, packed: f"receive from pipeline rank {source}")
     def _expect(self, header: Header, source: int, packed: Sequence[bool]) -> Receive:
         buffers = [
             torch.empty(wire_bytes(math.prod(meta.shape)), dtype=torch.uint8, device=self.device)
@@ -336,6 +339,7 @@ class PipeComm:
         lengths = torch.tensor([len(head), len(name)], dtype=torch.int64, device=self.device)
         return lengths, torch.frombuffer(bytearray(head + name), dtype=torch.uint8).to(self.device)
 
+    @labelled("wait for the description of a message")
     def _receive_header(self, source: int, key: Hashable) -> Header:
         if self.book is not None:
             return self.book[key]

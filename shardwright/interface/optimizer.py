@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..cluster import job
+from ..utils.labels import label, labelled
 from ..utils.tensors import local_tensor
 from .loss_guard import LossGuard
 from .shards import ShardedOptimizer
@@ -155,7 +156,8 @@ class OptimizerWrapper(Optimizer):
         job.begin_update()
         self.is_stepping = True
         try:
-            return self.optim.step()
+            with label("optimizer: update"):
+                return self.optim.step()
         finally:
             self.is_stepping = False
 
@@ -182,6 +184,7 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)
 
+    @labelled("optimizer: clip")
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ..interface import OptimizerWrapper
 from ..kernels.lazy_logits import loss_wanted
 from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
+from ..utils.labels import label
 from ..utils.tensors import map_tensors
 from ..utils.transfer import is_on_host, needs_transfer, to_device
 from .batch.images import check_images
@@ -302,10 +303,12 @@ class PipelineExecutor:
     def _run_alone(self, step: Step) -> None:
         with torch.set_grad_enabled(step.training):
             for index in range(len(step.microbatches)):
-                loss = self.forward(0, None, index)
+                with label(f"microbatch {index}: forward"):
+                    loss = self.forward(0, None, index)
                 if step.training:
                     assert step.optimizer is not None
-                    with self._accumulating(step.optimizer, last=index == len(step.microbatches) - 1):
+                    last = index == len(step.microbatches) - 1
+                    with self._accumulating(step.optimizer, last), label(f"microbatch {index}: backward"):
                         self._backward(loss)
                 del loss
 

@@ -34,12 +34,13 @@ from ..comm.p2p import PipeComm
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
 from ..comm.shape_rules import MessageKey, split_sizes
 from ..ops.weight_grad import WeightGradStore
+from ..utils.labels import is_profiling
 from .offload import ActivationOffload
 from .planning.actions import COMPUTE, Kind, table
 from .planning.placement import Placement
 from .saved_bytes import measure
 from .schedules import Schedule
-from .timeline import Recorder
+from .timeline import Labels, Recorder
 from .two_at_once import TwoAtOnce
 
 
@@ -249,7 +250,7 @@ class PipelineRuntime:
         )
         self._to_leave = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD}
         step = 0
-        handlers, recorder = self._handlers, self.recorder
+        handlers, recorder = self._handlers, self.recorder or (Labels() if is_profiling() else None)
         try:
             if self._gathering is not None:
                 self._gathering.begin()

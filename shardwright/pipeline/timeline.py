@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,11 +22,45 @@ import torch
 
 from ..comm.collectives import all_gather, gather_sizes
 from ..comm.p2p import PipeComm
+from ..utils.labels import label
 from .clocks import ahead_of_first
 from .planning.actions import COMPUTE, Action, Kind
 from .planning.placement import Placement
 from .planning.simulate import Costs, simulate
 from .schedules import Schedule
+
+_NAMES = {
+    Kind.F: "forward",
+    Kind.FB: "forward, with the next",
+    Kind.B: "backward",
+    Kind.I: "gradients of inputs",
+    Kind.W: "gradients of weights",
+    Kind.SEND_F: "send activations",
+    Kind.RECV_F: "post receive of activations",
+    Kind.SEND_B: "send gradients",
+    Kind.RECV_B: "post receive of gradients",
+    Kind.REDUCE: "reduce gradients",
+    Kind.GATHER: "gather weights",
+    Kind.FREE: "free weights",
+    Kind.OFFLOAD: "offload activations",
+    Kind.RELOAD: "reload activations",
+}
+
+
+def name_of(action: Action) -> str:
+    """As traces show it: "stage 1, microbatch 2: forward"."""
+    microbatch = f", microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+    return f"stage {action.stage}{microbatch}: {_NAMES[action.kind]}"
+
+
+class Labels:
+    """In place of a `Recorder` where a profiler of torch records and nobody else."""
+
+    def start_step(self) -> None:
+        """Nothing is kept."""
+
+    def span(self, action: Action) -> AbstractContextManager[Any]:
+        return label(name_of(action))
 
 
 class MeasuredSpan(NamedTuple):
@@ -45,7 +79,7 @@ class Recorder:
     """Takes the time of every action of the latest step of one rank.
 
     On a CPU it reads the clock; on CUDA it records events, which cost no synchronisation between the start of a step
-    and `spans`, which reads them. Each action is also a range of torch's profiler, under its name.
+    and `spans`, which reads them. Each action is also a range of torch's profiler (`name_of`).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -67,7 +101,7 @@ class Recorder:
     def span(self, action: Action) -> Iterator[None]:
         start = self._now()
         self._ready = None
-        with torch.profiler.record_function(f"pipeline::{action}"):
+        with label(name_of(action)):
             yield
         times = start, start if self._ready is None else self._ready, self._now()
         if self._marks and self._marks[-1][0].kind is Kind.FB:  # which ran now

@@ -20,6 +20,7 @@ from ..precision.policy import PrecisionPolicy
 from ..precision.scaler import ScalerConfig
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
+from ..utils.labels import labelled
 from ..zero.lay_out import lay_out
 from ..zero.layout import BUCKET_SIZE_IN_M
 from ..zero.settings import ZeroSettings
@@ -50,6 +51,7 @@ class LowLevelZeroModel(ModelWrapper):
         self._cast_inputs = cast_inputs
 
     @job.heeds_failures
+    @labelled("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cast_inputs:
             args, kwargs = self._policy.cast_inputs((args, kwargs))

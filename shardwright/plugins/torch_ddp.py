@@ -20,6 +20,7 @@ from ..comm.quantised_wire import check_quantisable
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..utils.argument_types import check_arguments
 from ..utils.device import get_current_device
+from ..utils.labels import labelled
 from ..utils.pytree import tree_leaves
 from .base import Plugin, require_process_group
 from .ddp_hook import quantise_gradients
@@ -51,6 +52,7 @@ class TorchDDPModel(ModelWrapper):
         self._backward = -1  # number of the last one that came through an output
 
     @job.heeds_failures
+    @labelled("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # after a recovery: DDP would wait for the gradients of the failed step
         if self._generation != job.generation():

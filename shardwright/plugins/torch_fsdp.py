@@ -23,6 +23,7 @@ from ..utils.argument_types import check_arguments
 from ..utils.checkpointing import checkpoint_blocks
 from ..utils.device import get_current_device, host_device
 from ..utils.errors import divisors
+from ..utils.labels import labelled
 from ..zero.sharded_reads import refuse_hooks, show_assignments, stepping_on_dtensors, through_gathered_weights
 from .base import (
     Plugin,
@@ -47,6 +48,7 @@ class TorchFSDPModel(ModelWrapper):
         show_assignments(self._sharded, True)
 
     @job.heeds_failures
+    @labelled("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.plain_parameters(), job.forward(waits=True):
             return super().forward(*args, **kwargs)

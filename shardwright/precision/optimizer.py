@@ -22,6 +22,7 @@ from ..interface import OptimizerWrapper
 from ..interface.optimizer import NO_COPY, NO_GRAD_SCALER
 from ..interface.shards import LoadedShard, ParamShard, ShardedOptimizer
 from ..optim.kind import choose_fused
+from ..utils.labels import label, labelled
 from ..utils.tensors import multiply_
 from .grad_norm import clip_coefficient, power_sum, total_norm
 from .grad_state import GradState
@@ -169,15 +170,18 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             return super().step(closure)  # raises: gradients are reduced once per step
         if self.loss_guard is not None and self.loss_guard.withholds(self):
             return None
-        self._finish_gradients()
+        with label("optimizer: gradients"):
+            self._finish_gradients()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
         found_inf = self._found_inf() if self.scaler is not None else None
-        self._inner_step(found_inf)
+        with label("optimizer: update"):
+            self._inner_step(found_inf)
         if self.scaler is not None and found_inf is not None:
             self.scaler.update(found_inf)
         self._has_stepped = self._has_gradients
-        self._publish()
+        with label("optimizer: weights to their readers"):
+            self._publish()
         return None
 
     # State.
@@ -240,6 +244,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._has_gradients = False
         self._has_stepped = False
 
+    @labelled("optimizer: clip")
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Peaks of memory of small real steps beside those that the planner replays.
 
-cases = draw(seed=0, count=20, world=2)
+cases = draw(seed=0, count=20, world=2)    or every("zbv"), with world=4
 for case, rank, measured, replayed in compare(cases, world=2): ...
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,26 @@ def draw(seed: int, count: int, world: int) -> list[Case]:
             options |= {"zero_stage": number % 4}
         found.append(Case(names[number % len(names)], options, rng.choice([0.0, 0.0, 0.5, 1.0])))
     return found
+
+
+def every(style: str) -> list[Case]:
+    """All ZeRO stages, with and without recomputation and whole logits, in a schedule on four ranks; "" is none."""
+    chunks = 2 if style in ("interleaved", "zbv", "dualpipev") else 1
+    pipeline = {"pp_size": 2, "pp_style": style, "num_model_chunks": chunks} if style else {}
+    return [
+        Case(
+            "llama-causal-lm",
+            {
+                "precision": "bf16" if stage % 2 else "fp32",
+                **pipeline,
+                "num_microbatches": 4,
+                "zero_stage": stage,
+                "enable_fused_cross_entropy": fused,
+            },
+            recomputed,
+        )
+        for stage, recomputed, fused in product(range(4), (0.0, 1.0), (True, False))
+    ]
 
 
 def compare(cases: Sequence[Case], world: int, timeout: float = 400) -> Iterator[Compared]:

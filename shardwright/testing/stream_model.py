@@ -150,12 +150,12 @@ class _Memory:
     """A storage.
 
     owner     the line that was current when it was made
-    on_host   pinned
+    on_host   it is the host's; pinned: and the device copies from it by itself
     recorded  streams named by `record_stream`
     """
 
     def __init__(self, owner: _Line, on_host: bool = False) -> None:
-        self.owner, self.on_host = owner, on_host
+        self.owner, self.on_host, self.pinned = owner, on_host, on_host
         self.recorded: set[int] = set()
         self.accesses: list[_Access] = []
 
@@ -210,9 +210,15 @@ class StreamModel(CallWatch):
         for line in self.lines:
             self.host.join(line.clock)
 
-    def is_on_host(self, tensor: Tensor) -> None:
-        """`tensor` is pinned memory, and what is made of it alone lies on the host too."""
-        self._memory_of(tensor).on_host = True
+    def is_on_host(self, tensor: Tensor, pinned: bool = True) -> None:
+        """`tensor` is memory of the host, and what is made of it alone lies there too."""
+        memory = self._memory_of(tensor)
+        memory.on_host, memory.pinned = True, pinned
+
+    def holds_on_host(self, tensor: Tensor, pinned: bool = False) -> bool:
+        """Whether that has been said of it, or of what it was made of."""
+        memory = self._memories.get(tensor.untyped_storage()._cdata) if _has_memory(tensor) else None
+        return memory is not None and memory.on_host and (memory.pinned or not pinned)
 
     # What is seen.
 
@@ -254,13 +260,15 @@ class StreamModel(CallWatch):
             for tensor in given:
                 self._memory_of(tensor)
             return
-        if name in _LIKE:
-            taken = []
         line, on_host = self.current_stream().line, False
         touched = [*taken, *written]
         places = [self._memory_of(tensor).on_host for tensor in touched]
-        if places and all(places):
+        if _is_of_host(name, touched, places):
             line, on_host = self.host, True
+            touched = [tensor for tensor, here in zip(touched, places, strict=True) if here or tensor.dim()]
+        if name in _LIKE:
+            touched = []
+        taken, written = ([each for each in some if any(each is one for one in touched)] for some in (taken, written))
         line.join(self.host.clock)
         time = line.tick()
         for tensor in taken:
@@ -395,6 +403,14 @@ def _tensors_of(schema: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list
         found = [value] if isinstance(value, Tensor) else value if isinstance(value, (list, tuple)) else ()
         (written if writes else taken).extend(each for each in found if isinstance(each, Tensor) and _has_memory(each))
     return taken, written
+
+
+def _is_of_host(name: str, tensors: list[Tensor], on_host: list[bool]) -> bool:
+    """Whether the host computes it, which alone computes with memory of the host; copies go from one to the other.
+    Numbers (tensors without dimensions) may come from anywhere.
+    """
+    wide = [here for tensor, here in zip(tensors, on_host, strict=True) if tensor.dim()]
+    return any(wide) if wide and "copy" not in name else bool(on_host) and all(on_host)
 
 
 def _has_memory(tensor: Tensor) -> bool:

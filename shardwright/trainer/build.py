@@ -241,6 +241,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         must_match=parts.identity(dataset),
         listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
         timeline_steps=recipe.timeline_steps,
+        profile_steps=recipe.profile_steps,
     )
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
 

@@ -143,6 +143,9 @@ class Recipe:
     timeline_steps: Annotated[
         int, Key("steps of a pipeline whose timeline is recorded, for shardwright report", least=0)
     ] = 0
+    profile_steps: Annotated[
+        int, Key("steps that torch's profiler records, behind the first ones; traces come to profile/", least=0)
+    ] = 0
     report_to: Annotated[str | list[str], Key("trackers: tensorboard, wandb, trackio, mlflow")] = "none"
     run_name: Annotated[str | None, Key("what trackers call the run; left out: output_dir")] = None
     eval_strategy: Annotated[str, Key("when the model is tried on eval_data", choices=("no", "steps", "epoch"))] = "no"

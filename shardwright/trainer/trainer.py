@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..booster import Booster
+from ..booster.profile import Profile
 from ..checkpoint.preemption import SaveOnSignal
 from ..pipeline.snapshots import WARM_UP, Camera
 from ..pipeline.timeline import Timeline
@@ -66,6 +68,7 @@ class Trainer:
     patience       evaluations without a lower loss after which training ends
     must_match     plain values that a checkpoint must have, too, to be gone on from: how batches are made
     listeners      told about it on the first rank
+    profile_steps   steps that torch's profiler records behind the first ones; traces come to profile/
     timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json, and on every
                     rank in `timeline`
 
@@ -96,6 +99,7 @@ class Trainer:
         must_match: Mapping[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
         timeline_steps: int = 0,
+        profile_steps: int = 0,
     ) -> None:
         if evaluate_at_ends and evaluation is None:
             raise ValueError("evaluate_at_ends=True needs evaluation, a loader of batches; give it, or leave it out")
@@ -113,7 +117,7 @@ class Trainer:
         self.must_match = dict(must_match or {})
         self.listeners = listeners if dist.get_rank() == 0 else ()
         self.evaluate_at_ends = evaluate_at_ends
-        self.timeline_steps = timeline_steps
+        self.timeline_steps, self.profile_steps = timeline_steps, profile_steps
         self.timeline: Timeline | None = None
         self.progress = Progressed()
         self.accuracy: float | None = None
@@ -158,13 +162,15 @@ class Trainer:
         skip = max(0, min(WARM_UP, left - self.timeline_steps))
         camera = Camera(self.model.executor, self.timeline_steps, skip, self.directory / "timeline.json")
         self.model.train()
-        with SaveOnSignal() as signalled:
+        with SaveOnSignal() as signalled, self._profile(left) as profile:
             while self.progress.step < self.total_steps and not self._is_worse():
                 clock.restart()
                 batch, pass_ended = next(supply)
                 with camera.watching():
                     metrics = self.train_step(batch)
                 self._tell("step", self._finish(metrics, clock.lap()))
+                if profile is not None:
+                    profile.step()
                 step = self.progress.step
                 self.interrupted = signalled.anywhere()
                 at_end = self.evaluate_at_ends and step == self.total_steps
@@ -186,6 +192,15 @@ class Trainer:
             done["best_step"] = self.progress.best_step
         self._tell("finished", {**done, "total_steps": self.total_steps})
         return self.progress
+
+    def _profile(self, left: int) -> AbstractContextManager[Profile | None]:
+        """Of so many steps that are left; all of them where there are few."""
+        steps = min(self.profile_steps, left)
+        if not steps:
+            return nullcontext()
+        skipped = min(WARM_UP, left - steps)
+        warmup = min(1, skipped)
+        return self.booster.profile(self.directory / "profile", steps, wait=skipped - warmup, warmup=warmup)
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Forward, backward and the optimizer's step on one batch of every rank. The loss is that of all of them."""

@@ -38,6 +38,28 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return room
 
 
+def pinned_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of what lies on the host, in memory that `device` reads beside its other work."""
+    room = torch.empty_like(tensor, pin_memory=device.type == "cuda")
+    if _model is not None:
+        _model.is_on_host(room)
+    return room.copy_(tensor)
+
+
+def lies_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host can look at it without a wait. In a model of streams the CPU's tensors are the device's, but
+    for those that were said to be the host's.
+    """
+    return tensor.device.type == "cpu" and (_model is None or _model.holds_on_host(tensor))
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether a device reads it by itself, so that whoever writes to it must know that it has."""
+    if _model is not None:
+        return bool(_model.holds_on_host(tensor, pinned=True))
+    return tensor.device.type == "cpu" and tensor.is_pinned()
+
+
 @contextmanager
 def modelled(model: Any) -> Iterator[None]:
     """Inside, the CPU has the streams of `model`. For tests."""

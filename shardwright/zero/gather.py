@@ -18,6 +18,7 @@ from torch import nn
 from ..comm.handle import Handle
 from ..comm.quantised_wire import is_quantised
 from ..ops.hooks_inside import ahead
+from ..utils.labels import labelled
 from ..utils.streams import streams_of
 from .bucket import Bucket
 from .collectives import all_gather_in_place
@@ -108,6 +109,7 @@ class ParamGatherer:
                 [bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True
             )
 
+    @labelled(lambda _, bucket, exactly: f"gather bucket {bucket.index}")
     def _start(self, bucket: Bucket, exactly: bool) -> None:
         group = self._groups[bucket.index]
         if group is None:

@@ -40,6 +40,7 @@ from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
 from ..ops.weight_grad import told_late
 from ..precision.grad_state import GradState
+from ..utils.labels import labelled
 from ..utils.streams import has_streams, streams_of
 from .bucket import Bucket, ScratchPool
 from .collectives import Scratch, reduce_scatter_in_place
@@ -378,6 +379,7 @@ class GradReducer:
         self._launch_piece(bucket, last)
         bucket.empty = False
 
+    @labelled(lambda _, bucket, number: f"reduce bucket {bucket.index}" + (f", part {number}" if number else ""))
     def _launch_piece(self, bucket: Bucket, number: int) -> None:
         self._make_room()
         lent: list[torch.Tensor] = []
@@ -415,11 +417,8 @@ class GradReducer:
             scattering = [flight for flight in self._flying if flight.scattering]
             if len(scattering) >= _MAX_IN_FLIGHT:
                 self._advance(scattering[0])
-            summing = [
-                flight
-                for flight in self._flying
-                if flight.lent and not flight.scattering and flight.bucket.plan.family.is_plain
-            ]
+            plain = [flight for flight in self._flying if flight.bucket.plan.family.is_plain]
+            summing = [flight for flight in plain if flight.lent and not flight.scattering]
             if len(summing) >= _MAX_IN_FLIGHT:
                 self._settle(summing[0])
 
@@ -441,9 +440,8 @@ class GradReducer:
     ) -> Flight:
         final = (self.require_sync and self._ending) or scatter is None
         fresh = bucket.empty or bucket.grads is not None
-        flight = Flight(
-            bucket, *piece, fresh, scatter, lent, self.groups.after_scatter(bucket.plan.family) if final else [], final
-        )
+        groups = self.groups.after_scatter(bucket.plan.family) if final else []
+        flight = Flight(bucket, *piece, fresh, scatter, lent, groups, final)
         bucket.state = GradState.LAUNCHED
         self._flying.append(flight)
         return flight

@@ -42,6 +42,7 @@ from ..cluster import job
 from ..comm.compat import graph_time
 from ..interface.shards import KeptShard, keep_shard
 from ..logging import get_dist_logger
+from ..utils.labels import labelled
 from ..utils.pytree import tree_map_only
 from .call_values import mutable, replaced, tensors_in
 from .data_writes import DataWrites
@@ -52,7 +53,8 @@ from .units import ParamUnit
 
 
 class _Unit:
-    """needed    how many forwards and backwards use it now, `opened` of them backwards
+    """name      for traces
+    needed    how many forwards and backwards use it now, `opened` of them backwards
     kept      stays when nobody needs it, until a backward is through with it
     repeated  its modules are called several times in one forward
     between   two of these calls, in which it stays
@@ -63,6 +65,8 @@ class _Unit:
 
     def __init__(self, buckets: list[ShardedBucket]) -> None:
         self.buckets = buckets
+        slots = buckets[0].plan.slots
+        self.name = f"bucket {buckets[0].index}, from {slots[0].entry.name} on" if slots else "nothing"
         self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
         self.filled = self.ready = False  # gathered or on its way; gathered
         self.needed = self.opened = 0
@@ -383,6 +387,7 @@ class UnitGatherer:
                 self.guard.values_pending(bucket.params, False)
         unit.ready = True
 
+    @labelled(lambda _, unit: f"gather {unit.name}")
     def _start(self, unit: _Unit) -> None:
         if any(bucket.shown is not None for bucket in unit.buckets):
             self._take_shown()

@@ -7,6 +7,7 @@ Said(see, value, words)        accepted, and a word in the log
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,6 +104,18 @@ class Run:
         self.booster.wait()
         root = self.directory / name
         return sorted(str(path.relative_to(self.directory)) for path in [root, *root.rglob("*")])
+
+
+def traced(run: Run, **given: Any) -> Any:
+    """Where the trace is, the steps that it has, and whether it tells of memory."""
+    given = {"directory": run.directory / "traces", "steps": 1, "wait": 0, "warmup": 1, **given}
+    with run.booster.profile(**given) as profile:
+        for _ in range(3):
+            torch.ones(2).add(1)
+            profile.step()
+    [path] = Path(given["directory"]).glob("rank0.json")
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    return path, sorted(name for name in names if name.startswith("ProfilerStep")), "[memory]" in names
 
 
 def has_gradients(run: Run) -> bool:

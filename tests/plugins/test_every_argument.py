@@ -31,7 +31,19 @@ from shardwright.plugins import HybridParallelPlugin, TorchDDPPlugin
 from shardwright.plugins.base import Plugin
 from shardwright.precision.optimizer import MixedPrecisionOptimizer
 from shardwright.utils.tensors import local_tensor
-from tests.plugins.argument_walk import Changes, Refused, Run, Said, See, batches, check, has_gradients, mean, twice
+from tests.plugins.argument_walk import (
+    Changes,
+    Refused,
+    Run,
+    Said,
+    See,
+    batches,
+    check,
+    has_gradients,
+    mean,
+    traced,
+    twice,
+)
 
 
 def llama() -> Any:
@@ -123,7 +135,17 @@ def _steps(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
     def plain() -> Any:
         return run.booster.no_sync(run.model, run.optimizer)
 
+    def traced_with(name: str) -> See:
+        return lambda value: traced(run, **{name: value})
+
     return {
+        "profile": {
+            "directory": [Changes(traced_with("directory"), tmp_path / "one", str(tmp_path / "other"))],
+            "steps": [Changes(traced_with("steps"), 1, 2), Refused(traced_with("steps"), 0, "steps=0")],
+            "wait": [Changes(traced_with("wait"), 0, 1), Refused(traced_with("wait"), True, "wait=True")],
+            "warmup": [Changes(traced_with("warmup"), 0, 1), Refused(traced_with("warmup"), -1, "warmup=-1")],
+            "memory": [Changes(traced_with("memory"), False, True)],
+        },
         "execute_pipeline": {
             "data_iter": [Changes(see("data_iter"), 1.0, 2.0)],
             "model": [Refused(see("model"), other.model, "another Booster boosted")],

@@ -5,6 +5,7 @@ pytest tests/plugins/test_layout_fuzz.py -m sweep -k drawn                22 oth
 SHARDWRIGHT_FUZZ=500 pytest tests/plugins/test_layout_fuzz.py -m sweep -k many_more    500 more, seeds 1000 to 1499
 SHARDWRIGHT_FUZZ_FROM=2000 SHARDWRIGHT_FUZZ_MINUTES=15 pytest tests/plugins/test_layout_fuzz.py -m sweep -k many_more
                                                                           others, as many as begin in 15 minutes
+SHARDWRIGHT_FUZZ=100 pytest tests/plugins/test_layout_fuzz.py -m sweep -k calls_of_many    the calls of others
 SHARDWRIGHT_FUZZ_SEED=1234 pytest tests/plugins/test_layout_fuzz.py -m sweep    one of them again
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -69,8 +70,8 @@ def run_recorded(rank: int, world: int, layouts: Sequence[Layout]) -> list[list[
     return recordings
 
 
-def check_recorded(world: int, layouts: Sequence[Layout]) -> None:
-    results = run_ranks(run_recorded, world, layouts, timeout=SECONDS * len(layouts), debug="OFF")
+def check_recorded(world: int, layouts: Sequence[Layout], seconds: float = SECONDS) -> None:
+    results = run_ranks(run_recorded, world, layouts, timeout=seconds * len(layouts), debug="OFF")
     for layout, *recordings in zip(layouts, *results, strict=True):
         try:
             check_order(recordings)
@@ -116,6 +117,17 @@ def test_other_drawn_layouts(world: int) -> None:
 @pytest.mark.timeout(36000)
 def test_many_more_layouts() -> None:
     """Every failing layout is reported, not only the first."""
+    run_seeds(failures_of)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(36000)
+def test_calls_of_many_layouts_fit_together() -> None:
+    run_seeds(misfits_of)
+
+
+def run_seeds(failures_of: Callable[[int, Sequence[Layout]], list[str]]) -> None:
+    """The layouts of the seeds that the environment names."""
     one, minutes = os.environ.get("SHARDWRIGHT_FUZZ_SEED"), os.environ.get("SHARDWRIGHT_FUZZ_MINUTES")
     first = int(os.environ.get("SHARDWRIGHT_FUZZ_FROM", "1000"))
     seeds = [int(one)] if one else list(range(first, first + int(os.environ.get("SHARDWRIGHT_FUZZ", "500"))))
@@ -130,6 +142,18 @@ def test_many_more_layouts() -> None:
         done += len(some)
         print(f"seeds {some[0]} to {some[-1]}: {done} done, {len(failures)} failed", flush=True)
     assert not failures, f"{len(failures)} of {done} layouts failed"
+
+
+def misfits_of(world: int, layouts: Sequence[Layout]) -> list[str]:
+    """Layouts whose calls, as on a GPU, do not fit together, or do not run."""
+    failures = []
+    for layout in layouts if world > 1 else ():
+        try:
+            check_recorded(world, [layout], SECONDS_ALONE)
+        except (AssertionError, RankError) as error:
+            failures.append(str(error))
+            print(f"FAILED seed {layout.seed}: {error}", flush=True)
+    return failures
 
 
 def failures_of(world: int, layouts: Sequence[Layout]) -> list[str]:

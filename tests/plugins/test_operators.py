@@ -35,6 +35,8 @@ AT_SIZE_1: list[tuple[dict[str, Any], bool, dict[str, float]]] = [
     ({}, True, {}),
     ({"zero_stage": 1, "max_norm": 1.0}, False, {}),
     ({"zero_stage": 2}, False, {"add_": -9}),  # the first gradients of a step are copied, not added to zeros
+    ({"precision": "bf16"}, False, {"_to_copy": 9}),  # autograd makes gradients fp32, which buffers add them up in
+    ({"precision": "bf16", "zero_stage": 2}, False, {"add_": -9}),  # copied as they are, all of a bucket at once
 ]
 # What a layer has more on each of two ranks.
 ON_2_RANKS: list[tuple[dict[str, Any], dict[str, float]]] = [
@@ -83,8 +85,8 @@ def warm(step: Callable[[], None]) -> Counter[str]:
     return Counter({name: number for name, number in counted(step).items() if not name.startswith("profiler")})
 
 
-def by_hand(layers: int) -> Counter[str]:
-    model, inputs = zoo.build(NAME, dtype=torch.float32, num_hidden_layers=layers), batch()
+def by_hand(layers: int, dtype: torch.dtype = torch.float32) -> Counter[str]:
+    model, inputs = zoo.build(NAME, dtype=dtype, num_hidden_layers=layers), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -120,10 +122,14 @@ def in_layers(options: dict[str, Any], pipeline: bool, hand: dict[str, float]) -
 
 
 def differences(rank: int, world: int, cases: list[tuple[dict[str, Any], bool]]) -> tuple[list[dict[str, float]], Any]:
+    """Of the layers in each case, and of what is around them."""
     fewer, more = by_hand(2), by_hand(4)
-    hand = per_layer(fewer, more, 2)
+    hands = {"fp32": per_layer(fewer, more, 2)}
+    if any(options.get("precision") == "bf16" for options, _ in cases):
+        hands["bf16"] = per_layer(by_hand(2, torch.bfloat16), by_hand(4, torch.bfloat16), 2)
     besides = more_than(by_plugin(2, {}, False), fewer) if world == 1 else None
-    return [in_layers(options, pipeline, hand) for options, pipeline in cases], besides
+    found = [in_layers(options, pipeline, hands[options.get("precision", "fp32")]) for options, pipeline in cases]
+    return found, besides
 
 
 def test_nothing_is_added_at_size_1() -> None:

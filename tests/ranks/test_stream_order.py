@@ -15,7 +15,7 @@ from pipeline_toy import ToyModel, ToyStage, make_batch
 from pipeline_toy import reference as toy_reference
 from test_zero import TINY_BUCKET, assert_same
 from test_zero_plugin import boosted_run
-from torch import Tensor
+from torch import Tensor, nn
 from zero_cases import Model, Plan, adamw, batch, loss_of, reference
 
 from shardwright import Booster
@@ -27,7 +27,7 @@ from shardwright.pipeline.runtime import PipelineRuntime
 from shardwright.plugins import LowLevelZeroPlugin
 from shardwright.testing import run_ranks
 from shardwright.testing.calls import Call
-from shardwright.testing.stream_model import StreamModel
+from shardwright.testing.stream_model import Stream, StreamModel
 from shardwright.zero.bucket import ScratchPool
 from shardwright.zero.gather import ParamGatherer
 from shardwright.zero.reducer import GradReducer
@@ -116,6 +116,18 @@ def _found(rank: int, world: int, options: dict[str, Any], model: StreamModel | 
     return {hazard.kind for hazard in model.hazards}
 
 
+def _offloaded(rank: int) -> set[str]:
+    """Where every parameter has a gradient, so that the host reads nothing that would wait for them all."""
+    booster, model = Booster(plugin=LowLevelZeroPlugin(precision="bf16", stage=1, cpu_offload=True)), nn.Linear(8, 8)
+    with StreamModel() as streams:
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            booster.backward(model(torch.ones(2, 8) + rank).square().sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {hazard.kind for hazard in streams.hazards}
+
+
 @contextmanager
 def _broken(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     before = getattr(owner, name)
@@ -149,6 +161,7 @@ def _out_of_order(rank: int, world: int) -> dict[str, set[str]]:
     """What is found where something waits too little, by what that is."""
     second: dict[str, Any] = {"stage": 2}
     found = {}
+    assert not _offloaded(rank)
     with _broken(GradReducer, "_wait_stream", lambda reducer: None):
         found["optimizer for sums"] = _found(rank, world, second)
     with _broken(GradReducer, "_on_stream", _never_waits):
@@ -157,6 +170,8 @@ def _out_of_order(rank: int, world: int) -> dict[str, set[str]]:
         found["buffers for their last use"] = _found(rank, world, second)
     with _broken(ParamGatherer, "wait", _without_waiting):
         found["modules for weights"] = _found(rank, world, {"stage": 1, **OVERLAPPED})
+    with _broken(Stream, "synchronize", lambda stream: None):
+        found["the host for gradients"] = _offloaded(rank)
     found["units for weights"] = _found(rank, world, {"stage": 3}, _Deaf("allgather_base"))
     return found
 
@@ -174,4 +189,5 @@ def test_what_waits_too_little_is_found() -> None:
     assert "read" in found["reductions for gradients"]
     assert "write" in found["buffers for their last use"]
     assert "read" in found["modules for weights"]
+    assert "write" in found["the host for gradients"]  # the kernel writes back what it has scaled
     assert {"read", "free"} <= found["units for weights"]

@@ -88,6 +88,8 @@ def test_a_launcher_may_look_at_a_recipe(tmp_path: Path, monkeypatch: pytest.Mon
     assert "leave nproc out" in capsys.readouterr().err
     assert main(["train", file, "--nproc", "0"]) == 2
     assert "--nproc=0 is too small" in capsys.readouterr().err
+    assert main(["train", file, "--profile", "0"]) == 2
+    assert "--profile=0 is too small" in capsys.readouterr().err
 
 
 def test_a_row_that_one_rank_finds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

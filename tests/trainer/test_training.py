@@ -122,7 +122,10 @@ def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     given = recipe(tmp_path, max_steps=5, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
     whole = {**given, "output_dir": str(tmp_path / "whole"), "save_strategy": "no", "per_device_train_batch_size": 8}
     run_ranks(train_on_rank, 1, whole)
-    run_ranks(train_on_rank, 2, {**given, "max_steps": 3})
+    run_ranks(train_on_rank, 2, {**given, "max_steps": 3, "profile_steps": 1})
+    traces = sorted(path.name for path in (tmp_path / "out" / "profile").iterdir())
+    assert traces == ["merged.json", "rank0.json", "rank1.json"]
+    assert "ProfilerStep#2" in (tmp_path / "out" / "profile" / "merged.json").read_text()
     assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["step-2", "step-3"]
     on = {**given, "resume": True, "layout": {"tp_size": 2, "zero_stage": 1}, "save_total_limit": 1}
     run_ranks(train_on_rank, 4, on)

@@ -20,6 +20,7 @@ from ...pipeline.planning.placement import Placement
 from ...pipeline.stage import PLAIN_CALL
 from ...precision.policy import PrecisionPolicy
 from ...shardformer.model import ShardedModel
+from ...utils.labels import labelled
 from ...utils.tensors import map_tensors
 from .adapters import Home
 from .sequence_loss import SequenceLoss
@@ -61,6 +62,7 @@ class HybridModel(ModelWrapper):
             optimizer.check_loss = sequence.require_equal
 
     @job.heeds_failures
+    @labelled("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.executor.cut.placement.num_ranks > 1:
             raise RuntimeError(PLAIN_CALL)
