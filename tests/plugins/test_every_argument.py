@@ -72,6 +72,10 @@ def _booster(tmp_path: Path) -> dict[str, list[Any]]:
             Refused(lambda plugin: Booster(plugin=plugin), "ddp", "plugin='ddp' is not one of"),
         ],
         "on_nan": [Changes(nan, "warn", "skip")],
+        "check_replicas": [  # what it finds: tests/plugins/test_replica_check.py
+            Changes(lambda value: Run(tmp_path, check_replicas=value).optimizer.loss_guard.each_step is None, 1, None),
+            Refused(lambda value: Booster(check_replicas=value), 0, "check_replicas=0 must be a number of steps"),
+        ],
     }
 
 
