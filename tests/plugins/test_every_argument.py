@@ -26,6 +26,7 @@ import shardwright
 from shardwright import Booster
 from shardwright.cluster import groups
 from shardwright.cluster.config import get_launch_config
+from shardwright.cluster.heart import heart
 from shardwright.cluster.launch import DEFAULT_TIMEOUT
 from shardwright.plugins import HybridParallelPlugin, TorchDDPPlugin
 from shardwright.plugins.base import Plugin
@@ -472,6 +473,10 @@ def _launch(tmp_path: Path) -> dict[str, list[Any]]:
             Said(options("timeout"), timedelta(seconds=7), "timeout=0:00:07) has no effect"),
         ],
         "verbose": [Said(options("verbose"), True, "1 rank(s)")],
+        "step_timeout": [
+            Changes(lambda value: (launched(step_timeout=value), heart.budgets.of("Model.forward"))[1], "auto", 5.0),
+            Refused(options("step_timeout"), 0, "step_timeout=0 must be a positive number of seconds, 'auto'"),
+        ],
     }
 
 
