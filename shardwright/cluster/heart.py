@@ -10,7 +10,9 @@ import time
 from collections import deque
 from typing import Protocol
 
-LEAST = 180.0  # seconds that a learned budget grants at least: compilers and caches may take their time in any step
+# Of the job's timeout, what a learned budget grants at least: a script may let others wait for its rank 0, and what it
+# has asked to be waited for must not end its job.
+LEAST = 0.9
 FACTOR = 20.0  # of the longest that is remembered
 _REMEMBERED = 50  # calls of a kind
 _ENOUGH = 5  # calls of a kind, from which a budget is learned
@@ -19,10 +21,14 @@ STEPS = ("execute_pipeline", "backward", "step", "forward")
 
 
 class Budgets:
-    """How long a call may take. `given`: seconds, "auto" to learn them from the calls before, None for ever."""
+    """How long a call may take.
 
-    def __init__(self, given: float | str | None = "auto") -> None:
-        self.given = given
+    given  seconds, "auto" to learn them from the calls before, None for ever
+    least  seconds that are granted at least where they are learned
+    """
+
+    def __init__(self, given: float | str | None = "auto", least: float = 0.0) -> None:
+        self.given, self.least = given, least
         self._took: dict[str, deque[float]] = {}
 
     def note(self, call: str, seconds: float) -> None:
@@ -38,7 +44,7 @@ class Budgets:
         if not isinstance(self.given, str):
             return self.given
         took = self._took.get(call, ())
-        return max(LEAST, FACTOR * max(took)) if len(took) >= _ENOUGH else None
+        return max(self.least, FACTOR * max(took)) if len(took) >= _ENOUGH else None
 
     def why(self, call: str) -> str:
         """The budget of a call and where it comes from, for messages."""
@@ -47,7 +53,7 @@ class Budgets:
             return "not known"
         if not isinstance(self.given, str):
             return f"{seconds:g} s, as launch(step_timeout=...) says"
-        return f"{seconds:.0f} s, {FACTOR:g} times the longest of the last and at least {LEAST:g} s"
+        return f"{seconds:.0f} s, {FACTOR:g} times the longest of the last and at least {self.least:g} s"
 
 
 class Action(Protocol):

@@ -26,7 +26,7 @@ from ..utils.errors import nearest
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
-from .heart import Budgets, heart
+from .heart import LEAST, Budgets, heart
 from .watch import Watch
 from .watchdog import Watchdog
 
@@ -78,7 +78,8 @@ def launch(
                 timedelta or seconds. When it strikes, the job ends and says what every rank was doing
     step_timeout  seconds that one step (execute_pipeline, a forward, a backward, an optimizer step) may take. A job in
                 which one takes longer ends with exit code 79 and says which rank the others waited for, and where it
-                stood. "auto" learns it from the steps before (20 times the longest, 180 s at least); None: for ever
+                stood. "auto" learns it from the steps before: 20 times the longest, and at least 9/10 of
+                `timeout`; None: for ever
 
     A second call with the same rank and world size only sets the seed, the configuration and step_timeout.
     """
@@ -88,7 +89,7 @@ def launch(
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
-    budgets = Budgets(_step_limit(step_timeout))
+    budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds())
     groups.keep_out_of_forks()
     if dist.is_initialized():
         _check_same_job(rank, world_size, backend, limit)
