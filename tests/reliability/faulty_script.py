@@ -77,8 +77,8 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
         case "leave":
             raise StopIteration
         case "nan":
-            first = next(param for param in model.parameters() if param.numel())
-            first.data.view(-1)[0] = float("nan")
+            weights = [param for name, param in model.named_parameters() if "down_proj" in name and param.numel()]
+            weights[-1].data.view(-1)[0] = float("nan")
         case "rate":
             optimizer.param_groups[0]["lr"] = 0.02
         case "weights":
