@@ -159,7 +159,7 @@ CASES = [
         for fault, layout, happens in (
             ("slow", "pp2", "one rank is late by a second"),
             ("pause", "zero2", "SIGSTOP, and SIGCONT a second later"),
-            ("slow disk", "dp2", "every write of a save takes a second"),
+            ("slow disk", "dp2", "the first writes of a save take a second each"),
         )
     ),
 ]

@@ -88,6 +88,8 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
 def broken_disk(fault: str) -> None:
     """What the disk of this rank does in the middle of writing a checkpoint."""
 
+    writes: list[Path] = []
+
     def probe(operation: str, path: Path) -> None:
         if operation == "half-way write":
             match fault:
@@ -96,7 +98,8 @@ def broken_disk(fault: str) -> None:
                 case "kill in save":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "slow disk":
-                    time.sleep(1)
+                    writes.append(path)
+                    time.sleep(len(writes) <= 3)
 
     disk.set_probe(probe)
 
