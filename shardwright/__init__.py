@@ -39,6 +39,7 @@ _SUBPACKAGES = (
     "checkpoint",
     "cluster",
     "comm",
+    "elastic",
     "interface",
     "lazy",
     "logging",

@@ -26,6 +26,7 @@ from ..plugins.data.input_guard import CheckedBatches, InputGuard
 from ..plugins.lora import add_lora, require_adapters, write_adapters
 from ..plugins.memory_table import tell_of
 from ..plugins.registry import make_plugin
+from ..plugins.replica_check import ReplicaCheck
 from ..plugins.without_effect import warn_once
 from ..utils.arguments import ExplainedArguments, explained
 from ..utils.device import get_current_device
@@ -82,6 +83,8 @@ class Booster(metaclass=ExplainedArguments):
     device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
     on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and
                      "stop" raises `shardwright.interface.NonFiniteLoss`, on all ranks
+    check_replicas   steps after which ranks compare checksums of the parameters that several of them hold, learning
+                     rates and loss scales; None never does. Plugins only
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Booster(metaclass=ExplainedArguments):
         mixed_precision: str | MixedPrecision | None = None,
         plugin: Plugin | str | None = None,
         on_nan: str = "warn",
+        check_replicas: int | None = 100,
     ) -> None:
         if isinstance(plugin, str):
             plugin = make_plugin(plugin)
@@ -112,6 +116,7 @@ class Booster(metaclass=ExplainedArguments):
         self.plugin = plugin
         self.device = _device(device)
         self.on_nan = LossGuard(on_nan).policy
+        self.check_replicas = _positive("check_replicas", check_replicas)
         if plugin is not None and on_nan == "skip" and not plugin.support_skipped_steps():
             raise ValueError(
                 f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use "
@@ -165,11 +170,18 @@ class Booster(metaclass=ExplainedArguments):
         first_step = None
         if self.plugin is not None:
             boosted = boosted._replace(dataloader=self.plugin.shard_dataloader(boosted.dataloader))
-            settings = {"mixed_precision": self.mixed_precision, "on_nan": self.on_nan}
+            settings = {
+                "mixed_precision": self.mixed_precision,
+                "on_nan": self.on_nan,
+                "check_replicas": self.check_replicas,
+            }
             first_step = FirstStep(self.plugin, boosted.model, boosted.dataloader, settings)
         guard.attach(boosted.model, first_step)
         if boosted.optimizer is not None:
-            boosted.optimizer.loss_guard = LossGuard(self.on_nan)
+            boosted.optimizer.loss_guard = guard_of_losses = LossGuard(self.on_nan)
+            if self.plugin is not None and self.check_replicas is not None:
+                plain = unwrapped(boosted.model)
+                guard_of_losses.each_step = ReplicaCheck(self.plugin, plain, boosted.optimizer, self.check_replicas)
         self._checkpoints.note(boosted.model, boosted.optimizer)
         self._boosted.add(boosted.model)
         tell_of(boosted.model, boosted.optimizer, self.plugin)
@@ -457,6 +469,12 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         raise ValueError(
             f"device={device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' or a torch.device"
         ) from None
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name}={value} must be a number of steps of at least 1, or None for never")
+    return value
 
 
 def _say_unused_size(shard: bool, size_per_shard: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..files.disk import make_directory, remove_tree, rename, sync_directory
 from ..files.errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint
+from .lock import lock
 from .manifest import MANIFEST, MARKER, read_marker
 
 _NEW, _REMOVED = ".new", ".removed"
@@ -35,8 +36,10 @@ def old_path(target: Path) -> Path:
     return target.parent / f".{target.name}.old"
 
 
-def prepare(target: Path) -> Path:
-    """An empty directory to fill for `target`, after finishing what a crashed save left behind."""
+def prepare(target: Path, keeps_few: bool = False) -> Path:
+    """An empty directory to fill for `target`, after finishing what a crashed save left behind. `keeps_few`: older
+    checkpoints beside it will be removed.
+    """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(
             f"cannot save to {target}: it is a {'link' if target.is_symlink() else 'file'}, give the path "
@@ -48,6 +51,7 @@ def prepare(target: Path) -> Path:
         )
     fresh, old = new_path(target), old_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    lock(target, whole=keeps_few)
     if fresh.exists():
         if _is_committed(fresh):
             publish(target)

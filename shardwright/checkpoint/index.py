@@ -117,20 +117,28 @@ class TensorIndex:
             if any(common.intersect(other) for other in found):
                 raise UnsafeCheckpoint(f"{self.directory}: chunks of {name} overlap")
             found.append(common)
-            file = self._open(place.file)
-            stored = file.tensors.get(place.key)
-            if stored is None or (stored.shape, stored.dtype) != (place.box.size, entry.dtype):
-                held = "missing" if stored is None else f"{stored.shape} {stored.dtype}"
-                raise UnsafeCheckpoint(
-                    f"{file.path}: chunk {place.key} of {name} is {held}, the index says {place.box.size} {entry.dtype}"
-                )
+            file = self._stored(name, place)
             start = tuple(a - b for a, b in zip(common.start, place.box.start, strict=True))
             file.read(place.key, Box(start, common.size), common.view(out, box.start))
         if sum(part.numel for part in found) != box.numel:
             raise CheckpointDamaged(self.directory, f"does not hold all of {name}")
 
+    def _stored(self, name: str, place: _Place) -> TensorFile:
+        """The file that holds this chunk, of the shape and dtype that the index says."""
+        file, dtype = self._open(place.file), self.entries[name].dtype
+        stored = file.tensors.get(place.key)
+        if stored is None or (stored.shape, stored.dtype) != (place.box.size, dtype):
+            held = "missing" if stored is None else f"{stored.shape} {stored.dtype}"
+            raise UnsafeCheckpoint(
+                f"{file.path}: chunk {place.key} of {name} is {held}, the index says {place.box.size} {dtype}"
+            )
+        return file
+
     def read_whole(self, name: str) -> torch.Tensor:
+        """UnsafeCheckpoint before anything is allocated, where the files do not hold as much as the index says."""
         entry = self.entries[name]
+        for place in entry.places:
+            self._stored(name, place)
         out = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(name, whole(entry.shape), out)
         return out

@@ -53,6 +53,7 @@ class Opened:
                 f"{', '.join(sorted(strangers)[:3])}"
             )
         self.state: dict[str, Any] = read_json(inside(directory, STATE))
+        _require_described(directory, self.tables, self.state)
 
     @property
     def names(self) -> set[str]:
@@ -68,6 +69,27 @@ class Opened:
                 key, _, parameter = rest.partition("/")
                 found.setdefault(parameter, []).append(key)
         return found
+
+
+_OF_NUMBERS = ("coordinates", "sizes", "groups")  # by name
+_STATE = ("step", "extra", "param_groups", "scaler", "lr_scheduler")
+
+
+def _require_described(directory: Path, tables: list[Any], state: Any) -> None:
+    """UnsafeCheckpoint where what ranks noted is not of the kinds that `save` writes."""
+    for rank, table in enumerate(tables):
+        for name in _OF_NUMBERS:
+            values = table.get(name)
+            if not isinstance(values, dict) or not all(type(value) is int for value in values.values()):
+                raise UnsafeCheckpoint(f"{directory}: {name} of rank {rank} is not a table of numbers")
+        if "dataloader" not in table or not isinstance(table.get("amax_history", {}), dict):
+            raise UnsafeCheckpoint(f"{directory}: the notes of rank {rank} are not what a save writes")
+        if not all(size > 0 for size in table["sizes"].values()):
+            raise UnsafeCheckpoint(f"{directory}: an axis of rank {rank} has no size")
+    if not isinstance(state, dict) or not set(_STATE) <= set(state):
+        raise UnsafeCheckpoint(f"{directory}: {STATE} lacks one of {', '.join(_STATE)}")
+    if not (state["step"] is None or type(state["step"]) is int):
+        raise UnsafeCheckpoint(f"{directory}: {state['step']!r} is no number of a step")
 
 
 def find(path: Path, agreement: Agreement, rank: int, check: bool = True) -> tuple[Opened, list[str]]:
@@ -109,7 +131,7 @@ def _open(directory: Path, agreement: Agreement, rank: int, check: bool) -> tupl
             None,
             {"kind": type(error).__name__, "file": str(getattr(error, "file", directory)), "text": str(error)},
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         opened, problem = (
             None,
             {"kind": "UnsafeCheckpoint", "file": str(directory), "text": f"{directory}: not as described ({error!r})"},
@@ -305,4 +327,13 @@ def _load_rng(opened: Opened, position: Position) -> None:
     names = [name for name in opened.index.entries if name.startswith("rng/") and name.endswith(f"/{rank}")]
     states = {name.split("/")[1]: opened.index.read_whole(name) for name in names}
     replicas = opened.tables[0]["sizes"].get("dp", 1)
-    rng.set_states(states, stream=position.coordinate("dp") // replicas)
+    _set_rng(opened.directory, states, stream=position.coordinate("dp") // replicas)
+
+
+def _set_rng(directory: Path, states: dict[str, torch.Tensor], stream: int) -> None:
+    try:
+        rng.set_states(states, stream)
+    except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise UnsafeCheckpoint(
+            f"{directory}: its random generators are in no state that they can have ({error})"
+        ) from None

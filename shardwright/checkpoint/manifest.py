@@ -80,7 +80,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         files = {name: (int(entry["size"]), int(entry["crc32"])) for name, entry in table["files"].items()}
         return Manifest(files, int(table["saved_at"]), table["step"], int(table["world_size"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnsafeCheckpoint(f"{path}: not a manifest ({error!r})") from None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..files.errors import UnsafeCheckpoint
 from ..files.tensor_file import dtype_name, dtype_of
 
 _TAG = "__shardwright__"
@@ -56,19 +57,26 @@ def _refused(value: Any, where: str) -> ValueError:
 
 
 def decode(data: Any) -> Any:
-    """The value that `encode` was given."""
+    """The value that `encode` was given; UnsafeCheckpoint for anything that it cannot have written."""
+    try:
+        return _decode(data)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # RecursionError among them
+        raise UnsafeCheckpoint(f"plain data of a checkpoint is not as described ({error!r})") from None
+
+
+def _decode(data: Any) -> Any:
     if isinstance(data, list):
-        return [decode(item) for item in data]
+        return [_decode(item) for item in data]
     if not isinstance(data, dict):
         return data
     kind = data.get(_TAG)
     if kind is None:
-        return {key: decode(item) for key, item in data.items()}
+        return {key: _decode(item) for key, item in data.items()}
     items = data["items"]
     if kind == "tuple":
-        return tuple(decode(item) for item in items)
+        return tuple(_decode(item) for item in items)
     if kind == "dict":
-        return {decode(key): decode(item) for key, item in items}
+        return {_decode(key): _decode(item) for key, item in items}
     if kind == "tensor" and math.prod(data["shape"]) == len(items):
         return (
             torch.tensor(items, dtype=torch.float64 if any(isinstance(i, float) for i in items) else None)

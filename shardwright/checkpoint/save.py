@@ -176,7 +176,7 @@ def save(
     what = f"saving {path}"
     contents, error = attempt(gather)
     agreement.check(error, what)
-    _, error = attempt(lambda: prepare(path) if position.rank == 0 else None)
+    _, error = attempt(lambda: prepare(path, keep_last is not None) if position.rank == 0 else None)
     agreement.check(error, what)
     assert contents is not None
     if use_async:

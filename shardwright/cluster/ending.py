@@ -22,11 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from .failure import DIED, INTERRUPTED, LEFT, TIMEOUT, Failure
+from .failure import DIED, INTERRUPTED, LEFT, STALLED, TIMEOUT, Failure
 from .job import Job
 
 _OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
 _STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
+STALLED_CODE = 79  # what a job ends with that was ended because a step took too long
 _KINDS = 3  # of things that ranks were doing, in torchrun's report
 
 _exit_code: int | None = None  # what this process ends with, once that is decided
@@ -75,7 +76,7 @@ def _tell_now(job: Job, failure: Failure) -> None:
     speaks = job.rank == failure.speaker or (
         torchrun and failure.speaker not in job.local_ranks and job.rank == job.local_ranks[0]
     )
-    _exit_code = 0 if torchrun and not speaks else 1
+    _exit_code = 0 if torchrun and not speaks else code_of(failure)
     if not speaks:
         if not torchrun:
             _print(f"rank {job.rank}{_place(job)} stopped: {failure.headline}")
@@ -107,8 +108,9 @@ def _keep_the_store(job: Job, failure: Failure) -> None:
 
 
 def _silent(failure: Failure) -> set[int]:
-    """Ranks that will not say that they go."""
-    return {failure.rank} if failure.rank != failure.speaker else set()
+    """Ranks that will not say that they go. One that held the others up does, if it has said where it stood."""
+    speaks = failure.rank == failure.speaker or (failure.kind == STALLED and failure.frames)
+    return set() if speaks else {failure.rank}
 
 
 class _Alike(NamedTuple):
@@ -166,7 +168,17 @@ def leave_now(job: Job) -> NoReturn:
     assert job.failure is not None
     if not job.ending:
         _tell(job, job.failure)
-    _leave(1 if _exit_code is None else _exit_code)
+    _leave(code_of(job.failure) if _exit_code is None else _exit_code)
+
+
+def code_of(failure: Failure) -> int:
+    return STALLED_CODE if failure.kind == STALLED else 1
+
+
+def leave_alone(text: str) -> NoReturn:
+    """Nobody can be told: say it, and end with the code of a job that has stalled."""
+    _print(text)
+    _leave(STALLED_CODE)
 
 
 def leave_terminated(job: Job) -> NoReturn:
@@ -183,7 +195,7 @@ def leave_terminated(job: Job) -> NoReturn:
         _print(failure.headline)  # the report is of the dead rank
     elif failure.speaker == job.rank:
         _report(failure, failure.condensed(), failure.whole())
-        _leave(1)
+        _leave(code_of(failure))
     _leave(0)
 
 

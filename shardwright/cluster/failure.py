@@ -20,6 +20,8 @@ from types import TracebackType
 from ..comm.turns import BACKWARD_THREAD
 
 RAISED, TIMEOUT, DIED, LEFT, INTERRUPTED = "raised", "timeout", "died", "left", "interrupted"
+STALLED = "stalled"  # a step took longer than its budget
+_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/")
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
 _PACKAGE = str(Path(__file__).parents[1])
@@ -90,7 +92,7 @@ class Failure:
         """One line: who, where, what."""
         where = f" in {self.doing}" if self.doing else ""
         match self.kind:
-            case "died" | "left" | "interrupted":
+            case "died" | "left" | "interrupted" | "stalled":
                 return f"{self.who} {self.first_line}"
             case "timeout":
                 return f"{self.who} waited too long{where}: {self.first_line}"
@@ -180,7 +182,7 @@ def main_stack() -> tuple[bool, tuple[str, ...]]:
     if _waits_for_its_turn(frames):  # the other one of two runs
         others = (_stack_of(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD)
         frames = next((stack for stack in others if not _waits_for_its_turn(stack)), frames)
-    waits = bool(frames) and any(part in frames[-1].filename for part in ("torch/distributed/", "shardwright/comm/"))
+    waits = bool(frames) and any(part in frames[-1].filename for part in _WAITING)
     return waits, condense(frames)
 
 

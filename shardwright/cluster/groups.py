@@ -182,6 +182,15 @@ def reconnect_all(store: dist.Store, generation: int) -> None:
             group._register_backend(torch.device("cpu"), kind, backend)
 
 
+def calls_of(group: dist.ProcessGroup) -> int:
+    """Collectives that this rank has called in the group; 0 where its backend does not count. Checked on torch 2.13:
+    gloo and NCCL do, and count no messages.
+    """
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return 0
+
+
 def can_reconnect() -> bool:
     return all("nccl" not in backend.name() for group in all_groups() for backend in _backends(group))
 

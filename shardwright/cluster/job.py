@@ -9,7 +9,9 @@ the next one):
     stack/<rank>      what a rank was doing when it learned of the failure
     gone/<rank>       the rank has nothing more to say and ends now
     left/<rank>       the rank's script ended, without a failure that it knows of
-    beat/<rank>       "<number> <checks passed>", written twice a second: a rank whose number stands still has died
+    beat/<rank>       "<number> <checks passed> in <call, action>", written twice a second: a rank whose number stands
+                      still has died
+    stalled           set when a rank's step takes too long; standing/<rank>: where a rank stood then (`watchdog`)
 
 A job of one rank has no store to watch, and nothing here does anything.
 """
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from ..utils.memory_notes import note_memory
 from . import groups
 from .failure import DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
+from .heart import heart
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +73,7 @@ class Job:
         self._closed = False  # its groups, or they are about to be
         self._releases: list[Callable[[], None]] | None = []  # to be called when they are; None: they are
         self.local_ranks = _local_ranks(rank, world_size)
+        self.server, self.served_by = ("", 0), "rank 0"  # host and process id
         self._introduce()
 
     def _introduce(self) -> None:
@@ -211,6 +215,8 @@ class Job:
 
     def _about(self, rank: int, kind: str, what: str, doing: str, error: BaseException | None = None) -> Failure:
         place = self.ask(f"place/{rank}") or ""
+        words = self.last_words_of(rank) if kind == DIED else ""
+        what += f", last seen in {words}" if words else ""
         frames = failure_of(error, rank, "", "").frames if error is not None and kind == LEFT else ()
         return Failure(rank, self.rank, place, doing, kind, what, frames, "", time.time())
 
@@ -220,6 +226,22 @@ class Job:
             if rank != self.rank and self.ask(f"left/{rank}") is None and self._has_died_here(rank):
                 return self.first(self._about(rank, DIED, "died without a word (killed?)", ""))
         return None
+
+    def note_server(self) -> None:
+        """Who serves the store, for when it does not answer any more."""
+        if not self.server[1]:
+            agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            self.server = (socket.gethostname(), os.getppid()) if agents else self.process_of(0)
+            self.served_by = "torchrun" if agents else "rank 0"
+
+    def process_of(self, rank: int) -> tuple[str, int]:
+        """(host, process id) of a rank; ("", 0) where it has not said so."""
+        host, _, pid = (self.ask(f"host/{rank}") or "").partition(" ")
+        return host, int(pid or 0)
+
+    def last_words_of(self, rank: int) -> str:
+        """What a rank was in when it gave its last sign of life; "" for one that has given none."""
+        return (self.ask(f"beat/{rank}") or "").partition(" in ")[2]
 
     def _beats(self) -> list[str | None]:
         return [self.ask(f"beat/{rank}") for rank in range(self.world_size)]
@@ -242,7 +264,7 @@ class Job:
 
     def _has_died_here(self, rank: int) -> bool:
         """Whether a rank of this machine has no process any more, or one that only waits to be buried."""
-        host, _, pid = (self.ask(f"host/{rank}") or "").partition(" ")
+        host, pid = self.process_of(rank)
         if host != socket.gethostname():
             return False
         try:
@@ -378,13 +400,16 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
     failure it is due to.
     """
 
-    is_step = function.__name__ == "step"
+    name, is_step = function.__qualname__, function.__name__ == "step"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         require_sound()
+        heart.enter(name)
+        completed = False
         try:
             result = function(*args, **kwargs)
+            completed = True
             if is_step and _job is not None:
                 _job.stepped += 1
                 _job.updating = False
@@ -397,6 +422,8 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
             raise JobError(
                 f"{failure.condensed()}\nrank {_job.rank} stopped in {function.__qualname__} because of it"
             ) from None
+        finally:
+            heart.leave(completed)
 
     return call
 

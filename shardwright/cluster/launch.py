@@ -26,13 +26,23 @@ from ..utils.errors import nearest
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
+from .heart import LEAST, Budgets, heart
 from .watch import Watch
+from .watchdog import Watchdog
 
 logger = logging.getLogger("shardwright")
 
+StepTimeout = float | str | None
 Config = str | Path | Mapping[str, Any] | None
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+# Of torch's NCCL: a collective that fails or times out ends the process (3: without waiting for its communicators), the
+# last launches are kept, and written to files (TORCH_NCCL_DEBUG_INFO_TEMP_FILE and the rank) when one times out.
+NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 _BACKENDS = ("nccl", "gloo", "fake")  # and those that a program has registered
 _OTHERS = ("undefined", "mpi", "ucc", "xccl")  # torch's own that nothing here was tried with
 
@@ -53,6 +63,7 @@ def launch(
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     verbose: bool = False,
+    step_timeout: StepTimeout = "auto",
 ) -> None:
     """Join the job of `world_size` processes as `rank`; rank 0 listens at `host:port`.
 
@@ -65,8 +76,12 @@ def launch(
                 A tensor size of more than 1 in it sets CUDA_DEVICE_MAX_CONNECTIONS=1 unless the user has set it
     timeout     of every collective and message in every group that shardwright makes, and of joining itself; a
                 timedelta or seconds. When it strikes, the job ends and says what every rank was doing
+    step_timeout  seconds that one step (execute_pipeline, a forward, a backward, an optimizer step) may take. A job in
+                which one takes longer ends with exit code 79 and says which rank the others waited for, and where it
+                stood. "auto" learns it from the steps before: 20 times the longest, and at least 9/10 of
+                `timeout`; None: for ever
 
-    A second call with the same rank and world size only sets the seed and the configuration.
+    A second call with the same rank and world size only sets the seed, the configuration and step_timeout.
     """
     global _member
     loaded = load_config(config)
@@ -74,12 +89,14 @@ def launch(
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
+    budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds())
     groups.keep_out_of_forks()
     if dist.is_initialized():
         _check_same_job(rank, world_size, backend, limit)
     else:
         if device_type_of_backend(resolved) == "cuda":
             _order_kernels(loaded)
+            _tell_nccl()
             _take_device(rank if local_rank is None else local_rank, explicit=local_rank is not None)
         if _end_watch is not None:
             _end_watch()  # of a job whose process group was destroyed
@@ -90,6 +107,7 @@ def launch(
         _member = os.getpid()
     if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
         _fail_together(limit)
+    heart.budgets = budgets
     set_seed(seed)
     set_launch_config(loaded)
     if verbose and rank == 0:
@@ -103,9 +121,10 @@ def launch_from_torch(
     verbose: bool = False,
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
+    step_timeout: StepTimeout = "auto",
 ) -> None:
     """Join the job that torchrun, srun or mpirun started; under plain python become a job of one process."""
-    _launch_as(environment.detect(), backend, seed, config, timeout, verbose)
+    _launch_as(environment.detect(), backend, seed, config, timeout, verbose, step_timeout)
 
 
 @explained({})
@@ -117,11 +136,12 @@ def launch_from_slurm(
     verbose: bool = False,
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
+    step_timeout: StepTimeout = "auto",
 ) -> None:
     """Join the job that srun started. `host` defaults to the first node of the step, `port` to one derived from the
     job id.
     """
-    _launch_as(environment.from_slurm(host=host, port=port), backend, seed, config, timeout, verbose)
+    _launch_as(environment.from_slurm(host=host, port=port), backend, seed, config, timeout, verbose, step_timeout)
 
 
 @explained({})
@@ -133,11 +153,12 @@ def launch_from_openmpi(
     verbose: bool = False,
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
+    step_timeout: StepTimeout = "auto",
 ) -> None:
     """Join the job that OpenMPI's mpirun started. `host` is where rank 0 runs; without it, MASTER_ADDR or this
     machine.
     """
-    _launch_as(environment.from_openmpi(host=host, port=port), backend, seed, config, timeout, verbose)
+    _launch_as(environment.from_openmpi(host=host, port=port), backend, seed, config, timeout, verbose, step_timeout)
 
 
 def _launch_as(
@@ -147,8 +168,11 @@ def _launch_as(
     config: Config,
     timeout: timedelta | float,
     verbose: bool,
+    step_timeout: StepTimeout,
 ) -> None:
-    launch(me.rank, me.world_size, me.host, me.port, backend, seed, me.local_rank, config, timeout, verbose)
+    launch(
+        me.rank, me.world_size, me.host, me.port, backend, seed, me.local_rank, config, timeout, verbose, step_timeout
+    )
 
 
 def resolve_backend(backend: str | None) -> str:
@@ -214,8 +238,9 @@ def _fail_together(timeout: timedelta) -> None:
     me = job.Job(store, dist.get_rank(), dist.get_world_size())
     job.set_current(me)
     groups.set_timeout(timeout)
-    watch = Watch(me)
+    watch, watchdog = Watch(me), Watchdog(me)
     watch.install()
+    watchdog.start()
     ending.remember_exits()
     default = sys.excepthook
     process = os.getpid()
@@ -230,6 +255,7 @@ def _fail_together(timeout: timedelta) -> None:
         global _end_watch
         _end_watch = None
         atexit.unregister(stop)
+        watchdog.stop()
         watch.stop()
         if sys.excepthook is end_by_exception:
             sys.excepthook = default
@@ -275,6 +301,26 @@ def _limit(timeout: timedelta | float) -> timedelta:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds or a datetime.timedelta")
     return timedelta(seconds=seconds)
+
+
+def _step_limit(step_timeout: StepTimeout) -> StepTimeout:
+    if step_timeout is None or step_timeout == "auto":
+        return step_timeout
+    if isinstance(step_timeout, bool | str) or not isinstance(step_timeout, int | float) or not step_timeout > 0:
+        raise ValueError(
+            f"step_timeout={step_timeout!r} must be a positive number of seconds, 'auto' to learn it from the steps "
+            "before, or None for no limit"
+        )
+    return step_timeout
+
+
+def _tell_nccl() -> None:
+    """Let torch's NCCL watchdog end processes whose collectives fail or time out, and write down what was launched.
+
+    What the user has set stays. NCCL reads them when its first communicator is made.
+    """
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
 
 
 def _check_same_job(rank: int, world_size: int, backend: str | None, timeout: timedelta) -> None:

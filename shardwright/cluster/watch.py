@@ -23,7 +23,9 @@ from typing import Any
 
 from . import ending
 from .failure import Failure
+from .heart import heart
 from .job import POLL, Job
+from .watchdog import answer, kill_stopped, open_inquiry
 
 # seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
 _TO_END = 3.0
@@ -36,6 +38,7 @@ class Watch(threading.Thread):
         self._job = job
         self._stopping = False
         self._end_at: float | None = None
+        self._answered = 0  # the last inquiry that was answered
         self._interrupted_at: float | None = None
         self._interrupt_raised = False
         self._listens = False
@@ -99,17 +102,29 @@ class Watch(threading.Thread):
                 continue
             next_look = time.monotonic() + 0.8 * POLL
             beats += 1
-            if job.tell(f"beat/{job.rank}", f"{beats} {job.checks}"):
+            if job.tell(f"beat/{job.rank}", f"{beats} {job.checks} in {heart.words()}"):
                 self._look()
 
     def _look(self) -> None:
         job = self._job
+        job.note_server()
         if job.failure is None:
             told = job.ask("failure")
             if told is not None:
-                job.learn(Failure.from_json(told))
+                failure = Failure.from_json(told)
+                job.learn(failure)
+                kill_stopped(job, failure)
+            else:
+                self._answer()
         if job.failure is not None and self._end_at is None and job.ask("ended") is not None:
             self._end_at = time.monotonic() + _TO_END
+
+    def _answer(self) -> None:
+        """Tell where this rank stands, once to every inquiry."""
+        inquiry = open_inquiry(self._job)
+        if inquiry % 2 and inquiry != self._answered:
+            self._answered = inquiry
+            answer(self._job, inquiry)
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()

@@ -38,14 +38,16 @@ class Header(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> Header:
-        structure, tensors = json.loads(data)
-        return Header(
-            _node_from_json(structure),
-            tuple(
-                TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
-                for shape, dtype, requires_grad in tensors
-            ),
-        )
+        """ValueError for what `to_bytes` cannot have written."""
+        try:
+            structure, tensors = json.loads(data)
+            header = Header(_node_from_json(structure), tuple(_meta(*each) for each in tensors))
+            count = _count(header.structure)
+        except (TypeError, KeyError, IndexError, RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"a message between stages has a header that is none ({error!r})") from None
+        if count != len(header.tensors):
+            raise ValueError(f"a message between stages has {len(header.tensors)} tensors for {count} places")
+        return header
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{list(m.shape)} {m.dtype}{' with grad' if m.requires_grad else ''}" for m in self.tensors)
@@ -116,6 +118,28 @@ def _node_from_json(node: list[Any]) -> Node:
             return ("dict", tuple(node[1]), tuple(_node_from_json(child) for child in node[2]))
         case kind:
             return (kind, tuple(_node_from_json(child) for child in node[1]))
+
+
+def _meta(shape: list[int], dtype: str, requires_grad: bool) -> TensorMeta:
+    found = getattr(torch, dtype, None)
+    plain = all(type(size) is int and 0 <= size < 2**62 for size in shape)
+    if not (isinstance(found, torch.dtype) and plain and isinstance(requires_grad, bool)):
+        raise ValueError(f"a message between stages describes no tensor: {shape!r} {dtype!r} {requires_grad!r}")
+    return TensorMeta(tuple(shape), found, requires_grad)
+
+
+def _count(node: Node) -> int:
+    """Tensors in a structure; ValueError where it is none."""
+    match node:
+        case ("tensor",):
+            return 1
+        case ("constant", None | bool() | int() | float() | str()):
+            return 0
+        case ("dict", keys, nodes) if len(keys) == len(nodes) and all(isinstance(key, str | int) for key in keys):
+            return sum(map(_count, nodes))
+        case ("list" | "tuple", nodes):
+            return sum(map(_count, nodes))
+    raise ValueError(f"a message between stages has a structure that is none: {str(node)[:100]}")
 
 
 def _show(node: Node) -> str:

@@ -13,6 +13,7 @@ skips steps that overflow by itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class LossGuard:
         self._travelling: tuple[str, torch.Tensor, Any] | None = None
         self._room: torch.Tensor | None = None  # for it, on the host
         self._generation = job.generation()
+        self.each_step: Callable[[int], None] | None = None  # called by all ranks at the beginning of every step
 
     def note(self, loss: torch.Tensor) -> None:
         """`loss` is about to be differentiated."""
@@ -63,6 +65,8 @@ class LossGuard:
     def withholds(self, optimizer: Any) -> bool:
         """Called first in every step: whether the step must not be taken. All ranks answer alike."""
         self.step += 1
+        if self.each_step is not None:
+            self.each_step(self.step)
         if self.policy == "warn":
             self._look()
             return False

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..cluster import job
+from ..cluster.heart import heart
 from ..comm.in_flight import Receive, Sent
 from ..comm.p2p import PipeComm
 from ..comm.payload import Header, TensorMeta, put_together, take_apart
@@ -257,7 +258,8 @@ class PipelineRuntime:
             with torch.set_grad_enabled(training):
                 if recorder is not None:
                     recorder.start_step()
-                for kind, stage, microbatch in actions:
+                for heart.action in actions:
+                    kind, stage, microbatch = heart.action
                     if self._to_leave and kind in COMPUTE and kind is not Kind.FB:  # which runs with the next
                         self._offload.compute_begins()
                     if recorder is None:

@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..cluster import job
+from ..cluster.heart import heart
 from ..comm.collectives import all_reduce_in_place
 from ..comm.compat import put_hook_last, without_torch_function
 from ..comm.handle import Handle
@@ -329,8 +330,7 @@ class GradReducer:
             self._fresh = False
 
     def launch_rest(self) -> None:
-        """Start all reductions that the step still needs: which ones follows from what all ranks share, not from the
-        gradients that this rank happens to have."""
+        """Start all reductions that the step still needs, which follows from what all ranks share."""
         self.touched |= self._kept
         self._ending = True
         if self.keep_full or self._fresh:
@@ -365,7 +365,7 @@ class GradReducer:
 
     def _launch_next(self, window: _Window) -> None:
         bucket = window.buckets[window.next]
-        window.next += 1
+        heart.bucket, window.next = bucket.index, window.next + 1
         if bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
             return  # launched before, by a runtime that reduces part by part
         with self._on_stream():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardwright
 from shardwright import Booster
 from shardwright.cluster import groups
-from shardwright.cluster.config import get_launch_config
 from shardwright.cluster.launch import DEFAULT_TIMEOUT
 from shardwright.plugins import HybridParallelPlugin, TorchDDPPlugin
 from shardwright.plugins.base import Plugin
 from shardwright.precision.optimizer import MixedPrecisionOptimizer
 from shardwright.utils.tensors import local_tensor
+from tests.plugins.argument_tables import launch_table, loader_table
 from tests.plugins.argument_walk import (
     Changes,
     Refused,
@@ -84,6 +83,10 @@ def _booster(tmp_path: Path) -> dict[str, list[Any]]:
             Refused(lambda plugin: Booster(plugin=plugin), "ddp", "plugin='ddp' is not one of"),
         ],
         "on_nan": [Changes(nan, "warn", "skip")],
+        "check_replicas": [  # what it finds: tests/plugins/test_replica_check.py
+            Changes(lambda value: Run(tmp_path, check_replicas=value).optimizer.loss_guard.each_step is None, 1, None),
+            Refused(lambda value: Booster(check_replicas=value), 0, "check_replicas=0 must be a number of steps"),
+        ],
     }
 
 
@@ -472,77 +475,14 @@ def _optimizer(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def _launch(tmp_path: Path) -> dict[str, list[Any]]:
-    def launched(**given: Any) -> Any:
-        shardwright.launch(**{"rank": 0, "world_size": 1, "host": None, "port": None, "backend": None, **given})
-        return torch.initial_seed(), dict(get_launch_config() or {})
-
-    def options(name: str) -> See:
-        return lambda value: launched(**{name: value})
-
-    return {
-        "rank": [Refused(options("rank"), "0", "use 0"), Refused(options("rank"), 1, "rank=1 must lie in 0..0")],
-        "world_size": [Refused(options("world_size"), 2, "a process joins one job")],
-        "host": [],  # tests/unit/test_launch.py: where rank 0 listens
-        "port": [Refused(options("port"), "29500", "use 29500")],
-        "backend": [
-            Refused(options("backend"), "glo", "did you mean 'gloo'"),
-            Said(options("backend"), "fake", "has no effect"),
-        ],
-        "seed": [Changes(options("seed"), 1, 2)],
-        "local_rank": [Refused(options("local_rank"), "0", "use 0")],
-        "config": [Changes(options("config"), None, {"parallel": {}, "mark": 1})],
-        "timeout": [
-            Refused(options("timeout"), -1, "timeout=-1 must be a positive number"),
-            Refused(options("timeout"), "20", "timeout='20' must be"),
-            Said(options("timeout"), timedelta(seconds=7), "timeout=0:00:07) has no effect"),
-        ],
-        "verbose": [Said(options("verbose"), True, "1 rank(s)")],
-    }
-
-
-def _loaders(tmp_path: Path) -> dict[str, list[Any]]:
-    plugin = TorchDDPPlugin()
-
-    def loader(**given: Any) -> Any:
-        return plugin.prepare_dataloader(**{"dataset": list(range(7)), "batch_size": 2, "num_workers": 0, **given})
-
-    def dealt(name: str, **base: Any) -> See:
-        return lambda value: [list(map(int, batch)) for batch in loader(**{**base, name: value})]
-
-    class Backwards(torch.utils.data.DistributedSampler):
-        def __iter__(self) -> Any:
-            return iter(list(super().__iter__())[::-1])
-
-    return {
-        "dataset": [Changes(dealt("dataset"), [1, 2], [3, 4]), Refused(dealt("dataset"), [], "has no samples")],
-        "batch_size": [
-            Changes(dealt("batch_size"), 2, 3),
-            Refused(dealt("batch_size"), "2", "use 2"),
-            Refused(dealt("batch_size"), 0, "=0"),
-        ],
-        "shuffle": [Changes(dealt("shuffle"), False, True), Refused(dealt("shuffle"), "no", "use False")],
-        "seed": [Changes(dealt("seed", shuffle=True), 1, 2)],
-        "drop_last": [Changes(dealt("drop_last"), False, True)],
-        "pin_memory": [Changes(lambda value: loader(pin_memory=value).pin_memory, False, True)],
-        "num_workers": [Changes(lambda value: loader(num_workers=value).num_workers, 0, 1)],
-        "distributed_sampler_cls": [Changes(dealt("distributed_sampler_cls"), None, Backwards)],
-        "kwargs": [
-            Changes(dealt("collate_fn"), None, lambda samples: [0]),
-            Refused(lambda value: loader(shufle=value), True, "did you mean 'shuffle'"),
-            Refused(lambda value: loader(sampler=value), [1], "distributed_sampler_cls"),
-        ],
-    }
-
-
 def _tables(tmp_path: Path) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
     yield Booster, _booster(tmp_path)
     yield Booster.boost, _boost(tmp_path)
     for make in (_steps, _files, _adapters):
         yield from ((getattr(Booster, name), table) for name, table in make(tmp_path).items())
     yield from ((getattr(MixedPrecisionOptimizer, name), table) for name, table in _optimizer(tmp_path).items())
-    yield shardwright.launch, _launch(tmp_path)
-    yield Plugin.prepare_dataloader, _loaders(tmp_path)
+    yield shardwright.launch, launch_table()
+    yield Plugin.prepare_dataloader, loader_table()
 
 
 @pytest.fixture

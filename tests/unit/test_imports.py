@@ -40,6 +40,7 @@ LEVELS = {
     "plugins": 5,
     "booster": 6,
     "compat": 7,
+    "elastic": 7,
     "trainer": 7,
     "planner": 7,
     "cli": 8,

@@ -1,0 +1,127 @@
+"""What this process is in, noted by its hot code and read by threads that watch: a call, a step, an action, a bucket.
+
+Notes are single attributes, written by the main thread without a lock, a few tens of nanoseconds each; nothing is put
+into words before somebody asks. How long calls of a kind take is learned here, too: `Budgets`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+# Of the job's timeout, what a learned budget grants at least: a script may let others wait for its rank 0, and what it
+# has asked to be waited for must not end its job.
+LEAST = 0.9
+FACTOR = 20.0  # of the longest that is remembered
+_REMEMBERED = 50  # calls of a kind
+_ENOUGH = 5  # calls of a kind, from which a budget is learned
+# Calls that training repeats. How long saving or loading takes follows from disks.
+STEPS = ("execute_pipeline", "backward", "step", "forward")
+
+
+class Budgets:
+    """How long a call may take.
+
+    given  seconds, "auto" to learn them from the calls before, None for ever
+    least  seconds that are granted at least where they are learned
+    """
+
+    def __init__(self, given: float | str | None = "auto", least: float = 0.0) -> None:
+        self.given, self.least = given, least
+        self._took: dict[str, deque[float]] = {}
+
+    def note(self, call: str, seconds: float) -> None:
+        took = self._took.get(call)
+        if took is None:
+            took = self._took[call] = deque(maxlen=_REMEMBERED)
+        took.append(seconds)
+
+    def of(self, call: str) -> float | None:
+        """Seconds; None while nothing is known, and for calls that no step is made of."""
+        if call.rpartition(".")[2] not in STEPS or self.given is None:
+            return None
+        if not isinstance(self.given, str):
+            return self.given
+        took = self._took.get(call, ())
+        return max(self.least, FACTOR * max(took)) if len(took) >= _ENOUGH else None
+
+    def why(self, call: str) -> str:
+        """The budget of a call and where it comes from, for messages."""
+        seconds = self.of(call)
+        if seconds is None:
+            return "not known"
+        if not isinstance(self.given, str):
+            return f"{seconds:g} s, as launch(step_timeout=...) says"
+        return f"{seconds:.0f} s, {FACTOR:g} times the longest of the last and at least {self.least:g} s"
+
+
+class Action(Protocol):
+    """Of a pipeline (`pipeline.planning.actions`). `microbatch` is -1 for what belongs to a stage alone."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+
+class Heart:
+    """
+    call    the outermost call that communicates ("Booster.execute_pipeline"), "" outside of any
+    since   when it began, on the monotonic clock
+    number  calls that have begun
+    action  of a pipeline, the one that runs or ran last; printed when asked
+    bucket  of gradients, the one that was launched last
+    """
+
+    def __init__(self) -> None:
+        self.call = ""
+        self.since = 0.0
+        self.number = 0
+        self.action: Action | None = None
+        self.bucket: int | None = None
+        self.budgets = Budgets()
+        self._counts: dict[str, int] = {}
+        self._depth = 0
+
+    def enter(self, call: str) -> None:
+        if self._depth == 0:
+            self.since = time.monotonic()
+            self.call = call
+            self.number += 1
+            self._counts[call] = self._counts.get(call, 0) + 1
+            self.action = self.bucket = None
+        self._depth += 1
+
+    def leave(self, completed: bool = True) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            call, self.call = self.call, ""
+            if completed:
+                self.budgets.note(call, time.monotonic() - self.since)
+
+    def overdue(self) -> float | None:
+        """Seconds that the call has run, if these are more than its budget."""
+        call, since = self.call, self.since
+        budget = self.budgets.of(call) if call else None
+        if budget is None:
+            return None
+        took = time.monotonic() - since
+        return took if took > budget else None
+
+    def words(self) -> str:
+        """ "Booster.execute_pipeline (7), action 1F2 (stage 1, microbatch 2)": the seventh such call and what came
+        last in it.
+        """
+        call, action, bucket = self.call, self.action, self.bucket
+        found = [f"{call} ({self._counts.get(call, 1)})" if call else "code outside of shardwright"]
+        if call and action is not None:
+            of = f", microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+            found.append(f"action {action} (stage {action.stage}{of})")
+        if call and bucket is not None:
+            found.append(f"gradient bucket {bucket}")
+        return ", ".join(found)
+
+
+heart = Heart()

@@ -1,0 +1,179 @@
+"""The thread that ends a job in which a step takes longer than its budget, and says which rank the others wait for.
+
+It looks at the clock and at the notes of `heart`, without a collective and without the store, which may hang as well.
+When this rank's call is overdue it asks the others through the store: everybody writes where it stands (`standing`),
+from its watching thread (`watch`), so that a main thread that waits in C++ cannot keep it from that. From what comes in
+follows who is late (`verdict`). Then the job ends as it does by any failure (`ending`), with an exit code of its own.
+
+    stalled              the number of the last inquiry: odd while it is open, even when the job has gone on
+    standing/<n>/<rank>  what the rank has answered to the n-th
+
+Where the store does not answer, because the rank that serves it is stopped, each rank says so for itself and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from .ending import leave_alone
+from .failure import STALLED, Failure
+from .heart import heart
+from .job import POLL, Job
+from .standing import Standing, stand
+
+_ANSWERS = 3.0  # seconds for all ranks to say where they stand
+_STORE = 10.0  # seconds for the store to take part in that
+
+
+class Watchdog(threading.Thread):
+    """Of one rank."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(name="shardwright-watchdog", daemon=True)
+        self._job = job
+        self._done = threading.Event()
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join(2 * POLL)
+
+    def run(self) -> None:
+        while not self._done.wait(POLL):
+            took = heart.overdue()
+            if took is None or self._job.failure is not None:
+                continue
+            inquiry = threading.Thread(target=_inquire, args=(self._job, took), daemon=True)
+            inquiry.start()
+            inquiry.join(_STORE)
+            if inquiry.is_alive() and self._job.failure is None:
+                _end_alone(self._job, took)
+
+
+def open_inquiry(job: Job) -> int:
+    """The number of the inquiry that is open, or of none; see above."""
+    return int(job.ask("stalled") or 0)
+
+
+def answer(job: Job, inquiry: int) -> None:
+    """What the watching thread of each rank does when a rank has found its call overdue."""
+    job.tell(f"standing/{inquiry}/{job.rank}", stand(job.rank, job.place).to_json())
+
+
+def _inquire(job: Job, took: float) -> None:
+    """End the job unless it has gone on meanwhile."""
+    call, number = heart.call, heart.number
+    inquiry = open_inquiry(job) | 1
+    job.tell("stalled", str(inquiry))
+    mine = stand(job.rank, job.place)
+    job.tell(f"standing/{inquiry}/{job.rank}", mine.to_json())
+    job.wait_for([f"standing/{inquiry}/{rank}" for rank in range(job.world_size)], _ANSWERS)
+    if heart.number != number or heart.overdue() is None:  # just in time
+        job.tell("stalled", str(inquiry + 1))
+        return
+    told = [job.ask(f"standing/{inquiry}/{rank}") for rank in range(job.world_size)]
+    standings = {rank: Standing.from_json(text) for rank, text in enumerate(told) if text is not None}
+    failure = job.first(_failure(job, {job.rank: mine, **standings}, f"{call} had taken {took:.0f} s", call))
+    job.tell("ended")
+    kill_stopped(job, failure)
+    job.learn(failure)
+
+
+def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) -> Failure:
+    silent = [rank for rank in range(job.world_size) if rank not in standings]
+    late, why = verdict(standings, silent)
+    if late in silent:
+        words = job.last_words_of(late)
+        why += f"; it was last seen in {words}" if words else ""
+    lines = [standing.line() for _, standing in sorted(standings.items())]
+    lines += [f"rank {rank} ({job.ask(f'place/{rank}') or 'no place yet'}) does not answer" for rank in silent]
+    summary = (
+        f"{took} on rank {job.rank}; its budget is {heart.budgets.why(call)}. Look at what rank {late} was doing; "
+        "steps that need longer: launch(step_timeout=seconds)"
+    )
+    found = standings.get(late)
+    return Failure(
+        rank=late,
+        speaker=job.rank,
+        place=job.ask(f"place/{late}") or "",
+        doing="",
+        kind=STALLED,
+        error=f"held the job up: {why}\n{summary}",
+        frames=found.frames if found is not None else (),
+        traceback="\n".join([summary, *lines, "", *(each.whole() for each in standings.values())]),
+        when=time.time(),
+    )
+
+
+def verdict(standings: Mapping[int, Standing], silent: list[int]) -> tuple[int, str]:
+    """(the rank that the others wait for, why it is that one).
+
+    One that does not answer is stopped, or its machine is. Else one that computes while others wait, the one with the
+    fewest calls behind it first. Where all wait, one that has called fewer collectives of a group than its peers.
+    """
+    if silent:
+        return silent[0], "it gives no sign of life (stopped, or its machine is)"
+    works = [each for each in standings.values() if not each.waits]
+    if 0 < len(works) < len(standings):
+        first = min(works, key=lambda each: (each.number, each.rank))
+        return first.rank, f"it did not come, but was in {first.doing}"
+    for ranks, highest in _highest(standings).items():
+        behind = [each for each in standings.values() if each.groups.get(ranks, highest) < highest]
+        if behind:
+            first = min(behind, key=lambda each: (each.groups[ranks], each.rank))
+            return first.rank, (
+                f"over ranks {ranks} it has called {first.groups[ranks]} collectives and others {highest}, and it is "
+                f"in {first.collective or first.doing}"
+            )
+    first = min(standings.values(), key=lambda each: (each.number, each.rank))
+    how = "no rank waits for another" if works else "all ranks wait for one another"
+    return first.rank, f"{how}, and it came least far: it is in {first.collective or first.doing}"
+
+
+def _highest(standings: Mapping[int, Standing]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for standing in standings.values():
+        for ranks, count in standing.groups.items():
+            found[ranks] = max(found.get(ranks, 0), count)
+    return found
+
+
+def kill_stopped(job: Job, failure: Failure) -> None:
+    """A stopped process of this machine does not hear that its job has ended."""
+    if failure.kind == STALLED and failure.rank != job.rank:
+        kill_if_stopped(*job.process_of(failure.rank))
+
+
+def kill_if_stopped(host: str, pid: int) -> bool:
+    """SIGKILL is what a stopped process still gets. Whether it was stopped, and on this machine."""
+    stopped = host == socket.gethostname() and is_stopped(pid)
+    if stopped:
+        with contextlib.suppress(ProcessLookupError):  # another rank has
+            os.kill(pid, signal.SIGKILL)
+    return stopped
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine has been stopped by a signal."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _end_alone(job: Job, took: float) -> None:
+    """The store does not answer."""
+    host, pid = job.server
+    stopped = kill_if_stopped(host, pid)
+    served = f"{job.served_by} (process {pid} on {host}), which serves it, {'was' if stopped else 'may be'} stopped"
+    mine, call = stand(job.rank, job.place), heart.call
+    leave_alone(
+        f"{mine.who} ended the job: {call} had taken {took:.0f} s; its budget is {heart.budgets.why(call)}. "
+        f"The job's store does not answer: {served}\n{mine.whole()}"
+    )

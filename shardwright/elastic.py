@@ -1,0 +1,193 @@
+"""Training that outlives its processes: started again by torchrun, SLURM or a person, it goes on from the newest whole
+checkpoint, at whatever layout the ranks of the day have.
+
+    from shardwright import elastic
+
+    def train(run: elastic.Run) -> None:
+        booster = Booster(plugin=...)                # for dist.get_world_size() ranks, the same or another number
+        model, optimizer, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
+        run.resume(booster, model, optimizer, scheduler, loader)
+        while run.step < 1000:
+            for batch in loader:
+                ...
+                optimizer.step()
+                optimizer.zero_grad()
+                run.completed()                      # counts, saves now and then, and when the job is to be taken away
+                if run.step == 1000:
+                    break
+
+    elastic.run(train, "checkpoints", save_every=100)
+
+SIGTERM, which spot machines, SLURM and `kill` send, and SIGUSR1, which `sbatch --signal=USR1@120` sends two minutes
+before the end, let all ranks finish their step, save it and end with exit code 143.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .booster import Booster
+from .checkpoint.preemption import SaveOnSignal
+from .cluster import launch_from_torch
+from .files.errors import CheckpointError, CheckpointNotFound
+from .logging import get_dist_logger
+from .utils.errors import one_of
+
+INTERRUPTED = 143  # what a shell reports of a program that SIGTERM ended
+ON_SAVE_ERROR = ("warn", "raise")
+_SAVE_ERRORS = (OSError, CheckpointError)  # of disks; what is wrong with a call is raised whatever is asked for
+
+
+class Preempted(BaseException):
+    """A signal has come and the step is saved; it goes through the script up to `run`. Raised on all ranks alike."""
+
+
+class Run:
+    """What one `elastic.run` knows.
+
+    step      optimizer steps that are done, by this process and those before it
+    resumed   what `booster.load` returned; None where there was no checkpoint
+    """
+
+    def __init__(self, directory: Path, save_every: int | None, keep_last: int | None, on_save_error: str) -> None:
+        self.directory, self.save_every, self.keep_last = directory, save_every, keep_last
+        self.on_save_error = on_save_error
+        self.step = 0
+        self.saved = 0  # the step of the last save that was begun
+        self.resumed: dict[str, Any] | None = None
+        self._booster: Booster | None = None
+        self._trained: dict[str, Any] = {}
+        self._signalled: SaveOnSignal | None = None
+
+    def resume(
+        self,
+        booster: Booster,
+        model: nn.Module,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+    ) -> int:
+        """Name what is saved, which boost returned, and load it from the newest whole checkpoint. Returns the steps
+        that are done.
+        """
+        self._booster = booster
+        self._trained = {
+            "model": model,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "dataloader": dataloader,
+        }
+        try:
+            self.resumed = booster.load(self.directory, **self._trained)
+        except CheckpointNotFound as nothing:
+            get_dist_logger().info(f"elastic.run begins at step 0: {nothing}", ranks=[0])
+            return 0
+        step = self.resumed["step"]
+        if step is None:
+            raise ValueError(
+                f"the checkpoint {self.resumed['path']} has no step: elastic.run goes on from checkpoints that it "
+                "wrote, or that booster.save(path, ..., step=step) did"
+            )
+        self.step = self.saved = step
+        return self.step
+
+    def completed(self) -> None:
+        """The optimizer has stepped. All ranks call it, behind every step: a step is saved when its time has come."""
+        booster = self._require()
+        self.step += 1
+        leave = self._signalled is not None and self._signalled.anywhere()
+        if leave or (self.save_every is not None and self.step % self.save_every == 0):
+            self.save()
+        if leave:
+            self._guarded(booster.wait)
+            raise Preempted
+
+    def save(self) -> None:
+        """Save now, in the background."""
+        booster = self._require()
+        self.saved = self.step
+        self._guarded(
+            lambda: booster.save(
+                self.directory / f"step-{self.step}",
+                **self._trained,
+                step=self.step,
+                keep_last=self.keep_last,
+                use_async=True,
+            )
+        )
+
+    def finish(self) -> None:
+        """The script is through: save what is not saved yet, and wait until it is on disk."""
+        booster = self._require()
+        if self.saved != self.step:
+            self.save()
+        self._guarded(booster.wait)
+
+    def _require(self) -> Booster:
+        if self._booster is None:
+            raise ValueError(
+                "call run.resume(booster, model, optimizer, ...) with what boost returned before it is saved"
+            )
+        return self._booster
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """What goes wrong with a disk does on all ranks alike; the checkpoints before stay."""
+        try:
+            call()
+        except _SAVE_ERRORS as error:
+            if self.on_save_error == "raise":
+                raise
+            get_dist_logger().warning(
+                f"step {self.step}: a checkpoint could not be written and training goes on without it: {error}",
+                ranks=[0],
+            )
+
+
+def run(
+    train: Callable[[Run], Any],
+    directory: str | Path,
+    *,
+    save_every: int | None = 100,
+    keep_last: int | None = 2,
+    on_save_error: str = "warn",
+    signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1),
+    **launch: Any,
+) -> Any:
+    """Join the job, call `train(run)` and return what it returns; see above.
+
+    directory      where checkpoints are, `step-<n>` each; seen by all ranks
+    save_every     steps between two saves; None saves at the end and on signals alone
+    keep_last      of the newest checkpoints; None: all
+    on_save_error  "warn": a full or vanished disk costs that checkpoint; "raise" ends the job
+    signals        that let all ranks save and end with exit code 143
+    launch         arguments of `launch_from_torch`
+    """
+    if on_save_error not in ON_SAVE_ERROR:
+        raise one_of("on_save_error", on_save_error, ON_SAVE_ERROR)
+    for name, value in (("save_every", save_every), ("keep_last", keep_last)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1, or None")
+    if not dist.is_initialized():
+        launch_from_torch(**launch)
+    elif launch:
+        raise ValueError(
+            f"elastic.run({', '.join(launch)}=...) in a job that was launched before: give these to launch, or leave "
+            "launch to elastic.run"
+        )
+    me = Run(Path(directory), save_every, keep_last, on_save_error)
+    try:
+        with SaveOnSignal(*signals) as me._signalled:
+            result = train(me)
+            me.finish()
+    except Preempted:
+        get_dist_logger().warning(f"a signal came: step {me.step} is saved, all ranks end", ranks=[0])
+        dist.destroy_process_group()
+        sys.exit(INTERRUPTED)
+    return result

@@ -1,0 +1,97 @@
+"""Ranks that must hold the same and do not are named, with the parameter; those that do train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.plugins.replica_check import ReplicasDiffer
+from shardwright.testing import run_ranks, zoo
+
+NAME = "llama-causal-lm"
+LAYOUTS: dict[str, Any] = {
+    "ddp": TorchDDPPlugin,
+    "zero1": lambda: LowLevelZeroPlugin(stage=1, precision="bf16"),
+    "tp2": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
+    "pp2": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"),
+    "sp": lambda: HybridParallelPlugin(
+        tp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", precision="bf16"
+    ),
+    "fp16": lambda: HybridParallelPlugin(precision="fp16", zero_stage=1),
+    "zero3": lambda: LowLevelZeroPlugin(stage=3, precision="bf16"),
+    "fsdp": TorchFSDPPlugin,
+    "tp2 pp2 zero1": lambda: HybridParallelPlugin(
+        tp_size=2, pp_size=2, num_microbatches=2, zero_stage=1, precision="bf16"
+    ),
+}
+
+
+def _train(layout: str, disturb: Any, tied: bool = False) -> str:
+    """What is said of two steps, of which `disturb(model, optimizer)` follows the first; looked at after each."""
+    plugin = LAYOUTS[layout]()
+    booster = Booster(plugin=plugin, check_replicas=1)
+    model: nn.Module = zoo.build(NAME, num_hidden_layers=2, tie_word_embeddings=tied)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    count, place = plugin.data_parallel
+    try:
+        for step in range(3):
+            batch = {name: value.chunk(count)[place] for name, value in zoo.inputs(NAME, 4, seed=step).items()}
+            if isinstance(plugin, HybridParallelPlugin):
+                booster.execute_pipeline(iter([batch]), model, None, optimizer)
+            else:
+                booster.backward(model(**batch).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                disturb(model.unwrap(), optimizer)
+    except ReplicasDiffer as error:
+        return str(error)
+    return ""
+
+
+def _edited(model: nn.Module, name: str) -> None:
+    with torch.no_grad():
+        dict(model.named_parameters())[name].view(-1)[3] += 0.5
+
+
+def _disturbed(rank: int, world: int) -> dict[str, str]:
+    def rate(_: nn.Module, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
+
+    norm, query = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
+    return {
+        "dp": _train("ddp", lambda model, _: _edited(model, query) if rank == 1 else None),
+        "tp": _train("tp2", lambda model, _: _edited(model, norm) if rank == 1 else None),
+        "lr": _train("zero1", rate),
+        "well": _train("sp", lambda *_: None) + _train("pp2", lambda *_: None, tied=True),
+    }
+
+
+def test_what_differs_is_named_on_all_ranks() -> None:
+    for told in run_ranks(_disturbed, 2, debug="OFF", timeout=100):
+        assert "after step 1 ranks differ" in told["dp"]
+        assert "model.layers.0.self_attn.q_proj.weight on rank 0 (dp 0" in told["dp"]
+        assert "and rank 1 (dp 1" in told["dp"]
+        assert "model.layers.1.input_layernorm.weight on rank 0" in told["tp"]
+        assert "tp 1)" in told["tp"]
+        assert "; and" not in told["tp"]
+        assert "['lr'] is 0.01 on rank 0 (dp 0" in told["lr"]
+        assert "0.02 on rank 1" in told["lr"]
+        assert told["well"] == ""
+
+
+def _well(rank: int, world: int, layout: str) -> list[str]:
+    return [_train(layout, lambda *_: None, tied) for tied in (False, True)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_are_well_train_on(layout: str, world: int) -> None:
+    if (world, layout) != (2, "tp2 pp2 zero1"):
+        assert run_ranks(_well, world, layout, debug="OFF", timeout=200) == [["", ""]] * world

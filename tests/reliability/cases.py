@@ -1,0 +1,165 @@
+"""The fault matrix: what goes wrong on one rank, at which layout, and what has to come of it.
+
+Every case is run with real processes (`processes.run` of `faulty_script.py`), and `docs/reliability.md` prints what was
+seen.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+STALLED, RAISED, KILLED = 79, 1, -signal.SIGKILL
+LIMIT = 3.0  # seconds, `launch(step_timeout=)` of all cases
+STEP = 4  # in which it happens
+BOOST = 60.0  # seconds from the start of the processes, where they end in boost
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    fault, layout, rank   as `faulty_script.py` takes them
+    codes      exit codes by rank
+    words      what one of the ranks must print
+    happens    for the table
+    goes_on    whether all steps are taken; else the job ends at step `STEP`
+    seconds    until every process has ended, from the last step that any rank took
+    """
+
+    fault: str
+    layout: str
+    rank: int
+    codes: tuple[int, ...]
+    words: str
+    happens: str
+    goes_on: bool = False
+    seconds: float = LIMIT + 10
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault.replace(' ', '-')}-{self.layout}-rank{self.rank}"
+
+
+def _stalled(fault: str, layout: str, rank: int, words: str, happens: str) -> Case:
+    codes = [STALLED, STALLED]
+    if fault == "stop":
+        codes[rank] = KILLED
+    return Case(fault, layout, rank, tuple(codes), words, happens)
+
+
+def _gone(fault: str, layout: str, rank: int, code: int, words: str, happens: str) -> Case:
+    """One rank ends with `code`, the other because of it."""
+    codes = [RAISED, RAISED]
+    codes[rank] = code
+    return Case(fault, layout, rank, tuple(codes), words, happens)
+
+
+def _stalled(fault: str, layout: str, rank: int, words: str, happens: str) -> Case:
+    codes = [STALLED, STALLED]
+    if fault == "stop":
+        codes[rank] = KILLED
+    return Case(fault, layout, rank, tuple(codes), words, happens)
+
+
+CASES = [
+    *(
+        _stalled("stop", layout, 1, "held the job up: it gives no sign of life", "SIGSTOP between two steps")
+        for layout in ("pp2", "tp2", "zero2", "zero3", "ddp", "fsdp")
+    ),
+    _stalled("stop", "pp2", 0, "The job's store does not answer: rank 0", "SIGSTOP to the rank that serves the store"),
+    *(
+        _stalled("sleep", layout, rank, "commit: time.sleep(300)", "waits in its own code")
+        for layout, rank in (("pp2", 1), ("tp2", 0), ("zero2", 1), ("zero3", 0), ("ddp", 0), ("fsdp", 1))
+    ),
+    _stalled("spin", "tp2", 0, "held the job up: it did not come", "computes for ever in its own code"),
+    *(
+        _gone("kill", layout, 1, KILLED, "rank 1 (dp=", "SIGKILL between two steps")
+        for layout in ("pp2", "tp2", "zero2", "zero3", "fsdp")
+    ),
+    _gone("kill", "ddp", 1, KILLED, "rank 1 died without a word (killed?)", "SIGKILL between two steps"),
+    *(
+        _gone("kill", layout, 0, KILLED, "died without a word (killed?)", "SIGKILL to the rank that serves the store")
+        for layout in ("pp2", "zero2")
+    ),
+    *(
+        _gone("raise", layout, 1, RAISED, "KeyError: 'in the loop'", "an exception in the loop")
+        for layout in ("pp2", "tp2", "zero2", "ddp")
+    ),
+    *(
+        _gone("exit", layout, 1, 3, "called sys.exit(3) at faulty_script.py", "sys.exit(3) on one rank")
+        for layout in ("tp2", "zero3")
+    ),
+    *(
+        _gone(
+            "leave",
+            layout,
+            1,
+            0,
+            "left: its script had ended",
+            "a rank leaves the loop early: loaders of other lengths",
+        )
+        for layout in ("pp2", "zero2", "ddp")
+    ),
+    *(
+        Case("interrupt", layout, 1, (130, 130), "Interrupted", "KeyboardInterrupt on one rank")
+        for layout in ("pp2", "dp2")
+    ),
+    *(
+        _gone("terminate", layout, 1, 143, "was ended by SIGTERM", "SIGTERM to one rank alone")
+        for layout in ("tp2", "ddp")
+    ),
+    _gone(
+        "criterion",
+        "pp2",
+        1,
+        RAISED,
+        "ValueError: in the criterion",
+        "an exception in the criterion, on the last stage",
+    ),
+    *(
+        _gone("nan", layout, 1, RAISED, "NonFiniteLoss", "NaN in a weight of one rank, on_nan='stop'")
+        for layout in ("pp2", "tp2", "zero2")
+    ),
+    _gone("rate", "zero2", 1, RAISED, "['lr'] is 0.01 on rank 0", "one rank has another learning rate from a step on"),
+    *(
+        _gone(
+            "weights",
+            layout,
+            1,
+            RAISED,
+            "ranks differ that must hold the same",
+            "one rank's copy of a weight is changed",
+        )
+        for layout in ("ddp", "dp2")
+    ),
+    *(
+        _gone("batch", layout, 1, RAISED, "must be given the same batch", "a rank gets a batch of another shape")
+        for layout in ("tp2", "pp2")
+    ),
+    *(
+        Case("seed", layout, 1, (RAISED, RAISED), "have different weights", "a model from another seed", seconds=BOOST)
+        for layout in ("tp2", "pp2")
+    ),
+    Case(
+        "argument",
+        "zero2",
+        1,
+        (RAISED, RAISED),
+        "were given different things to boost",
+        "another lr in boost",
+        seconds=BOOST,
+    ),
+    *(
+        _gone("full disk", layout, 1, RAISED, "No space left on device", "the disk is full in the middle of a save")
+        for layout in ("dp2", "pp2")
+    ),
+    _gone("kill in save", "pp2", 1, KILLED, "died without a word (killed?)", "SIGKILL in the middle of a save"),
+    *(
+        Case(fault, layout, 1, (0, 0), "trained", happens, goes_on=True, seconds=60)
+        for fault, layout, happens in (
+            ("slow", "pp2", "one rank is late by a second"),
+            ("pause", "zero2", "SIGSTOP, and SIGCONT a second later"),
+            ("slow disk", "dp2", "the first writes of a save take a second each"),
+        )
+    ),
+]

@@ -1,0 +1,92 @@
+"""Trains a tiny model by `elastic.run` and is hit once, or every few steps, by what its environment names.
+
+    python elastic_script.py LAYOUT DIRECTORY        FAULT=kill|stop|terminate RANK=1 AT=5 [EVERY=2]
+
+Rank 0 writes the final weights to DIRECTORY/final.pt and appends a line per step to DIRECTORY/steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from shardwright import Booster, elastic
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
+
+STEPS, SAMPLES, BATCH = 8, 20, 4
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+
+
+class Texts(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def plugin_of(layout: str) -> Any:
+    match layout:
+        case "pp":
+            return HybridParallelPlugin(pp_size=dist.get_world_size(), num_microbatches=2, precision="fp32")
+        case "tp":
+            return HybridParallelPlugin(tp_size=dist.get_world_size(), precision="fp32")
+        case "zero2":
+            return LowLevelZeroPlugin(stage=2, precision="fp32")
+        case _:
+            return HybridParallelPlugin(zero_stage=1, precision="fp32")
+
+
+def train(run: elastic.Run) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 16}
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    plugin = plugin_of(sys.argv[1])
+    replicas, _ = plugin.data_parallel
+    booster, model = Booster(plugin=plugin), LlamaForCausalLM(config)
+    loader = plugin.prepare_dataloader(Texts(), batch_size=BATCH // replicas, shuffle=True, seed=3, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+    directory = Path(sys.argv[2])
+    run.resume(booster, model, optimizer, dataloader=loader)
+    while run.step < STEPS:
+        for batch in loader:
+            _be_hit(run.step + 1, directory)
+            if isinstance(plugin, HybridParallelPlugin):
+                booster.execute_pipeline(iter([batch]), model, None, optimizer)
+            else:
+                booster.backward(model(**batch).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                with open(directory / "steps", "a") as file:
+                    file.write(f"{run.step + 1} of {dist.get_world_size()}\n")
+            run.completed()
+            if run.step == STEPS:
+                break
+    booster.save_model(model, directory / "final.safetensors")
+
+
+def _be_hit(step: int, directory: Path) -> None:
+    """Once, or at every `EVERY`-th step at which this rank has not been hit before."""
+    fault = os.environ.get("FAULT")
+    every = int(os.environ.get("EVERY", "0"))
+    due = step % every == 0 if every else step == int(os.environ.get("AT", "0"))
+    mark = directory / f"hit-{step}"
+    if fault and due and dist.get_rank() == int(os.environ.get("RANK_HIT", "1")) and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), SIGNALS[fault])
+
+
+if __name__ == "__main__":
+    limit = float(os.environ.get("STEP_TIMEOUT", "3"))
+    elastic.run(train, Path(sys.argv[2]) / "checkpoints", save_every=2, seed=1, timeout=60, step_timeout=limit)

@@ -1,0 +1,151 @@
+"""Trains a tiny model on the ranks that a launcher started and does one thing wrong, which its arguments name; the
+parts of the fault matrix that need real processes.
+
+    python faulty_script.py LAYOUT FAULT RANK STEP DIRECTORY
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwright
+from shardwright.booster import Booster
+from shardwright.files import disk
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+STEPS = 8
+LAYOUTS: dict[str, Any] = {
+    "pp2": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"),
+    "tp2": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
+    "dp2": lambda: HybridParallelPlugin(zero_stage=1, precision="fp32"),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "zero3": lambda: LowLevelZeroPlugin(stage=3, precision="fp32"),
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+}
+
+
+def model_and_batch() -> tuple[nn.Module, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 16}
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, **sizes)
+
+    def batch(step: int, size: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(32, (size, 8), generator=torch.Generator().manual_seed(step))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return LlamaForCausalLM(config), batch
+
+
+def commit(fault: str, model: Any, optimizer: Any) -> None:
+    """What this rank does wrong in its own code between two steps."""
+    match fault:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "pause":  # a debugger, a swapping machine
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        case "sleep":
+            time.sleep(300)
+        case "slow":
+            time.sleep(1)
+        case "spin":
+            while True:
+                sum(range(1000))
+        case "raise":
+            raise KeyError("in the loop")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "exit":
+            sys.exit(3)
+        case "leave":
+            raise StopIteration
+        case "nan":
+            weights = [param for name, param in model.named_parameters() if "down_proj" in name and param.numel()]
+            weights[-1].data.view(-1)[0] = float("nan")
+        case "rate":
+            optimizer.param_groups[0]["lr"] = 0.02
+        case "weights":
+            list(model.parameters())[-1].data.view(-1)[0] += 1
+
+
+def broken_disk(fault: str) -> None:
+    """What the disk of this rank does in the middle of writing a checkpoint."""
+
+    writes: list[Path] = []
+
+    def probe(operation: str, path: Path) -> None:
+        if operation == "half-way write":
+            match fault:
+                case "full disk":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                case "kill in save":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "slow disk":
+                    writes.append(path)
+                    time.sleep(len(writes) <= 3)
+
+    disk.set_probe(probe)
+
+
+def main() -> None:
+    layout, fault, culprit, when, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    limit = float(os.environ.get("STEP_TIMEOUT", "3"))
+    shardwright.launch_from_torch(seed=1, timeout=60, step_timeout=limit)
+    rank = torch.distributed.get_rank()
+    is_culprit = rank == culprit
+    if is_culprit and fault == "seed":
+        torch.manual_seed(7)
+    plugin = LAYOUTS[layout]()
+    booster = Booster(plugin=plugin, on_nan="stop", check_replicas=1)
+    model, batch_of = model_and_batch()
+    rate = 0.02 if is_culprit and fault == "argument" else 0.01
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=rate))
+    count, place = plugin.data_parallel
+
+    def criterion(outputs: Any, batch: Any) -> torch.Tensor:
+        if is_culprit and fault == "criterion" and step == when:
+            raise ValueError("in the criterion")
+        loss: torch.Tensor = outputs.loss
+        return loss
+
+    for step in range(1, STEPS + 1):
+        if is_culprit and step == when:
+            broken_disk(fault)
+            try:
+                commit(fault, model.unwrap(), optimizer)
+            except StopIteration:
+                break
+        batch = {name: value.chunk(count)[place] for name, value in batch_of(step, 4).items()}
+        if is_culprit and fault == "batch" and step == when:
+            batch = {name: value[:, :5] for name, value in batch.items()}
+        if isinstance(plugin, HybridParallelPlugin):
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        else:
+            booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 3 and ("disk" in fault or "save" in fault):
+            booster.save(Path(directory) / f"step-{step}", model=model, optimizer=optimizer, step=step)
+        (Path(directory) / f"rank-{rank}").write_text(str(step))
+    print("trained", flush=True)
+
+
+if __name__ == "__main__":
+    main()

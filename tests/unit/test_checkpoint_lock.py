@@ -1,0 +1,79 @@
+"""Two jobs that save to one directory: the second is refused while the first lives, and no longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_toys import Toy, check_resumed, trained
+
+from shardwright.checkpoint.lock import NAME, DirectoryTaken
+
+_OTHER = """
+import sys, time
+from pathlib import Path
+from shardwright.checkpoint.lock import lock
+lock(Path(sys.argv[1]), sys.argv[2] == "whole")
+print("locked", flush=True)
+time.sleep(100)
+"""
+
+
+class _Other:
+    """Another job's process, which holds the lock of `target` until it is killed."""
+
+    def __init__(self, target: Path, how: str) -> None:
+        command = [sys.executable, "-c", _OTHER, str(target), how]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "locked\n"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def test_a_directory_is_one_job_s_until_it_ends(tmp_path: Path) -> None:
+    trained(1).save(tmp_path / "a" / "step-1", keep_last=2)
+    (tmp_path / "b").mkdir()
+    others = [_Other(tmp_path / "b" / "step-2", "whole"), _Other(tmp_path / "step-1", "one")]
+    with pytest.raises(DirectoryTaken, match=rf"saves to {tmp_path / 'b'} \(process {others[0].process.pid} on"):
+        trained(1).save(tmp_path / "b" / "step-1")
+    with pytest.raises(DirectoryTaken, match="give this one a directory of its own"):
+        trained(1).save(tmp_path / "step-1")
+    with pytest.raises(DirectoryTaken):
+        trained(1).save(tmp_path / "step-7", keep_last=1)
+    trained(1).save(tmp_path / "step-7")  # beside what the other writes, and removes nothing
+    trained(2).save(tmp_path / "a" / "step-2", keep_last=1)  # this job's own
+    check_resumed(tmp_path / "a", (2,))
+    for other in others:
+        other.kill()
+    trained(1).save(tmp_path / "b" / "step-1", keep_last=1)
+    trained(1).save(tmp_path / "step-1")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(PermissionError):
+        trained(1).save(tmp_path / "step-1")
+
+
+def test_a_directory_that_vanishes_is_made_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(1).save(run / "step-1", keep_last=1)
+    for child in (*(run / "step-1").iterdir(), run / NAME):
+        child.unlink()
+    (run / "step-1").rmdir()
+    run.rmdir()
+    trained(2).save(run / "step-2", keep_last=1)
+    assert Toy().load(run)["step"] == 2
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(
+            [sys.executable, "-c", _OTHER.replace("100", "0"), str(run / "x"), "one"], check=True, capture_output=True
+        )

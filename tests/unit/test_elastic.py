@@ -1,0 +1,122 @@
+"""`elastic.run` in one process: it goes on where it was, saves when it is told to end, and outlives its disk. With many
+processes: tests/reliability/test_elastic.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright import Booster, elastic
+from shardwright.checkpoint.lock import NAME
+from shardwright.files import disk
+from shardwright.plugins import LowLevelZeroPlugin
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    disk.set_probe(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Training:
+    """Six steps of a linear layer; `after(step)` is called behind each."""
+
+    def __init__(self, after: Any = None) -> None:
+        self.after, self.steps, self.weights = after, list[int](), torch.empty(0)
+
+    def __call__(self, run: elastic.Run) -> str:
+        plugin = LowLevelZeroPlugin(stage=1, precision="fp32")
+        booster, model = Booster(plugin=plugin), torch.nn.Linear(3, 2)
+        samples = torch.arange(36.0).view(12, 3) / 36
+        loader = plugin.prepare_dataloader(list(samples), batch_size=4, shuffle=True, seed=5)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+        run.resume(booster, model, optimizer, dataloader=loader)
+        while run.step < 6:
+            for batch in loader:
+                booster.backward(model(batch).square().sum(), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.steps.append(run.step + 1)
+                if self.after is not None:
+                    self.after(run.step + 1)
+                run.completed()
+                if run.step == 6:
+                    break
+        self.weights = torch.cat([param.detach().flatten() for param in model.unwrap().parameters()])
+        return "done"
+
+
+def run(training: Training, directory: Path, **options: Any) -> Any:
+    try:
+        return elastic.run(training, directory, seed=1, **options)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != NAME)
+
+
+def test_a_run_that_is_told_to_end_goes_on(tmp_path: Path) -> None:
+    well = Training()
+    assert run(well, tmp_path / "well", save_every=2) == "done"
+    assert saved(tmp_path / "well") == ["step-4", "step-6"]
+
+    def end(step: int) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    hit = Training(end)
+    with pytest.raises(SystemExit) as ended:
+        run(hit, tmp_path / "hit", save_every=None, keep_last=None)
+    assert ended.value.code == elastic.INTERRUPTED
+    assert saved(tmp_path / "hit") == ["step-4"]
+    again = Training()
+    run(again, tmp_path / "hit", save_every=None, keep_last=None)
+    assert (hit.steps, again.steps) == ([1, 2, 3, 4], [5, 6])
+    assert torch.equal(again.weights, well.weights)
+
+
+def test_a_full_disk_costs_a_checkpoint(tmp_path: Path) -> None:
+    def fill(step: int) -> None:
+        def probe(operation: str, path: Path) -> None:
+            if operation == "half-way write":
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        disk.set_probe(probe if step in (3, 4) else None)
+
+    training = Training(fill)
+    run(training, tmp_path, save_every=2, keep_last=1)
+    assert training.steps == [1, 2, 3, 4, 5, 6]
+    assert saved(tmp_path) == ["step-6"]
+    disk.set_probe(None)
+    with pytest.raises(OSError, match="No space left"):
+        run(Training(fill), tmp_path / "raise", save_every=4, on_save_error="raise")
+
+
+def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
+    for options, words in (
+        ({"on_save_error": "ignore"}, "on_save_error='ignore' is not one of 'warn', 'raise'"),
+        ({"save_every": 0}, "save_every=0 must be at least 1, or None"),
+        ({"keep_last": 0}, "keep_last=0 must be at least 1, or None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            elastic.run(Training(), tmp_path, **options)
+    with pytest.raises(ValueError, match=r"call run.resume\(booster, model, optimizer, ...\)"):
+        run(lambda it: it.completed(), tmp_path)  # type: ignore[arg-type]

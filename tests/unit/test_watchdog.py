@@ -1,0 +1,67 @@
+"""Whom the others wait for, and how long a step may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.cluster.heart import Budgets, Heart
+from shardwright.cluster.launch import _step_limit
+from shardwright.cluster.standing import Standing
+from shardwright.cluster.watchdog import verdict
+
+
+def at(rank: int, waits: bool = True, number: int = 7, **groups: int) -> Standing:
+    counts = {name.replace("_", ", ").removeprefix("g"): count for name, count in groups.items()}
+    return Standing(rank, f"dp={rank}", f"step {number}", number, waits, "all_reduce" * waits, counts, ("a", "b"), "")
+
+
+@pytest.mark.parametrize(
+    ("standings", "silent", "late", "words"),
+    [
+        ([at(0), at(2)], [1], 1, "no sign of life"),
+        ([at(0), at(1, waits=False, number=9), at(2, waits=False, number=8)], [], 2, "did not come, but was in step 8"),
+        ([at(0, g0_1=5), at(1, g0_1=4)], [], 1, "over ranks 0, 1 it has called 4 collectives and others 5"),
+        ([at(0, g0_1=5, g0_2=9), at(1, g0_1=5), at(2, g0_2=7)], [], 2, "over ranks 0, 2 it has called 7"),
+        ([at(0, number=3), at(1, number=2)], [], 1, "all ranks wait for one another"),
+        ([at(0, waits=False), at(1, waits=False)], [], 0, "no rank waits for another"),
+        ([at(0, waits=False, g0_1=3), at(1, waits=False, g0_1=2)], [], 1, "others 3"),  # a GPU's host waits in C++
+    ],
+)
+def test_the_late_rank_is_named(standings: list[Standing], silent: list[int], late: int, words: str) -> None:
+    rank, why = verdict({standing.rank: standing for standing in standings}, silent)
+    assert rank == late
+    assert words in why
+    assert Standing.from_json(standings[0].to_json()) == standings[0]
+
+
+def test_budgets_are_learned_from_steps_alone() -> None:
+    budgets = Budgets("auto", least=180.0)
+    for _ in range(5):
+        assert budgets.of("Booster.execute_pipeline") is None
+        for call in ("Booster.execute_pipeline", "Booster.save", "OptimizerWrapper.step"):
+            budgets.note(call, 10.5 if call == "Booster.execute_pipeline" else 0.1)
+    assert budgets.of("Booster.execute_pipeline") == 210.0
+    assert budgets.of("OptimizerWrapper.step") == 180.0
+    assert budgets.of("Booster.save") is None
+    assert Budgets(5).of("Model.forward") == 5
+    assert Budgets(None).of("Model.forward") is None
+
+
+def test_calls_inside_of_calls_are_one() -> None:
+    heart = Heart()
+    heart.budgets = Budgets(1e-9)
+    heart.enter("Booster.execute_pipeline")
+    heart.enter("Booster.backward")
+    assert heart.call == "Booster.execute_pipeline"
+    heart.leave()
+    assert heart.overdue() is not None
+    heart.leave()
+    assert heart.overdue() is None
+    assert heart.number == 1
+    assert heart.words() == "code outside of shardwright"
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "soon"])
+def test_a_limit_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"step_timeout=.* must be a positive number of seconds, 'auto'"):
+        _step_limit(value)  # type: ignore[arg-type]
