@@ -288,7 +288,7 @@ class Estimator:
 
     def _memory(self, simulated: bool) -> float:
         layout = self._layout
-        besides = _BUCKET * (layout.dp * layout.sp > 1)
+        besides: float = _BUCKET * (layout.dp * layout.sp > 1)
         layers, head = self._transient
         if layout.pp == 1:
             held = self._rates.layers * self._kept + self._samples(self._rates.rest.kept)
