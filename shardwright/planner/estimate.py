@@ -5,7 +5,6 @@ taken out.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -100,12 +99,10 @@ class Estimator:
         layer, rest = self._rates.layer, self._rates.rest
         return (rest.forward + rest.backward) / max(layer.forward + layer.backward, 1e-12)
 
-    @cached_property
+    @property
     def _most(self) -> int:
-        """Layers of the dearest stage: the last one gives some to the others for its head."""
-        if self._stages == 1:
-            return self._rates.layers
-        return max(math.ceil((self._rates.layers + self._head) / self._stages - 1e-9), 1)
+        """Layers of the largest stage."""
+        return max(self._counts)
 
     def _samples(self, amount: float) -> float:
         """Of a microbatch, whose sequences sequence-parallel ranks share."""
@@ -148,12 +145,13 @@ class Estimator:
 
     @cached_property
     def _counts(self) -> list[int]:
-        """Layers of every stage."""
-        last = max(self._rates.layers - self._most * (self._stages - 1), 0)
-        spare = max(round(self._most - self._head), 0)
-        last = min(max(last, 0), spare) if self._stages > 1 else self._rates.layers
-        left, count = self._rates.layers - last, self._stages - 1
-        return [left // count + (index < left % count) for index in range(count)] + [last] if count else [last]
+        """Layers of every stage, as the cut deals them: the last one has fewer, for its head, and the first ones."""
+        layers, stages = self._rates.layers, self._stages
+        if stages == 1:
+            return [layers]
+        last = min(max(round((layers + self._head) / stages - self._head), 0), layers - stages + 1)
+        each, more = divmod(layers - last, stages - 1)
+        return [each + (index >= stages - 1 - more) for index in range(stages - 1)] + [last]
 
     # Time.
 
@@ -164,7 +162,7 @@ class Estimator:
         length = self._simulated() if simulated and layout.pp > 1 else self._by_formula(forward, backward, late)
         parts = {"computing": computing, "pipeline": max(length - computing, 0.0)}
         parts |= self._data(backward)
-        parameters = self._parameters(fullest=True)
+        parameters = self._parameters()
         shared = parameters / (layout.dp if layout.zero else 1)
         parts["optimizer"] = shared * (4 + 8 + 8 * self._task.states + 2) / (machine.bandwidth * machine.moving)
         seconds = sum(parts.values())
@@ -237,7 +235,7 @@ class Estimator:
         if layout.dp * layout.sp < 2:
             return {}
         ranks = layout.dp * layout.sp
-        parameters = self._parameters(fullest=True)
+        parameters = self._parameters()
         share, reach = (ranks - 1) / ranks, self._task.world_size
         reduced = machine.sent(4 * parameters * share * (1 if layout.zero else 2), ranks, reach)
         # a pipeline reduces in every microbatch from stage 2 on, and other layouts at stage 3
@@ -250,12 +248,12 @@ class Estimator:
 
     # Memory.
 
-    def _parameters(self, fullest: bool) -> float:
-        """Elements of a rank: of the fullest, or of one between the first and the last."""
+    def _parameters(self) -> float:
+        """Elements of the first rank, which mostly has most of them."""
         layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
         if layout.pp == 1:
             return self._rates.layers * layer.parameters + rest.parameters
-        return self._most * layout.chunks * layer.parameters + (rest.parameters / 2 if fullest else 0.0)
+        return self._counts[0] * layout.chunks * layer.parameters + rest.parameters / 2
 
     def _static(self, parameters: float) -> float:
         layout, task = self._layout, self._task
@@ -292,13 +290,13 @@ class Estimator:
         layers, head = self._transient
         if layout.pp == 1:
             held = self._rates.layers * self._kept + self._samples(self._rates.rest.kept)
-            return self._static(self._parameters(fullest=True)) + held + head + besides
+            return self._static(self._parameters()) + held + head + besides
         message = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)
         besides += _MESSAGES * message
-        ends, middle = self._static(self._parameters(fullest=True)), self._static(self._parameters(fullest=False))
         if not simulated:
+            ends = self._static(self._parameters())
             under_way = min(layout.count, layout.pp)
-            held = under_way * self._most * layout.chunks * self._kept
+            held = under_way * self._counts[0] * layout.chunks * self._kept
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
             return ends + held + layers + besides
@@ -314,8 +312,11 @@ class Estimator:
             # what waits is bounded by what 1F1B's first rank would hold
             bound = max(float(curve.kept.max()), min(layout.count, layout.pp) * self._most * layout.chunks * self._kept)
             held = min(float(curve.peak), bound)
-            static = ends if rank in (0, last) else middle
-            found.append(static + held + (head if rank == last else layers) + besides)
+            own = sum(self._counts[stage] for stage in schedule.placement.stages_of(rank))
+            parameters = own * self._rates.layer.parameters
+            if rank in (0, last):
+                parameters += self._rates.rest.parameters / (1 if last == 0 else 2)
+            found.append(self._static(parameters) + held + (head if rank == last else layers) + besides)
         return max(found)
 
 
