@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from . import plan_search
 from .presets import PRESETS
 
 HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size, and --seq-len for text",
     )
     model.add_argument("--json", action="store_true", help="the report as one JSON document")
+    plan_search.add_arguments(parser)
     layout = parser.add_argument_group(
         "arguments of HybridParallelPlugin", "left out, each has the plugin's own default"
     )
@@ -168,26 +170,28 @@ def run(args: argparse.Namespace) -> int:
         form = _load_form(args)
     except ValueError as error:
         args.fail(str(error))  # nothing was learnt about the layout
+    if args.search:
+        return plan_search.run(args, lambda: _lazy(config), lambda model: _optimizer(args.optimizer, model))
     try:
         given = _given(args)
         layout, attention = _resolve(args, config, form, given)
-        peaks = _replay(args, config, form, given) if args.peak else []
+        peaks, note = _replay(args, config, form, given) if args.peak else ([], "")
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
-    _show(args, layout, attention, peaks)
+    _show(args, layout, attention, peaks, note)
     return 0
 
 
-def _show(args: argparse.Namespace, layout: Any, attention: str, peaks: list[Any]) -> None:
+def _show(args: argparse.Namespace, layout: Any, attention: str, peaks: list[Any], note: str) -> None:
     from ..planner.report import as_data, as_text
 
     if args.json:
-        print(json.dumps({**asdict(layout), "peaks": as_data(peaks)}, indent=1))
+        print(json.dumps({**asdict(layout), "peaks": as_data(peaks), "peaks_note": note}, indent=1))
     elif args.check:
         print(f"This layout works: {str(layout).splitlines()[1]}")
     else:
-        print("\n\n".join([str(layout), attention, *([as_text(peaks)] if peaks else [])]))
+        print("\n\n".join([str(layout), attention, *([as_text(peaks, note)] if peaks else [])]))
 
 
 def _load_form(args: argparse.Namespace) -> dict[str, Any]:
@@ -225,15 +229,13 @@ def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any], given:
     import torch
 
     from ..cluster.launch import launch
-    from ..lazy import LazyInitContext
     from ..plugins import HybridParallelPlugin
     from ..shardformer.attention_choice import explain
 
     launch(0, args.world_size, None, None, backend="fake")
     try:
         plugin = HybridParallelPlugin.from_config(form, **given)
-        with LazyInitContext():
-            model = _build(config)
+        model = _lazy(config)
         optimizer = _optimizer(args.optimizer, model)
         layout = plugin.preflight(model, optimizer, args.batch_size, args.seq_len)
         dtype = plugin.policy.dtype if plugin.policy.is_half else None
@@ -251,26 +253,33 @@ def _optimizer(kind: str, model: Any) -> Any:
     return optimizers[kind](model.parameters()) if kind != "none" else None
 
 
-def _replay(args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any]) -> list[Any]:
-    """The `Peak` of every pipeline rank."""
-    from ..lazy import LazyInitContext
+def _replay(
+    args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any]
+) -> tuple[list[Any], str]:
+    """The `Peak` of every pipeline rank, and a word on how they were found."""
     from ..planner.batches import batch_of
-    from ..planner.replay import Job, replay
+    from ..planner.peaks import peaks
+    from ..planner.replay import Job
     from ..plugins import HybridParallelPlugin
-
-    def build() -> Any:
-        with LazyInitContext():
-            return _build(config)
 
     if args.batch_size is None or args.optimizer == "none":
         raise ValueError("--peak replays a training step: it needs --batch-size, and an --optimizer")
     job = Job(
-        lambda: HybridParallelPlugin.from_config(form, **given),
-        build,
+        lambda **changes: HybridParallelPlugin.from_config(form, **{**given, **changes}),
+        lambda: _lazy(config),
         lambda model: _optimizer(args.optimizer, model),
-        batch_of(build(), args.batch_size, args.seq_len),
+        batch_of(_lazy(config), args.batch_size, args.seq_len),
     )
-    return replay(job, args.world_size)
+    found = peaks(job, args.world_size)
+    return found.peaks, found.note
+
+
+def _lazy(config: Any) -> Any:
+    """The model without its weights."""
+    from ..lazy import LazyInitContext
+
+    with LazyInitContext():
+        return _build(config)
 
 
 def _load(name: str) -> Any:

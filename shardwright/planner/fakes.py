@@ -24,6 +24,7 @@ from ..models.dry_run import nonzero_of
 from ..utils.pytree import TorchDispatchMode
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _ROOM = 2**40  # of a memory among the addresses of fakes, which are further apart
 _MAKERS = {
     _aten.empty.memory_format,
@@ -69,6 +70,8 @@ class Fakes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE:  # asked for more often than anything is computed
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         if func.namespace == "c10d":
             _answer(func, args)
             return (args[0], finished_work()) if len(func._schema.returns) == 2 else finished_work()

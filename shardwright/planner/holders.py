@@ -72,7 +72,10 @@ class Holders:
             if code.co_name in ("recompute_fn", "recompute") and "checkpoint" in code.co_filename:
                 return known or _AGAIN
             if module is None and code.co_argcount and code.co_varnames[0] == "self":
-                module = _own_module(frame.f_locals.get("self"))
+                names = frame.f_locals
+                module = _own_module(names.get("self"))
+                if type(names) is dict:  # before Python 3.13 a copy, which would keep what the frame lets go of
+                    names.clear()
             if frame.f_back is None:
                 break
             frame = frame.f_back

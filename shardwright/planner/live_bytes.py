@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,6 +19,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.lazy_logits import LazyLogits
 from ..utils.pytree import TorchDispatchMode
 from .fakes import has_memory
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class Point(NamedTuple):
+    """grown  bytes of memory that an operator was the first to touch
+    held   bytes by label, behind it"""
+
+    grown: int
+    held: Counter[Hashable]
 
 
 class _Met:
@@ -49,6 +59,7 @@ class LiveBytes(TorchDispatchMode):
     most       bytes, since it was set last
     by_label   bytes at that moment, with `label`
     during     what `moment` returned then
+    points     None, or a list to which is added what there is behind every operator that makes large memory
     """
 
     def __init__(
@@ -68,17 +79,24 @@ class LiveBytes(TorchDispatchMode):
         self.most = 0
         self.by_label: Counter[Hashable] = Counter()
         self.during = ""
+        self.points: list[Point] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is _DEVICE:
+            return result
+        before = self._bound
         large = self._look(result)
         if self._given:
             large |= self._look(args)
             if kwargs:
                 large |= self._look(kwargs)
-        if large and self._bound > self.most:
+        if large and self.points is not None:
+            self.points.append(Point(self._bound - before, self.holdings()))
+            self._bound = sum(self.points[-1].held.values())
+        elif large and self._bound > self.most:
             now = self.bytes()
             if now > self.most:
                 self.most = now
@@ -130,8 +148,12 @@ class LiveBytes(TorchDispatchMode):
     def holdings(self) -> Counter[Hashable]:
         """Bytes now, by label."""
         found: Counter[Hashable] = Counter()
-        for met in self._met.values():
-            found[met.label] += met.now() or 0
+        for key, met in list(self._met.items()):
+            size = met.now()
+            if size is None:
+                del self._met[key]
+            else:
+                found[met.label] += size
         return found
 
     def relabel(self, label: Hashable) -> None:

@@ -24,12 +24,12 @@ from ..booster import Booster
 from ..cluster.launch import launch
 from ..comm.payload import Header
 from ..models.example_inputs import loss_of
-from ..pipeline.planning.actions import Action
 from ..pipeline.planning.placement import Placement
 from ..plugins import HybridParallelPlugin
 from .fakes import Fakes
 from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
+from .segments import Segments
 
 LOOKED_AT = 4096  # bytes of a new tensor behind which the peak may lie
 
@@ -38,12 +38,13 @@ LOOKED_AT = 4096  # bytes of a new tensor behind which the peak may lie
 class Job:
     """What is trained, made anew for every rank.
 
+    plugin     makes it, with other arguments than the user's where these are given
     model      makes it without weights, in a `LazyInitContext`
     optimizer  makes it for that model
     batch      of one data-parallel rank
     """
 
-    plugin: Callable[[], HybridParallelPlugin]
+    plugin: Callable[..., HybridParallelPlugin]
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], Optimizer]
     batch: Mapping[str, Any]
@@ -68,24 +69,25 @@ class Peak(NamedTuple):
 
 def replay(job: Job, world_size: int) -> list[Peak]:
     """By pipeline rank. This process must be in no process group."""
-    book = _Book()
+    book = Book()
     members = [0]
     found: dict[int, Peak] = {}
     place = 0
     while place < len(members):
-        with _joined(members[place], world_size):
+        with joined(members[place], world_size):
             plugin = job.plugin()
             members = plugin.mesh.ranks("pp")
             found[place], placement = _replay_rank(job, plugin, book)
         place += 1
     for place in {placement.rank_of(stage) for stage in book.mistaken()}:
-        with _joined(members[place], world_size):
+        with joined(members[place], world_size):
             found[place], _ = _replay_rank(job, job.plugin(), book)
     return [found[place] for place in range(len(members))]
 
 
 @contextmanager
-def _joined(rank: int, world_size: int) -> Iterator[None]:
+def joined(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is that rank of a job."""
     launch(rank, world_size, None, None, backend="fake")
     try:
         yield
@@ -94,13 +96,14 @@ def _joined(rank: int, world_size: int) -> Iterator[None]:
         gc.collect()
 
 
-class _Book(dict[Hashable, Header]):
+class Book(dict[Hashable, Header]):
     """Headers of messages between stages. One that is not known yet, because it comes from a rank that is replayed
     later, is taken to be like the one into another stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.guessed: dict[Hashable, Header] = {}
+        self.replayed = set[int]()  # ranks whose messages are known
 
     def __missing__(self, key: Any) -> Header:
         known: Any
@@ -118,27 +121,8 @@ class _Book(dict[Hashable, Header]):
         return sorted(wrong)
 
 
-class _Watch:
-    """What the rank is doing, told by the runtime in place of its `Recorder`."""
-
-    def __init__(self) -> None:
-        self.action: Action | None = None
-
-    def start_step(self) -> None:
-        self.action = None
-
-    @contextmanager
-    def span(self, action: Action) -> Iterator[None]:
-        self.action = action
-        yield
-        self.action = None
-
-    def inputs_arrived(self) -> None:
-        pass
-
-
-def _replay_rank(job: Job, plugin: HybridParallelPlugin, book: _Book) -> tuple[Peak, Placement]:
-    watch, booster = _Watch(), Booster(plugin=plugin)
+def _replay_rank(job: Job, plugin: HybridParallelPlugin, book: Book) -> tuple[Peak, Placement]:
+    watch, booster = Segments(), Booster(plugin=plugin)
     holders = Holders(lambda: watch.action)
     with Fakes(), LiveBytes(LOOKED_AT, label=holders.label, moment=holders.doing) as live:
         bare = job.model()

@@ -11,7 +11,7 @@ from .replay import Peak
 _SHOWN = 4  # holders named in a line
 
 
-def as_text(peaks: Sequence[Peak]) -> str:
+def as_text(peaks: Sequence[Peak], note: str = "") -> str:
     fullest = max(peaks, key=lambda peak: peak.most)
     rows = [
         (
@@ -25,7 +25,8 @@ def as_text(peaks: Sequence[Peak]) -> str:
     ]
     lines = table(("pipeline rank", "between steps", "peak", "reached in", "held by, most first"), rows)
     mark = "; * the fullest rank" if len(peaks) > 1 else ""
-    return "\n".join([*lines, f"bytes of tensors, of one step replayed as on a CPU{mark}"])
+    lines.append(f"bytes of tensors, of one step replayed as on a CPU{mark}")
+    return "\n".join([*lines, *([f"note: {note}"] if note else [])])
 
 
 def as_data(peaks: Sequence[Peak]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from ..lazy import LazyInitContext
 from ..models.example_inputs import loss_of
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..planner.live_bytes import LiveBytes
+from ..planner.peaks import peaks
 from ..planner.replay import LOOKED_AT, Job, replay
 from ..plugins import HybridParallelPlugin
 from . import zoo
@@ -33,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe-causal-lm": {"experts_implementation": "grouped_mm"},
     "vit-image-classification": WIDE,
 }
+DEPTHS = {"gpt2-causal-lm": ("n_layer",), "t5-conditional-generation": ("num_layers", "num_decoder_layers")}
 STYLES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb", 1), ("zbv", 2))
 
 
@@ -40,31 +42,37 @@ class Case(NamedTuple):
     """A model of the zoo and a layout for it.
 
     recomputed  share of the layers
+    layers      how many, of each of its parts; None: as `MODELS` says
     """
 
     name: str
     options: dict[str, Any]
     recomputed: float = 0.0
+    layers: int | None = None
 
-    def plugin(self) -> HybridParallelPlugin:
+    def plugin(self, **changes: Any) -> HybridParallelPlugin:
         recompute = PipelineGradientCheckpointConfig(self.recomputed) if self.recomputed else None
-        return HybridParallelPlugin(
-            gradient_checkpoint_config=recompute, **{"zero_bucket_size_in_m": 0.02, **self.options}
-        )
+        options = {"gradient_checkpoint_config": recompute, "zero_bucket_size_in_m": 0.02, **self.options, **changes}
+        return HybridParallelPlugin(**options)
 
     def model(self) -> Any:
-        return zoo.build(self.name, dtype=torch.float32, **MODELS[self.name])
+        return zoo.build(self.name, dtype=torch.float32, **self.sizes)
 
     def lazy_model(self) -> Any:
         made = self.model()
         with LazyInitContext():
             return type(made)(made.config).train()
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        names = DEPTHS.get(self.name, ("num_hidden_layers",))
+        return {**MODELS[self.name], **({} if self.layers is None else dict.fromkeys(names, self.layers))}
+
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), fused=True)
 
     def batch(self) -> dict[str, Any]:
-        return zoo.inputs(self.name, batch_size=SAMPLES, seq_len=LENGTH, dtype=torch.float32, **MODELS[self.name])
+        return zoo.inputs(self.name, batch_size=SAMPLES, seq_len=LENGTH, dtype=torch.float32, **self.sizes)
 
 
 class Compared(NamedTuple):
@@ -130,6 +138,33 @@ def compare(cases: Sequence[Case], world: int, timeout: float = 400) -> Iterator
         job = Job(case.plugin, case.lazy_model, case.optimizer, case.batch())
         for peak in replay(job, world):
             yield Compared(case, peak.rank, measured[peak.rank], peak.most)
+
+
+def draw_deep(seed: int, count: int) -> Iterator[tuple[Case, int]]:
+    """Layouts, and their ranks, of models with more layers and microbatches than a shorter layout has."""
+    rng, names = random.Random(seed), list(MODELS)
+    for number in range(count):
+        # a bucket for every parameter, as those of large models have
+        options: dict[str, Any] = {"precision": rng.choice(["fp32", "bf16"]), "zero_bucket_size_in_m": 0.001}
+        layers, recomputed = 4, rng.choice([0.0, 0.0, 1.0])
+        if (number + number // len(names)) % 2:
+            style, chunks = STYLES[rng.randrange(len(STYLES))]
+            options |= {"pp_size": 2, "pp_style": style, "num_model_chunks": chunks, "zero_stage": rng.choice([0, 1])}
+            layers = 6 * chunks
+            options["num_microbatches"] = 8 if style in ("zb", "zbv") else 4
+        else:
+            options |= {"zero_stage": number % 4, "num_microbatches": 4}
+            if "moe" not in names[number % len(names)]:  # experts of a few features are too narrow to be split
+                options["tp_size"] = rng.choice([1, 2])
+        yield Case(names[number % len(names)], options, recomputed, layers), 4
+
+
+def compare_shorter(case: Case, world: int) -> Iterator[tuple[Compared, str]]:
+    """What is found by replaying a shorter layout beside what the whole one gives; and a word on how it was found."""
+    job = Job(case.plugin, case.lazy_model, case.optimizer, case.batch())
+    found = peaks(job, world)
+    for exact, fast in zip(replay(job, world), found.peaks, strict=True):
+        yield Compared(case, exact.rank, exact.most, fast.most), found.note
 
 
 def _measure(rank: int, world: int, cases: Sequence[Case]) -> list[tuple[int, int]]:

@@ -1,0 +1,84 @@
+"""What a device computes, moves and sends for an action: counted from the operators that it calls.
+
+with Operators() as operators:
+    ...
+operators.work        by name of the part of the step
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from ..utils.pytree import TorchDispatchMode, tree_leaves
+
+
+class Operator(NamedTuple):
+    """A call.
+
+    kind    "product", "attention", "other", or the name of a collective
+    flops   of a product
+    moved   bytes of all that it reads and writes; of a collective what it is given
+    """
+
+    kind: str
+    flops: int
+    moved: int
+
+
+class Operators(TorchDispatchMode):
+    """Counts calls by what they are, and by the part of the step that `part` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = ""
+        self.calls: dict[str, Counter[Operator]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.part:
+            found = _read(func, args, kwargs or {}, result)
+            if found is not None:
+                self.calls.setdefault(self.part, Counter())[found] += 1
+        return result
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operator | None:
+    name = func._schema.name
+    if func.namespace == "c10d":
+        return Operator(name.removeprefix("c10d::").strip("_"), 0, _bytes(args[0]))
+    if func.namespace != "aten":
+        return None
+    aliases = [each.alias_info for each in func._schema.returns]
+    if any(alias is not None and not alias.is_write for alias in aliases):
+        return None  # a view
+    moved = _bytes((args, kwargs, result))
+    if not moved:
+        return None
+    if "scaled_dot_product" in name:
+        return Operator("attention", _attention_flops(name, args), moved)
+    if "_grouped_mm" in name:
+        return Operator(
+            "product", 2 * args[0].numel() * args[1].shape[-1] // (args[1].shape[0] if args[0].dim() > 2 else 1), moved
+        )
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return Operator("product", int(count(*args, **kwargs, out_val=result)), moved)
+    return Operator("other", 0, moved)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
+    """Two products forward and five backward; of causal ones half, which is what kernels compute."""
+    backward = "backward" in name
+    query, key = args[1:3] if backward else args[:2]
+    full = 2 * (5 if backward else 2) * query.numel() * key.shape[-2]
+    return int(full // 2 if any(arg is True for arg in args) else full)

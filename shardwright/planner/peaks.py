@@ -1,0 +1,318 @@
+"""The peak of memory on every pipeline rank, whatever the number of layers, ranks and microbatches: a shorter layout is
+replayed (`shorter`), and what its actions do is put in the places that the real schedule has for them.
+
+    found = peaks(Job(make_plugin, make_model, make_optimizer, batch), world_size)
+
+Layouts that cannot be made shorter are replayed as they are (`replay`), and so are those whose layers turn out not to
+do the same one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..booster import Booster
+from ..models.example_inputs import loss_of
+from ..pipeline.batch.microbatch import batch_size, microbatch_sizes
+from ..pipeline.cut.plan import CutPlan
+from ..pipeline.planning.actions import Action, Kind
+from ..pipeline.planning.lowering import lower
+from ..pipeline.planning.sliced_schedule import get_sliced
+from ..plugins import HybridParallelPlugin
+from ..plugins.hybrid.chunks import chunks_gathered
+from .batches import first_rows
+from .fakes import Fakes
+from .holders import KEPT, Holders
+from .live_bytes import LiveBytes
+from .places import Place, like, places
+from .repeats import Class, More, extend
+from .replay import LOOKED_AT, Book, Job, Peak, joined, replay
+from .segments import BEFORE, OPTIMIZER, Amounts, Segment, Segments
+from .shorter import NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
+
+
+class Found(NamedTuple):
+    """peaks    by pipeline rank
+    replayed  why the layout was replayed as it is; empty where a shorter one stood for it
+    rough     actions whose layers do not do the same one after the other, so that their peak is drawn on a line
+    """
+
+    peaks: list[Peak]
+    replayed: str = ""
+    rough: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        if self.replayed:
+            return f"every layer and microbatch was replayed: {self.replayed}"
+        if self.rough:
+            return (
+                f"not exact: layers do not do the same one after the other in {', '.join(self.rough)}, whose peak is "
+                "taken to rise evenly with their number"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class _Real:
+    """The layout that is asked for.
+
+    kinds    of its layers
+    samples  of a microbatch
+    count    microbatches
+    batch    bytes of it
+    """
+
+    plugin: HybridParallelPlugin
+    plan: CutPlan
+    kinds: Sequence[Hashable]
+    samples: int
+    count: int
+    batch: int
+
+    def actions(self, rank: int) -> Sequence[Action]:
+        return _actions(self.plugin, self.plan, self.count, rank)
+
+
+def peaks(job: Job, world_size: int) -> Found:
+    """This process must be in no process group."""
+    gc.collect()
+    gc.freeze()  # what is there now need not be looked through behind every rank
+    try:
+        rough = dict[str, None]()
+        return Found(_Peaks(job, world_size).found(rough), rough=tuple(rough))
+    except NotShorterError as error:
+        why = str(error)
+    finally:
+        gc.unfreeze()
+    return Found(replay(job, world_size), why)
+
+
+class _Peaks:
+    def __init__(self, job: Job, world_size: int) -> None:
+        self._job = job
+        self._world_size = world_size
+        with joined(0, world_size):
+            plugin, model = job.plugin(), job.model()
+            _, (plan, _, _) = plugin.check(model, job.optimizer(model))
+            self._real = _Real(plugin, plan, kinds_of(model, plan.units), *_microbatches(plugin, job.batch))
+        self._books: dict[Shorter, Book] = {}
+
+    def found(self, rough: dict[str, None]) -> list[Peak]:
+        """One of every class of ranks is replayed; those that lie between the first and the last are mostly alike."""
+        by_class: dict[Hashable, list[_Rank]] = {}
+        found = []
+        plan, kinds = self._real.plan, self._real.kinds
+        count = plan.placement.num_ranks
+        for rank in range(count):
+            layout = shorter(plan, kinds, rank)
+            place = layout.ranks.index(rank)
+            stages = [layout.stages[stage] for stage in layout.placement.stages_of(place)]
+            own = [
+                (stage.whole, stage.selective, len(stage.further), [kinds[unit] for unit in stage.kept])
+                for stage in stages
+            ]
+            key = (rank == 0, rank == count - 1, str(own)) if len(layout.ranks) < count else rank
+            if key not in by_class:
+                groups = range(max(len(stage.further) for stage in stages))
+                layouts = [layout, *(shorter(plan, kinds, rank, group) for group in groups)]
+                by_class[key] = [self._replay(each, place) for each in layouts]
+            found.append(_peak(self._real, rank, by_class[key], [stage.further for stage in stages], rough))
+        return found
+
+    def _replay(self, layout: Shorter, place: int) -> _Rank:
+        real, count = self._real, len(layout.ranks)
+        world_size = self._world_size // real.plan.placement.num_ranks * count
+        rows = real.samples * min(real.count, microbatches_left(real.plan.pp_style, count))
+        batch = first_rows(dict(self._job.batch), rows)
+        options = changes(real.plugin, real.plan, layout, real.samples)
+        book = self._books.setdefault(layout, Book())
+        with joined(0, world_size):
+            members = self._job.plugin(**options).mesh.ranks("pp")
+        # headers of messages come from the ranks before
+        for before in range(place):
+            if before not in book.replayed:
+                with joined(members[before], world_size):
+                    self._replay_rank(self._job.plugin(**options), layout, batch, book)
+                book.replayed.add(before)
+        with joined(members[place], world_size):
+            found = self._replay_rank(self._job.plugin(**options), layout, batch, book)
+        book.replayed.add(place)
+        return found
+
+    def _replay_rank(
+        self, plugin: HybridParallelPlugin, layout: Shorter, batch: Mapping[str, Any], book: Book
+    ) -> _Rank:
+        segments, booster = Segments(), Booster(plugin=plugin)
+        holders = Holders(lambda: segments.action)
+        with Fakes(), LiveBytes(LOOKED_AT, label=holders.label) as live:
+            segments.live = live
+            bare = self._job.model()
+            shorten(bare, self._real.plan.units, layout.kept)
+            model: Any
+            optimizer: Any
+            model, optimizer, *_ = booster.boost(bare, self._job.optimizer(bare))
+            del bare
+            runtime = model.executor.runtime
+            if runtime is not None:
+                runtime.recorder, runtime.comm.book = segments, book
+
+            def step(rows: Mapping[str, Any]) -> None:
+                with holders.part("forward and backward"):
+                    booster.execute_pipeline(iter([rows]), model, lambda outputs, _: loss_of(outputs), optimizer)
+                segments.begin(OPTIMIZER)
+                with holders.part("optimizer step"):
+                    optimizer.step()
+                optimizer.zero_grad()
+
+            step(first_rows(dict(batch), self._real.samples))
+            gc.collect()
+            live.bytes()
+            live.relabel(KEPT)
+            if runtime is None:
+                segments.follow(model.executor)
+            with segments.step():
+                step(batch)
+        placement = model.executor.cut.placement
+        names = [segment.name for segment in segments.done if isinstance(segment.name, Action)]
+        return _Rank(segments, list(places(names, placement)), _bytes(batch))
+
+
+class _Rank:
+    """What the actions of a rank of a shorter layout do."""
+
+    def __init__(self, segments: Segments, own: Sequence[Place], batch: int) -> None:
+        self.labels = segments.labels
+        self.before, *others = segments.done
+        assert self.before.name == BEFORE, self.before.name
+        self.behind = [segment for segment in others if not isinstance(segment.name, Action)]
+        actions = [segment for segment in others if isinstance(segment.name, Action)]
+        self.by_place = dict(zip(own, actions, strict=True))
+        self.count = Counter(place.sort for place in own)
+        self.batch = batch
+
+    def relabelled(self, labels: Mapping[Hashable, int]) -> None:
+        """Use these places for labels."""
+        places = [labels[label] for label in self.labels]
+
+        def moved(amounts: Amounts) -> Amounts:
+            found = np.zeros((*amounts.shape[:-1], len(labels)), dtype=np.int64)
+            if amounts.size:
+                found[..., places] = amounts
+            return found
+
+        for segment in (self.before, *self.by_place.values(), *self.behind):
+            segment.start, segment.points, segment.end = map(moved, (segment.start, segment.points, segment.end))
+        self.labels = list(labels)
+
+
+def _peak(
+    real: _Real,
+    rank: int,
+    replayed: Sequence[_Rank],
+    further: Sequence[Sequence[int]],
+    rough: dict[str, None],
+) -> Peak:
+    """Of a rank of the real layout, whose stages have so many more layers. `replayed`: the shorter one, and for every
+    group of equal layers the one that has one more. `rough` is added to (see `Found`).
+    """
+    labels = {label: place for place, label in enumerate(dict.fromkeys(la for one in replayed for la in one.labels))}
+    for one in replayed:
+        one.relabelled(labels)
+    base, *others = replayed
+    actions = real.actions(rank)
+    there = list(places(actions, real.plan.placement))
+    counts = Counter(place.sort for place in there)
+    # of all chunks together: what is kept is the sum over them
+    mean = [
+        sum(own[group] for own in further if group < len(own)) / max(sum(group < len(own) for own in further), 1)
+        for group in range(len(others))
+    ]
+
+    def more(segments: Sequence[Segment], numbers: Sequence[float]) -> list[More]:
+        return [More(segment, number) for segment, number in zip(segments, numbers, strict=False)]
+
+    level = base.before.start.astype(np.float64)
+    for other, number in zip(others, mean, strict=True):
+        level = level + number * (other.before.start - base.before.start)
+    level[labels[KEPT]] += real.batch - base.batch
+    kept, top, during = float(level.sum()), level, "between steps"
+    most = kept
+    classes: dict[Place | str, Class] = {}
+
+    def follow(key: Place | str, make: Callable[[], Class], name: str) -> None:
+        nonlocal level, most, top, during
+        if key not in classes:
+            classes[key] = make()
+            if classes[key].rough:
+                rough[key if isinstance(key, str) else key.sort.kind.value] = None
+        change, highest, _ = classes[key]
+        here = float(level.sum() + highest.sum())
+        if here > most:
+            most, top, during = here, level + highest, name
+        level = level + change
+
+    follow(BEFORE, lambda: extend(base.before, more([other.before for other in others], mean)), "forward")
+    for action, place in zip(actions, there, strict=True):
+        found = like(place, counts, base.count)
+        if found is None:
+            raise NotShorterError(f"a shorter layout has no {place.sort.kind} there")
+        follow(found, partial(_of_action, base, others, found, further, more), str(action))
+    for index, segment in enumerate(base.behind):
+        own = [other.behind[index] for other in others]
+        follow(str(segment.name), partial(extend, segment, more(own, mean)), str(segment.name))
+    held: dict[str, int] = {}
+    for label, amount in zip(labels, top.tolist(), strict=True):
+        held[str(label)] = held.get(str(label), 0) + round(amount)
+    ordered = tuple(sorted(((what, size) for what, size in held.items() if size > 0), key=lambda one: -one[1]))
+    return Peak(rank, round(kept), round(most), during, ordered)
+
+
+def _of_action(
+    base: _Rank,
+    others: Sequence[_Rank],
+    place: Place,
+    further: Sequence[Sequence[int]],
+    more: Callable[[Sequence[Segment], Sequence[float]], list[More]],
+) -> Class:
+    own = further[place.sort.chunk]
+    if place.sort.joined is not None and any((*own, *further[place.sort.joined])):
+        raise NotShorterError("forwards and backwards run at the same time")
+    return extend(base.by_place[place], more([other.by_place[place] for other in others], own))
+
+
+def _microbatches(plugin: HybridParallelPlugin, batch: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Samples of a microbatch, microbatches, and bytes of the batch."""
+    options = plugin.settings.pipeline
+    if options.num_sequence_slices > 1 or options.offload_activations:
+        raise NotShorterError("parts of microbatches, or activations that leave, depend on the whole schedule")
+    sizes = microbatch_sizes(batch_size(batch), options.num_microbatches, options.microbatch_size)
+    if len(set(sizes)) > 1:
+        raise NotShorterError("microbatches differ in their size")
+    return sizes[0], len(sizes), _bytes(batch)
+
+
+def _bytes(batch: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in batch.values() if hasattr(value, "nbytes"))
+
+
+def _actions(plugin: HybridParallelPlugin, plan: CutPlan, count: int, rank: int) -> Sequence[Action]:
+    """What a rank does in a step."""
+    placement = plan.placement
+    if placement.num_ranks == 1:
+        return [Action(kind, 0, index) for index in range(count) for kind in (Kind.F, Kind.B)]
+    schedule = get_sliced(
+        plan.pp_style, placement.num_ranks, count, 1, placement.num_chunks, pairs=plugin.mesh.size("tp") > 1
+    )
+    settings = plugin.settings
+    costs = plan.costs.actions(plan.stages) if plan.costs is not None else None
+    gathered = chunks_gathered(settings.zero.gather_ahead) if settings.zero.stage == 3 else None
+    lowered = lower(schedule, overlap=settings.pipeline.overlap_p2p, costs=costs, rank=rank, gathered=gathered)
+    return lowered.actions[rank]

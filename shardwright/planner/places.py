@@ -1,0 +1,56 @@
+"""Actions of a long schedule looked up in a short one that has the same kinds of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..pipeline.planning.actions import Action, Kind
+from ..pipeline.planning.placement import Placement
+
+
+class Sort(NamedTuple):
+    """What an action does, but for the microbatch.
+
+    joined  the chunk of the forward that runs together with this backward, or of the backward with this forward
+    """
+
+    kind: Kind
+    chunk: int
+    joined: int | None = None
+
+
+class Place(NamedTuple):
+    """The `number`th of its sort in a step."""
+
+    sort: Sort
+    number: int
+
+
+def places(actions: Sequence[Action], placement: Placement) -> Iterator[Place]:
+    """Of the actions of one rank."""
+    seen = Counter[Sort]()
+    for index, action in enumerate(actions):
+        joined = None
+        if action.kind is Kind.FB:
+            joined = placement.chunk_of(actions[index + 1].stage)
+        elif index and actions[index - 1].kind is Kind.FB:
+            joined = placement.chunk_of(actions[index - 1].stage)
+        sort = Sort(action.kind, placement.chunk_of(action.stage), joined)
+        yield Place(sort, seen[sort])
+        seen[sort] += 1
+
+
+def like(place: Place, there: Counter[Sort], here: Counter[Sort]) -> Place | None:
+    """The one of the short schedule that does the same: the first, the last, or one between; None where it has none.
+
+    there, here   how many there are of every sort, in the long and in the short schedule
+    """
+    sort, number = place
+    count, most = there[sort], here[sort]
+    if not most:
+        return None
+    if count == most or number == 0:
+        return Place(sort, number)
+    return Place(sort, most - 1 if number == count - 1 else max(most - 2, 0))

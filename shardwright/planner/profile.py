@@ -1,0 +1,206 @@
+"""What a layer of a model keeps, computes, moves and sends, and what lies before and behind the layers: one microbatch
+of one sample, forward and backward, replayed for few layers and for one more.
+
+    found = profile(Source(make_model, make_optimizer, batch), tensor_ranks=8)
+    found.layer, found.rest
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..booster import Booster
+from ..models.example_inputs import loss_of
+from ..models.layer_chain import find_units
+from ..plugins import HybridParallelPlugin
+from .batches import first_rows
+from .fakes import Fakes
+from .live_bytes import LiveBytes
+from .operators import Operator, Operators
+from .replay import LOOKED_AT, joined
+from .segments import Segment, Segments
+from .shorter import NotShorterError, kinds_of, shorten, stage_of
+
+Calls = Mapping[Operator, float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is trained: see `replay.Job`; `batch` has one sample, `precision` is the plugin's."""
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Optimizer]
+    batch: Mapping[str, Any]
+    precision: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of one microbatch of one sample, on one rank.
+
+    kept        bytes from forward to backward
+    forward_top, backward_top   bytes that these need for a while, beyond what is kept
+    parameters  elements
+    forward, backward   calls of operators
+    """
+
+    kept: float
+    forward_top: float
+    backward_top: float
+    parameters: float
+    forward: Calls
+    backward: Calls
+
+
+@dataclass(frozen=True)
+class Profile:
+    """layer   the mean over all layers
+    rest    all else: embeddings, head, loss
+    layers  how many there are
+    tensor_ranks    that share them
+    along   whether sequences are split over these ranks between layers
+    """
+
+    layer: Part
+    rest: Part
+    layers: int
+    tensor_ranks: int
+    along: bool
+
+
+def profile(source: Source, tensor_ranks: int = 1) -> Profile:
+    """This process must be in no process group."""
+    model = source.model()
+    units = find_units(model)
+    kinds = kinds_of(model, units)
+    whole = range(len(units))
+    base = stage_of(whole, (0, 0), kinds, None)
+    if not base.further:
+        raise NotShorterError("the model has no equal layers to tell what one takes")
+    options: dict[str, Any] = {"tp_size": tensor_ranks, "precision": source.precision, "microbatch_size": 1}
+    along = tensor_ranks > 1
+    first = None
+    if along:
+        split = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+        try:
+            first = _measure(source, {**options, **split}, tensor_ranks, frozenset(base.kept))
+            options |= split
+        except ValueError:  # not every model's sequences can be split
+            along = False
+    if first is None:
+        first = _measure(source, options, tensor_ranks, frozenset(base.kept))
+    groups = []
+    for group, number in enumerate(base.further):
+        more = stage_of(whole, (0, 0), kinds, group)
+        added = len(more.kept) - len(base.kept)  # layers of which what recurs consists
+        found = _measure(source, options, tensor_ranks, frozenset(more.kept))
+        groups.append((_difference(first, found, added), number * added))
+    layer = _mean(groups)
+    rest = _rest(first, layer, len(base.kept))
+    return Profile(layer, rest, len(units), tensor_ranks, along)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    forward: Segment
+    backward: Segment
+    calls: Mapping[str, Counter[Operator]]
+    parameters: int
+
+
+def _measure(source: Source, options: Mapping[str, Any], ranks: int, kept: frozenset[int]) -> _Measured:
+    with joined(0, ranks):
+        plugin = HybridParallelPlugin(**options)
+        segments, booster, operators = Segments(), Booster(plugin=plugin), Operators()
+        begin = segments.begin
+
+        def begins(name: Any) -> None:
+            operators.part = str(name) if hasattr(name, "kind") else ""
+            begin(name)
+
+        segments.begin = begins  # type: ignore[method-assign]  # operators follow
+        with Fakes(), LiveBytes(LOOKED_AT) as live:
+            segments.live = live
+            bare = source.model()
+            shorten(bare, find_units(bare), kept)
+            model: Any
+            model, optimizer, *_ = booster.boost(bare, source.optimizer(bare))
+            del bare
+            segments.follow(model.executor)
+            batch = first_rows(dict(source.batch), 1)
+            with operators, segments.step():
+                booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+                begins("behind")
+            parameters = sum(param.numel() for param in model.parameters())
+    by_name = {str(segment.name): segment for segment in segments.done}
+    return _Measured(by_name["0F0"], by_name["0B0"], operators.calls, parameters)
+
+
+def _total(amounts: Any) -> Any:
+    return amounts.sum(-1)
+
+
+def _difference(one: _Measured, other: _Measured, layers: int) -> Part:
+    """One of the `layers` that the other has more of."""
+    kept = [float(_total(each.forward.end - each.forward.start)) for each in (one, other)]
+    of_layer = (kept[1] - kept[0]) / layers
+    further = len(other.backward.grown) - len(one.backward.grown)
+    points = _total(other.backward.points - other.backward.start)
+    # the backward of the first layer is the last one: by then most of what is kept has gone
+    behind = points[-max(further // layers, 1) :]
+    before = float(points[-max(further // layers, 1) - 1]) if len(points) > len(behind) else 0.0
+    forward_points = _total(other.forward.points - other.forward.start)
+    place = len(other.forward.grown) // 2  # somewhere among the layers
+    near = forward_points[max(place - further, 0) : place + 1]
+    forward_top = max(float((near - near[0]).max()) - of_layer, 0.0) if len(near) else 0.0
+    return Part(
+        of_layer,
+        forward_top,
+        max(float(behind.max()) - before, 0.0),
+        (other.parameters - one.parameters) / layers,
+        _minus(other.calls["0F0"], one.calls["0F0"], layers),
+        _minus(other.calls["0B0"], one.calls["0B0"], layers),
+    )
+
+
+def _rest(one: _Measured, layer: Part, layers: int) -> Part:
+    kept = float(_total(one.forward.end - one.forward.start))
+    tops = [float(_total(segment.points - segment.start).max(initial=0)) for segment in (one.forward, one.backward)]
+    return Part(
+        max(kept - layers * layer.kept, 0.0),
+        max(tops[0] - kept, 0.0),
+        max(tops[1], 0.0),
+        one.parameters - layers * layer.parameters,
+        _less(one.calls["0F0"], layer.forward, layers),
+        _less(one.calls["0B0"], layer.backward, layers),
+    )
+
+
+def _minus(more: Counter[Operator], less: Counter[Operator], layers: int) -> Calls:
+    return {call: count / layers for call, count in (more - less).items()}
+
+
+def _less(calls: Counter[Operator], of_layer: Calls, layers: int) -> Calls:
+    found = {call: count - layers * of_layer.get(call, 0.0) for call, count in calls.items()}
+    return {call: count for call, count in found.items() if count > 0.01}
+
+
+def _mean(parts: list[tuple[Part, int]]) -> Part:
+    """Of layers of several kinds."""
+    total = sum(number for _, number in parts)
+    calls: list[dict[Operator, float]] = [{}, {}]
+    for part, number in parts:
+        for found, own in zip(calls, (part.forward, part.backward), strict=True):
+            for call, count in own.items():
+                found[call] = found.get(call, 0.0) + count * number / total
+    numbers = [
+        sum(getattr(part, name) * number for part, number in parts) / total
+        for name in ("kept", "forward_top", "backward_top", "parameters")
+    ]
+    return Part(*numbers, *calls)

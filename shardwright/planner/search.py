@@ -1,0 +1,281 @@
+"""The fastest layouts that fit: every size of every axis that divides the model and the job, each with its memory and
+time (`estimate`), the best of them simulated.
+
+    found = search(Task..., question)
+    found.best, found.others, found.neighbours
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int, hidden_size
+from ..models.layer_chain import find_units
+from .batches import batch_of
+from .estimate import Estimate, Estimator, Layout, Task
+from .machines import Machine
+from .profile import Profile, Source, profile
+from .rates import Rates, rates
+
+MOST_TENSOR_RANKS = 8
+_MOST_PIPELINE_RANKS = 64
+_SIMULATED = 24  # of the best by formula
+_STYLES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb", 1), ("zbv", 2))
+_AGAIN = ((0.0, 0.0), (0.0, 1.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0))
+_SAMPLES = (1, 2, 4, 8, 16)
+_LONG = 16384  # tokens from which sequences are worth sharing
+# of what devices hold, for what an allocator keeps beside tensors, and for the libraries
+_SPARE_SHARE, _SPARE = 0.05, 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """model, optimizer    make them, without weights
+    machine, world_size
+    global_batch, length    samples of a step, and tokens of one
+    precision
+    """
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Any]
+    machine: Machine
+    world_size: int
+    global_batch: int
+    length: int
+    precision: str = "bf16"
+
+
+class Found(NamedTuple):
+    """estimates  of layouts that fit, the best first; one of each tp, pp, style and ZeRO stage
+    neighbours   of the best: what is other, and its estimate, which may not fit
+    tried        how many layouts
+    limit        bytes that a layout may take
+    along        whether tensor-parallel ranks split sequences between layers
+    """
+
+    estimates: list[Estimate]
+    neighbours: list[tuple[str, Estimate]]
+    tried: int
+    limit: float
+    along: bool
+
+    @property
+    def best(self) -> Estimate:
+        return self.estimates[0]
+
+
+def search(question: Question) -> Found:
+    """ValueError where nothing fits. This process must be in no process group."""
+    return _Search(question).found()
+
+
+class _Search:
+    def __init__(self, question: Question) -> None:
+        _check(question)
+        self._question = question
+        self._model = model = question.model()
+        self._layers = len(find_units(model))
+        self.along = False  # whether tensor-parallel ranks split sequences
+        source = Source(question.model, question.optimizer, batch_of(model, 1, question.length), question.precision)
+        tensor = [ranks for ranks in _powers(min(MOST_TENSOR_RANKS, question.machine.per_node)) if self._splits(ranks)]
+        tensor = [ranks for ranks in tensor if question.world_size % ranks == 0]
+        profiles = _profiles(source, tensor)
+        few, many = profiles[0], profiles[-1] if len(profiles) > 1 else None
+        self._tensor = tensor if many is not None or tensor == [1] else [few.tensor_ranks]
+        self._rates: dict[int, Rates] = {ranks: rates(few, many, question.machine, ranks) for ranks in self._tensor}
+        one = self._rates[self._tensor[0]]
+        self.along = few.along if few.tensor_ranks > 1 else many is not None and many.along
+        flops = 3 * self._tensor[0] * (one.layers * one.layer.flops + one.rest.flops)
+        half = question.precision != "fp32"
+        hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
+        states = 2
+        self._task = Task(question.machine, hidden, half, states, flops, question.world_size)
+        memory = question.machine.memory
+        self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
+
+    def _splits(self, ranks: int) -> bool:
+        """Whether so many ranks can share a layer evenly."""
+        config = getattr(self._model, "config", None)
+        numbers = (first_int(config, QUERY_HEADS), first_int(config, KEY_VALUE_HEADS))
+        return all(number is None or number % ranks == 0 for number in numbers)
+
+    def found(self) -> Found:
+        fitting, tried, least = [], 0, None
+        for layout in self._layouts():
+            tried += 1
+            estimate = self._estimate(layout, simulated=False)
+            if estimate.memory <= self.limit:
+                fitting.append(estimate)
+            elif least is None or estimate.memory < least.memory:
+                least = estimate
+        if not fitting:
+            raise ValueError(self._nothing(least))
+        fitting.sort(key=lambda one: one.seconds)
+        shown = _distinct(fitting)
+        checked = [self._estimate(one.layout, simulated=True) for one in shown[:_SIMULATED]]
+        checked = sorted((one for one in checked if one.memory <= self.limit), key=lambda one: one.seconds)
+        if not checked:
+            checked = shown
+        neighbours = [
+            (what, self._estimate(layout, simulated=True)) for what, layout in self._neighbours(checked[0].layout)
+        ]
+        return Found(checked, neighbours, tried, self.limit, self.along)
+
+    def _nothing(self, least: Estimate | None) -> str:
+        question = self._question
+        where = f"{question.world_size} devices of {question.machine.memory / 2**30:g} GiB"
+        if least is None:
+            return (
+                f"no layout divides the model ({self._layers} layers) and a global batch of {question.global_batch} "
+                f"samples over {where}; a global batch that is a multiple of {question.world_size} would"
+            )
+        return (
+            f"nothing fits on {where}: the layout that takes least needs {least.memory / 2**30:.1f} GiB of the "
+            f"{self.limit / 2**30:.1f} GiB that it may take ({describe(least.layout)}); more devices, devices with "
+            "more memory, or shorter sequences would help"
+        )
+
+    def _estimate(self, layout: Layout, simulated: bool) -> Estimate:
+        return Estimator(self._task, self._rates[layout.tp], layout).estimate(simulated)
+
+    def _layouts(self) -> Iterator[Layout]:
+        question = self._question
+        for tp in self._tensor:
+            for pp in _divisors(question.world_size // tp, min(_MOST_PIPELINE_RANKS, self._layers)):
+                for sp in self._sequence(tp, question.world_size // (tp * pp)):
+                    dp = question.world_size // (tp * pp * sp)
+                    if question.global_batch % dp == 0:
+                        yield from self._of_sizes(tp, pp, sp, dp)
+
+    def _sequence(self, tp: int, left: int) -> list[int]:
+        if tp > 1 or self._question.length < _LONG:
+            return [1]
+        most = min(left, self._question.machine.per_node)
+        return [ranks for ranks in _powers(most) if left % ranks == 0 and self._splits(ranks)]
+
+    def _of_sizes(self, tp: int, pp: int, sp: int, dp: int) -> Iterator[Layout]:
+        stages = (0,) if dp * sp == 1 else (1, 3) if pp > 1 else (1, 2, 3)
+        styles = _STYLES if pp > 1 else (("1f1b", 1),)
+        for samples in _SAMPLES:
+            count, odd = divmod(self._question.global_batch // dp, samples)
+            if odd or not count:
+                break
+            for style, chunks in styles:
+                if pp * chunks > self._layers or (style == "interleaved" and count % pp):
+                    continue
+                for zero in stages:
+                    for whole, selective in _AGAIN:
+                        yield Layout(tp, pp, sp, dp, zero, style, chunks, samples, count, whole, selective)
+
+    def _neighbours(self, best: Layout) -> Iterator[tuple[str, Layout]]:
+        """Each other in one thing."""
+        every = list(self._layouts())
+        for what, own in _ASPECTS:
+            others = sorted(
+                (one for one in every if _differs(best, one, own)), key=lambda one: self._estimate(one, False).seconds
+            )
+            seen = set[tuple[Any, ...]]()
+            for layout in others:
+                key = tuple(getattr(layout, name) for name in own)
+                if key not in seen and len(seen) < 3:
+                    seen.add(key)
+                    yield f"{what} {_named(what, layout)}", layout
+
+
+_ASPECTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("tp", ("tp",)),
+    ("pp", ("pp",)),
+    ("sp", ("sp",)),
+    ("ZeRO", ("zero",)),
+    ("schedule", ("style", "chunks")),
+    ("microbatch", ("samples",)),
+    ("recompute", ("whole", "selective")),
+)
+_FOLLOWS = {
+    "tp": ("dp", "count"),
+    "pp": ("dp", "count", "style", "chunks"),
+    "sp": ("dp", "count"),
+    "samples": ("count",),
+}
+
+
+def _differs(best: Layout, other: Layout, aspect: Sequence[str]) -> bool:
+    """In this aspect, and in what follows from it, but in nothing else."""
+    free = {*aspect, *(name for own in aspect for name in _FOLLOWS.get(own, ()))}
+    if aspect == ("pp",) and best.pp > 1 and other.pp > 1:
+        free -= {"style", "chunks"}
+    fields = Layout.__dataclass_fields__
+    same = all(getattr(best, name) == getattr(other, name) for name in fields if name not in free)
+    return same and any(getattr(best, name) != getattr(other, name) for name in aspect)
+
+
+def _named(what: str, layout: Layout) -> str:
+    return {
+        "tp": f"{layout.tp}",
+        "pp": f"{layout.pp}",
+        "sp": f"{layout.sp}",
+        "ZeRO": f"{layout.zero}",
+        "schedule": schedule_of(layout),
+        "microbatch": f"of {layout.samples}",
+        "recompute": recomputed(layout),
+    }[what]
+
+
+def schedule_of(layout: Layout) -> str:
+    if layout.pp == 1:
+        return "no pipeline"
+    return f"{layout.style}" + (f" x {layout.chunks}" if layout.style == "interleaved" else "")
+
+
+def recomputed(layout: Layout) -> str:
+    if layout.selective:
+        return f"{layout.selective:.0%} of layers in part"
+    return f"{layout.whole:.0%} of layers" if layout.whole else "nothing"
+
+
+def describe(layout: Layout) -> str:
+    sp = f" x sp {layout.sp}" if layout.sp > 1 else ""
+    return (
+        f"tp {layout.tp} x pp {layout.pp}{sp} x dp {layout.dp}, ZeRO-{layout.zero}, {schedule_of(layout)}, "
+        f"{layout.count} microbatches of {layout.samples}, recomputes {recomputed(layout)}"
+    )
+
+
+def _check(question: Question) -> None:
+    for name in ("world_size", "global_batch", "length"):
+        value = getattr(question, name)
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if question.precision not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"precision={question.precision!r}: the search knows bf16, fp16 and fp32")
+
+
+def _profiles(source: Source, tensor: Sequence[int]) -> list[Profile]:
+    """Of few tensor-parallel ranks and of many. One rank has loss kernels of its own, so two stand for few."""
+    most = tensor[-1]
+    chosen = [1] if most == 1 else [2, most] if most > 2 else [1, 2]
+    found = []
+    for ranks in chosen:
+        found.append(profile(source, ranks))
+    return found
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+
+
+def _distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The first of each kind, in their order."""
+    found: dict[tuple[Any, ...], Estimate] = {}
+    for one in estimates:
+        layout = one.layout
+        found.setdefault((layout.tp, layout.pp, layout.sp, layout.style, layout.chunks, layout.zero), one)
+    return list(found.values())

@@ -1,0 +1,98 @@
+"""The search for layouts: of costs that are given here, and from the command line."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwright.cli.main import main
+from shardwright.cluster.launch import launch
+from shardwright.planner.answer import config_of, plugin_arguments
+from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
+from shardwright.planner.machines import machine
+from shardwright.planner.operators import Operator
+from shardwright.planner.profile import Part, Profile
+from shardwright.planner.rates import rates
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.plugins.hybrid.config_form import read_config
+
+GIB = 2**30
+PRODUCT = {Operator("product", 10**12, 10**6): 1.0}
+LAYER = Part(GIB, GIB / 8, GIB / 4, 1e8, PRODUCT, {Operator("product", 2 * 10**12, 10**6): 1.0})
+REST = Part(0.0, 0.0, GIB, 2e8, {}, {})
+PROFILE = Profile(LAYER, REST, 16, 1, False)
+DEVICE = machine("a100-80")
+
+
+def estimated(hidden: float = GIB / 32, **changes: Any) -> Estimate:
+    layout = Layout(**{"tp": 1, "pp": 1, "sp": 1, "dp": 4, "zero": 1, "style": "1f1b", "chunks": 1, **changes})
+    task = Task(DEVICE, hidden, True, 2, 48e12, layout.pp * layout.dp)
+    return Estimator(task, rates(PROFILE, None, DEVICE, 1), layout).estimate(simulated=True)
+
+
+def test_estimates_are_what_arithmetic_says() -> None:
+    parameters, kept = 16 * 1e8 + 2e8, 16 * GIB
+    alone = estimated(samples=1, count=8)
+    static = (2 + 4) * parameters + (4 + 8) * parameters / 4
+    assert alone.memory == pytest.approx(static + kept + GIB + 2 * 12 * 2**20 * 4)
+    assert alone.parts["computing"] == pytest.approx(8 * 16 * 3e12 / (312e12 * DEVICE.product), rel=1e-3)
+    piped = [estimated(0.0, pp=4, dp=1, zero=0, samples=1, count=count) for count in (8, 80)]
+    # (p - 1) of p - 1 + m
+    assert [one.parts["pipeline"] / (one.seconds - one.parts["optimizer"]) for one in piped] == pytest.approx(
+        [3 / 11, 3 / 83], rel=0.01
+    )
+    again = estimated(samples=1, count=8, whole=1.0)
+    assert again.parts["computing"] == pytest.approx(4 / 3 * alone.parts["computing"], rel=1e-3)
+    assert again.memory < alone.memory - 14 * GIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--gpu h300", "gpu='h300'"),
+        ("--gpu-memory -3", "gpu_memory=-3.0 must be above 0"),
+        ("--gpu-memory 0.001", "nothing fits on 8 devices"),
+        ("--global-batch-size 0", "global_batch=0 must be at least 1"),
+    ],
+)
+def test_nonsense_is_told(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
+    assert main(["plan", "--search", "--model", "llama-tiny", "--world-size", "8", *arguments.split()]) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_what_is_printed_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --search --model llama-tiny --world-size 8 --seq-len 64 --global-batch-size 32 --json"
+    assert main(command.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["layout"]["tp"] for one in found["layouts"]} == {1, 2}  # two heads of keys
+    assert found["layouts"][0]["seconds"] == min(one["seconds"] for one in found["layouts"])
+    piped = next(one for one in found["layouts"] if one["layout"]["pp"] > 1)
+    for one in (found["layouts"][0], piped):
+        assert main(["plan", "--check", "--model", "llama-tiny", *one["flags"].split()]) == 0
+
+
+def test_the_dict_form_says_the_same_as_arguments() -> None:
+    for layout in (
+        Layout(2, 4, 1, 2, 1, "zb", 1, 2, 8, 0.5),
+        Layout(2, 2, 1, 4, 3, "interleaved", 2, 1, 8),
+        Layout(1, 1, 4, 4, 2, "1f1b", 1, 1, 8),
+    ):
+        one = Estimate(layout, 0.0, 1.0, {}, 0.0)
+        form, besides = config_of(one, "bf16", along=True)
+        wanted = plugin_arguments(one, "bf16", along=True)
+        launch(0, 16, None, None, backend="fake")
+        try:
+            read = vars(Namespace(**read_config(form).arguments)) | besides
+            assert {name: read.get(name) for name in wanted} | {"num_model_chunks": 0} == wanted | {
+                "num_model_chunks": 0
+            }
+            HybridParallelPlugin.from_config(form, **besides)
+        finally:
+            dist.destroy_process_group()
