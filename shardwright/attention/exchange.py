@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.collective import gather_for_shards
+from ..ops.compiled import name_of
+from ..ops.compiled_sequence import gather_for_parts
 from .zigzag import Share
 
 
 class Exchange:
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         self.share, self.group = share, group
+        self._name, self._of_queries = name_of(group), share.shared_by(1, 0)
         self.multiple = share.multiple
+        self._holders = [share.of_holder(number) for number in range(share.ranks * share.among)]
         self._gathered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # whole -> (part, dim, their versions)
 
     @property
@@ -40,6 +44,14 @@ class Exchange:
     def note_keys(self, module: nn.Module, lengths: Iterable[int]) -> None:
         """Of what is cut for an attention besides hidden states, of the keys of another sequence for one."""
 
+    def true_length(self) -> int | None:
+        """Of the sequences that the running layers have parts of, where these are padded."""
+        return None
+
+    def true_keys(self, module: nn.Module) -> int | None:
+        """Likewise of the keys of an attention that runs."""
+        return None
+
     def whole_length(self, held: int) -> int:
         """Of the sequence of which a rank holds so many tokens."""
         return held * self.ranks
@@ -48,7 +60,7 @@ class Exchange:
         """(start, stop) of the queries of this rank's attention, of a sequence of `length` tokens: what those have that
         share its place in a ring.
         """
-        return self.share.shared_by(1, 0).spans(length)
+        return self._of_queries.spans(length)
 
     def known_part(self, whole: Tensor, dim: int = 1) -> Tensor:
         """The same to be read only: of what was gathered that from which it was, whose gradient needs no way back."""
@@ -66,11 +78,17 @@ class Exchange:
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         x = x.contiguous()
-        whole = gather_for_shards(x, self.group, dim)
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            whole = gather_for_parts(x, self._name, dim, x.shape[dim] * self.ranks)
+        else:
+            whole = gather_for_shards(x, self.group, dim)
         if self.share.zigzag:
             length = whole.shape[dim]
-            held = [self.share.of_holder(rank).positions(length, x.device) for rank in range(self.ranks)]
+            held = [share.positions(length, x.device) for share in self._holders]
             whole = whole.index_select(dim, torch.cat(held).argsort())
+        if compiling:
+            return whole
         if not whole.is_inference() and not x.is_inference():
             self._gathered[whole] = x, dim, (whole._version, x._version)
         return whole
@@ -108,7 +126,7 @@ class Trial(Exchange):
     """
 
     def __init__(self, multiple: int = 1) -> None:
-        self.share = Share(0, 1)
+        self.share = self._of_queries = Share(0, 1)
         self.multiple, self.halves = multiple, False
 
     @property

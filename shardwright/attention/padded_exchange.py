@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..ops.compiled_sequence import traced
 from ..utils.carried import facts
 from .exchange import Exchange, Trial
 
@@ -21,6 +22,8 @@ _LENGTH = "length of sequences that ranks hold parts of"
 
 def padded(x: Tensor, dim: int, length: int) -> Tensor:
     """[..., S, ...] -> [..., length, ...], the last one again."""
+    if torch.compiler.is_compiling():  # with no branch that a length takes
+        return x.index_select(dim, torch.arange(length, device=x.device).clamp(max=x.shape[dim] - 1))
     missing = length - x.shape[dim]
     if not missing:
         return x
@@ -29,8 +32,15 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1).expand(sizes)], dim)
 
 
+def cropped(x: Tensor, dim: int, length: int) -> Tensor:
+    """[..., S, ...] -> [..., length, ...], without what was padded."""
+    if torch.compiler.is_compiling():  # a view would ask whether it is all there is, to see how its numbers lie
+        return x.index_select(dim, torch.arange(length, device=x.device))
+    return x.narrow(dim, 0, length)
+
+
 class TrueLengths:
-    """Of sequences that are padded to a multiple."""
+    """Of sequences that are padded to a multiple. In a graph they are arguments of it, or read off what it cuts."""
 
     def __init__(self, multiple: int) -> None:
         self.multiple = multiple
@@ -41,10 +51,19 @@ class TrueLengths:
 
     def note_keys(self, module: nn.Module, length: int) -> None:
         """That of what an attention, which runs next, makes keys of."""
-        facts()[_LENGTH, id(module)] = length
+        if torch.compiler.is_compiling():
+            traced.keys = length
+        else:
+            facts()[_LENGTH, id(module)] = length
 
     def noted(self) -> int:
-        length: int = facts()[_LENGTH]
+        length: int | None = traced.length if torch.compiler.is_compiling() else facts()[_LENGTH]
+        assert length is not None
+        return length
+
+    def noted_keys(self, module: nn.Module) -> int:
+        length: int | None = traced.keys if torch.compiler.is_compiling() else facts()[_LENGTH, id(module)]
+        assert length is not None
         return length
 
     def of_states(self, padded_length: int) -> int:
@@ -52,9 +71,11 @@ class TrueLengths:
 
     def of_attention(self, module: nn.Module, queries: int, keys: int) -> tuple[int, int]:
         """(queries, keys), of padded ones."""
-        return self.of_states(queries), self._checked(facts()[_LENGTH, id(module)], keys)
+        return self.of_states(queries), self._checked(self.noted_keys(module), keys)
 
     def _checked(self, length: int, padded_length: int) -> int:
+        if torch.compiler.is_compiling():
+            return length
         assert padded_length == length + -length % self.multiple, f"{length} tokens, padded to {padded_length}"
         return length
 
@@ -74,12 +95,18 @@ class _Padding(Exchange):
         self.lengths.note(whole.shape[1])
         return self.part(whole)
 
+    def true_length(self) -> int:
+        return self.lengths.noted()
+
+    def true_keys(self, module: nn.Module) -> int:
+        return self.lengths.noted_keys(module)
+
     def gather_padded(self, x: Tensor, dim: int = 1) -> Tensor:
         return super().gather(x, dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         whole = super().gather(x, dim)
-        return whole.narrow(dim, 0, self.lengths.of_states(whole.shape[dim]))
+        return cropped(whole, dim, self.lengths.of_states(whole.shape[dim]))
 
     def whole_length(self, held: int) -> int:
         return self.lengths.of_states(super().whole_length(held))

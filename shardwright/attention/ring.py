@@ -13,20 +13,33 @@ from ..comm.ring import Ring
 from . import compiled_ring
 from .coordinates import draw_seed
 from .masks import View
-from .ring_turn import Setting, Terms, Turn, run_ring, run_ring_backward
+from .ring_turn import Extent, Setting, Terms, Turn, run_ring, run_ring_backward
 from .ulysses import SEQUENCE, require_view
 from .zigzag import Share
 
 
 class RingAttention:
-    """An attention function in the words of transformers' `AttentionInterface`."""
+    """An attention function in the words of transformers' `AttentionInterface`.
+
+    pads    whether sequences have padding that it is told of
+    """
+
+    pads = False
 
     def __init__(self, share: Share, rings: Sequence[Ring]) -> None:
         self._share, self._rings = share, rings
         self._name = compiled_ring.name_of(self)
 
-    def turn(self, setting: Setting, documents: Tensor | None) -> Turn:
-        return Turn(self._share, self._rings, setting, documents)
+    def turn(self, setting: Setting, mask: Tensor | None, extent: Extent) -> Turn:
+        return Turn(self._share, self._rings, setting, mask)
+
+    def added(self, mask: Tensor | None, bias: Tensor | None, extent: Extent) -> Tensor | None:
+        """`bias`, with what a mask adds to scores."""
+        return bias
+
+    def held(self, query: Tensor, key: Tensor) -> tuple[int, int]:
+        """Queries and keys of all ranks together."""
+        return query.shape[SEQUENCE] * self._share.ranks, key.shape[SEQUENCE] * self._share.ranks
 
     def __call__(
         self,
@@ -44,24 +57,28 @@ class RingAttention:
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         setting = Setting(self._view(module, options), scale, softcap, float(dropout))
         sinks = sinks_of(module, query, options)
+        extent = self._extent(module, query, key)
+        bias = self._bias(module, query, extent, options)
+        out: Tensor
         if torch.compiler.is_compiling():
-            return compiled_ring.ring_attention(query, key, value, attention_mask, sinks, self._name, setting), None
-        turn = self._turn(module, query, key, attention_mask, setting)
-        bias = self._bias(module, query, key, attention_mask, options)
+            terms = attention_mask, sinks, bias
+            lengths = [*extent.true] if self.pads else []
+            out = compiled_ring.ring_attention(query, key, value, terms, self._name, lengths, setting)
+            return out, None
+        turn, bias = self.turn(setting, attention_mask, extent), self.added(attention_mask, bias, extent)
         seed = draw_seed() if dropout else 0
-        out: Tensor = _RingFunction.apply(query, key, value, sinks, bias, seed, turn)
+        out = _RingFunction.apply(query, key, value, sinks, bias, seed, turn)
         return out.transpose(1, SEQUENCE).contiguous(), None
 
     def _view(self, module: nn.Module, options: dict[str, Any]) -> View:
         return require_view(module, options)
 
-    def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
-        return self.turn(setting, mask)
+    def _extent(self, module: nn.Module, query: Tensor, key: Tensor) -> Extent:
+        held = self.held(query, key)
+        return Extent(held, held)
 
-    def _bias(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor | None:
-        """What is added to scores, see `ring_turn.Terms`."""
+    def _bias(self, module: nn.Module, query: Tensor, extent: Extent, options: dict[str, Any]) -> Tensor | None:
+        """What is added to scores, see `ring_turn.Terms`, beside what a mask adds."""
         return None
 
 

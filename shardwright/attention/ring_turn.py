@@ -55,6 +55,21 @@ class Setting(NamedTuple):
     dropout: float = 0.0
 
 
+class Extent(NamedTuple):
+    """Of queries and keys of whole sequences.
+
+    held    by all ranks together
+    true    without padding, which comes last
+    """
+
+    held: tuple[int, int]
+    true: tuple[int, int]
+
+    def rows(self, share: Share, device: torch.device) -> Tensor:
+        """Positions of a rank's queries; where they are padding, that of the last one."""
+        return share.positions(self.held[0], device).clamp(max=self.true[0] - 1)
+
+
 class Terms(NamedTuple):
     """What scores get besides.
 

@@ -6,9 +6,8 @@ does: [B, 1 or H, S, T], or none. They are honoured as they are.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,33 +15,37 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.ring import Ring
-from ..ops.compiled_sequence import no_graph
 from .exchange import Exchange
 from .extra_terms import with_alibi
 from .heads import HeadShares
 from .masks import View
-from .padded_exchange import TrueLengths, padded
+from .padded_exchange import TrueLengths, cropped, padded
 from .ring import RingAttention
-from .ring_turn import Block, Setting, Turn
+from .ring_turn import Block, Extent, Setting, Turn
 from .ulysses import HEADS, SEQUENCE, AttentionFunction, HeadsOf, Trade, Ulysses
 from .zigzag import Share
 
+_HAS_PARTS = "_shardwright_has_parts"
 _HIDDEN = 0.5  # of the least number: a term that hides a key
 
 
 class OfParts:
-    """An attention function that works on parts where `split` says that its module has parts, and is the model's own
-    elsewhere.
+    """An attention function that works on parts where its module has been said to have parts (`split`), and is the
+    model's own elsewhere.
     """
 
     def __init__(self, native: Callable[[nn.Module], AttentionFunction], parts: AttentionFunction) -> None:
-        self.split: WeakSet[nn.Module] = WeakSet()
+        self._split: WeakSet[nn.Module] = WeakSet()
         self._native, self._parts = native, parts
 
+    def split(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            self._split.add(module)
+            setattr(module, _HAS_PARTS, True)  # what a graph can look at
+
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            no_graph("attention with the masks of whole sequences sends what no graph holds")
-        if module not in self.split:
+        compiling = torch.compiler.is_compiling()
+        if not (getattr(module, _HAS_PARTS, False) if compiling else module in self._split):
             return self._native(module)(module, query, *args, **options)
         return self._parts(module, query, *args, **options)
 
@@ -96,7 +99,8 @@ class TradedHeads(Ulysses):
         length = query.shape[SEQUENCE]
         if self._lengths is not None and not self._around_ring:
             queries, keys = self._lengths.of_attention(module, length, key.shape[SEQUENCE])
-            query, key, value = query[:, :, :queries], key[:, :, :keys], value[:, :, :keys]
+            query = cropped(query, SEQUENCE, queries)
+            key, value = (cropped(x, SEQUENCE, keys) for x in (key, value))
 
         def mine(of_heads: Any, dim: int) -> Any:
             if not isinstance(of_heads, Tensor) or of_heads.shape[dim] != heads or heads == 1:
@@ -129,21 +133,6 @@ def whole_bias(module: nn.Module, bias: Tensor, queries: int, keys: int) -> Tens
         return bias
     assert not getattr(module, "has_relative_attention_bias", True), f"a bias of shape {tuple(bias.shape)}"
     return None
-
-
-class Extent(NamedTuple):
-    """Of queries and keys of whole sequences.
-
-    held    by all ranks together
-    true    without padding, which comes last
-    """
-
-    held: tuple[int, int]
-    true: tuple[int, int]
-
-    def rows(self, share: Share, device: torch.device) -> Tensor:
-        """Positions of a rank's queries; where they are padding, that of the last one."""
-        return share.positions(self.held[0], device).clamp(max=self.true[0] - 1)
 
 
 class MaskedTurn(Turn):
@@ -188,7 +177,7 @@ class RingWithMasks(RingAttention):
 
     def __init__(self, share: Share, rings: Sequence[Ring], lengths: TrueLengths | None = None) -> None:
         super().__init__(share, rings)
-        self._lengths = lengths
+        self._lengths, self.pads = lengths, lengths is not None
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __call__(
@@ -210,18 +199,14 @@ class RingWithMasks(RingAttention):
         causal = bool(getattr(module, "is_causal", True) if given is None else given)
         return View(causal, window if causal and isinstance(window, int) else None)
 
-    def _turn(self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, setting: Setting) -> Turn:
-        extent = self._extent(module, query, key)
+    def turn(self, setting: Setting, mask: Tensor | None, extent: Extent) -> Turn:
         return MaskedTurn(self._share, self._rings, setting, self._as_bool(mask), extent)
 
     def _extent(self, module: nn.Module, query: Tensor, key: Tensor) -> Extent:
-        queries, keys = (x.shape[SEQUENCE] * self._share.ranks for x in (query, key))
-        true = (
-            (queries, keys)
-            if self._lengths is None
-            else self._lengths.of_attention(HeadsOf.whole(module), queries, keys)
-        )
-        return Extent((queries, keys), true)
+        extent = super()._extent(module, query, key)
+        if self._lengths is None:
+            return extent
+        return extent._replace(true=self._lengths.of_attention(HeadsOf.whole(module), *extent.held))
 
     def _as_bool(self, mask: Tensor | None) -> Tensor | None:
         return mask if mask is None or mask.dtype == torch.bool else self._parts_of(mask)[0]
@@ -234,24 +219,24 @@ class RingWithMasks(RingAttention):
         known: tuple[Tensor, bool] = self._known[mask]
         return known
 
-    def _bias(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor | None:
-        extent = self._extent(module, query, key)
-        rows = extent.rows(self._share, query.device)
-        terms: list[Tensor | None] = []
-        bias = options.get("position_bias")
+    def _bias(self, module: nn.Module, query: Tensor, extent: Extent, options: dict[str, Any]) -> Tensor | None:
+        bias, alibi = options.get("position_bias"), options.get("alibi")
         if bias is not None and bias.shape[-2:] == extent.true:  # which the model made itself
-            terms.append(bias.index_select(-2, rows))
+            bias = bias.index_select(-2, extent.rows(self._share, query.device))
         elif bias is not None:
-            terms.append(whole_bias(module, bias, query.shape[SEQUENCE], extent.true[1]))
-        if mask is not None and mask.dtype != torch.bool and self._parts_of(mask)[1]:
-            added = mask.masked_fill(~self._parts_of(mask)[0], 0.0)
-            terms.append(added.index_select(-2, rows) if added.shape[-2] > 1 else added)
-        if options.get("alibi") is not None:
-            terms.append(options["alibi"][:, :, None])
-        found = [term for term in terms if term is not None]
-        return functools.reduce(torch.add, found) if found else None
+            bias = whole_bias(module, bias, query.shape[SEQUENCE], extent.true[1])
+        return _sum(bias, None if alibi is None else alibi[:, :, None])
+
+    def added(self, mask: Tensor | None, bias: Tensor | None, extent: Extent) -> Tensor | None:
+        if mask is None or mask.dtype == torch.bool or not self._parts_of(mask)[1]:
+            return bias
+        terms = mask.masked_fill(~self._parts_of(mask)[0], 0.0)
+        of_rows = terms.shape[-2] > 1
+        return _sum(bias, terms.index_select(-2, extent.rows(self._share, mask.device)) if of_rows else terms)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
 
 
 def around_trial(exchange: Exchange, ring: RingAttention) -> AttentionFunction:

@@ -51,7 +51,7 @@ class Share:
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of the pieces of this rank, of a sequence of `length` tokens, in the order it holds them."""
-        assert length % self.multiple == 0, f"{length} is no multiple of {self.multiple}"
+        assert torch.compiler.is_compiling() or length % self.multiple == 0, f"{length}: no multiple of {self.multiple}"
         size = length // self._pieces
         pieces = (self.rank, self._pieces - 1 - self.rank) if self.zigzag else (self.rank,)
         held = length // (self.ranks * self.among)
@@ -65,9 +65,15 @@ class Share:
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """[..., S, ...] -> [..., S / n, ...]"""
+        if torch.compiler.is_compiling():  # with no branch that a length takes
+            return whole.index_select(dim, self.positions(whole.shape[dim], whole.device))
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.spans(whole.shape[dim])]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Of this rank's tokens in the whole sequence, [S / n]."""
-        return self.part(torch.arange(length, device=device), 0)
+        assert torch.compiler.is_compiling() or length % self.multiple == 0, f"{length}: no multiple of {self.multiple}"
+        size, held = length // self._pieces, length // (self.ranks * self.among)
+        inside = torch.arange(self.place * held, (self.place + 1) * held, device=device)  # the pieces, put together
+        skipped = (self._pieces - 2 - 2 * self.rank) * size if self.zigzag else 0
+        return inside + self.rank * size + (inside >= size) * skipped

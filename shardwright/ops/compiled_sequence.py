@@ -26,9 +26,13 @@ from .compiled import calls, group_of
 
 
 class Traced:
-    """What modules ask for while a graph is traced."""
+    """What modules ask for while a graph is traced.
+
+    keys    how long the sequence is that the attention which is traced makes keys of
+    """
 
     length: int | None = None
+    keys: int | None = None
 
 
 traced = Traced()
@@ -108,6 +112,11 @@ def gather_sequence(
     x: Tensor, group: str, dim: int, length: int, again: bool = False, in_parts: bool = False
 ) -> Tensor:
     return _gather(x, group, dim, length, False, again, in_parts)
+
+
+def gather_for_parts(x: Tensor, group: str, dim: int, length: int) -> Tensor:
+    """For modules of which every rank keeps a part of the result."""
+    return _gather(x, group, dim, length, True, False, False)
 
 
 def gather_again(x: Tensor, group: str, dim: int, length: int, gradient: Tensor) -> Tensor:

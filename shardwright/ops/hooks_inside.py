@@ -1,8 +1,9 @@
 """Hooks on the modules inside of a layer that runs as one graph.
 
 Dynamo writes what hooks do into a graph when it is traced, and looks no more whether there are others later. So a layer
-whose modules have hooks runs as it is, but for two kinds:
+whose modules have hooks runs as it is, but for three kinds:
 
+    in graph    are there before anything is compiled, stay, and are written into the graph (`in_graph`)
     ahead       may be called before the layer in place of before the module (`ahead`): they see no values
     recorders   transformers' own, which stay where they were installed once and do nothing until outputs are asked for
 
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 _KIND = "_shardwright_in_graphs"
+_DOES = "_shardwright_does"
 _RECORDERS = "transformers.utils.output_capturing"
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -28,10 +30,12 @@ class Inside(NamedTuple):
     """
     watched     whether hooks have to see what happens inside of the layer
     ahead       (module, hook) to be called before it
+    in_graph    what those say of themselves that are written into its graph
     """
 
     watched: bool
-    ahead: tuple[tuple[nn.Module, Callable[..., Any]], ...]
+    ahead: tuple[tuple[nn.Module, Callable[..., Any]], ...] = ()
+    in_graph: tuple[str, ...] = ()
 
 
 def ahead(hook: _Hook) -> _Hook:
@@ -42,20 +46,29 @@ def ahead(hook: _Hook) -> _Hook:
     return hook
 
 
+def in_graph(hook: _Hook, does: object) -> _Hook:
+    """Say of a hook that graphs may hold it. Layers share one where what their hooks do is written alike."""
+    setattr(hook, _KIND, "in graph")
+    setattr(hook, _DOES, str(does))
+    return hook
+
+
 def hooks_inside(layer: nn.Module) -> Inside:
     if nn.modules.module._has_any_global_hook():
-        return Inside(True, ())
-    found = []
+        return Inside(True)
+    found, held = [], []
     for module, hooks, hook_id, hook in _hooks(layer):
         kind = getattr(hook, _KIND, None)
         if kind == "ahead":
             found.append((module, hook))
+        elif kind == "in graph":
+            held.append(getattr(hook, _DOES))
         elif kind is None and getattr(hook, "__module__", None) == _RECORDERS:
             hooks[hook_id] = _silenced(hook)
             kind = "recorder"
         if kind is None or (kind == "recorder" and _is_recording()):
-            return Inside(True, ())
-    return Inside(False, tuple(found))
+            return Inside(True)
+    return Inside(False, tuple(found), tuple(held))
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Any], int, Callable[..., Any]]]:

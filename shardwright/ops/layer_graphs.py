@@ -60,6 +60,8 @@ backend: str | Callable[..., Any] = "inductor"  # what tests that need no fast c
 MOST_GRAPHS = 32  # of one kind of layers
 _WATCHED = "_shardwright_watched"
 _GRAPH = "_shardwright_graph"
+_TELLS = "_shardwright_tells"
+Lengths = tuple[int | None, int | None]
 _numbers = itertools.count()
 
 
@@ -211,8 +213,6 @@ class LayerGraph:
         self.native: Callable[..., Any] = getattr(cls, method)
         self._kinds, self._is_part = kinds, is_part
         self._but = ", but for modules inside of them" if any(True for _ in parts_of(layer)) else ""
-        told = (path for path, module in layer.named_modules() if hasattr(module, "split_length"))
-        self._tells = next(told, None)  # the module that knows how long the sequences are
         self._refused: set[Any] = set()
         self._num_graphs = 0
         self._is_full = False
@@ -221,12 +221,12 @@ class LayerGraph:
         self.layer_class = _class_with(cls, self, method)
         native = self.native
 
-        def run(layer: nn.Module, length: int | None, *args: Any, **kwargs: Any) -> Any:
-            traced.length = length
+        def run(layer: nn.Module, lengths: Lengths, hooks: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+            traced.length, traced.keys = lengths
             try:
                 return native(layer, *args, **kwargs)
             finally:
-                traced.length = None
+                traced.length = traced.keys = None
 
         # Dynamo keeps what it has compiled, and which sizes have changed, by code object and name.
         code = run.__code__.replace(co_name=f"{cls.__name__}_forward_{next(_numbers)}")
@@ -255,7 +255,7 @@ class LayerGraph:
         form = _form(given, named)
         if not (self._is_full or form in self._refused):
             try:
-                return self._run(layer, given, named)
+                return self._run(layer, inside.in_graph, given, named)
             except _refusals() as error:
                 if _is_limit(error):
                     self._is_full = True
@@ -266,11 +266,13 @@ class LayerGraph:
         if not self._num_graphs:
             return self._in_parts(layer, given, named)
         with torch.compiler.set_stance("eager_on_recompile"):  # see [Note: the same way twice]
-            return self._call_graph(layer, given, named)
+            return self._call_graph(layer, inside.in_graph, given, named)
 
-    def _call_graph(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_graph(
+        self, layer: nn.Module, hooks: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         with put_back_after_errors():
-            return self._compiled(self._twin(layer), self._split_length(layer), *args, **kwargs)
+            return self._compiled(self._twin(layer), _lengths(layer), hooks, *args, **kwargs)
 
     def _in_parts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = vars(layer)
@@ -280,21 +282,13 @@ class LayerGraph:
                 self._kinds.compile(part, is_part=True)
         return self.native(layer, *args, **kwargs)
 
-    def _split_length(self, layer: nn.Module) -> int | None:
-        """How long the sequences are of which the layer is given parts."""
-        if self._tells is None:
-            return None
-        told: Any = layer.get_submodule(self._tells)
-        length: int | None = told.split_length()
-        return length
-
-    def _run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, layer: nn.Module, hooks: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo import config
 
         may_be_last = self._num_graphs + 1 >= min(config.recompile_limit, MOST_GRAPHS)
         with config.patch(recompile_limit=MOST_GRAPHS) if may_be_last else nullcontext():
             try:
-                return self._call_graph(layer, args, kwargs)
+                return self._call_graph(layer, hooks, args, kwargs)
             except _refusals():
                 others = _with_gradients_of_other_dtypes(layer)
                 if not others:
@@ -304,7 +298,7 @@ class LayerGraph:
             for param in others:
                 param.grad = None
             try:
-                return self._call_graph(layer, args, kwargs)
+                return self._call_graph(layer, hooks, args, kwargs)
             finally:
                 for param, gradient in zip(others, gradients, strict=True):
                     param.grad = gradient
@@ -392,6 +386,18 @@ def _kind(layer: nn.Module) -> Any:
         (path, type(module), *((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(module)))
         for path, module in layer.named_modules()
     )
+
+
+def _lengths(layer: nn.Module) -> Lengths:
+    """How long the sequences are of which the layer is given parts; and those that it, an attention, makes keys of."""
+    state = vars(layer)
+    if _TELLS not in state:  # the module in it that knows
+        state[_TELLS] = next((path for path, each in layer.named_modules() if hasattr(each, "split_length")), None)
+    if state[_TELLS] is None:
+        return None, None
+    told: Any = layer.get_submodule(state[_TELLS])
+    of_keys = getattr(told, "key_length", None)
+    return told.split_length(), of_keys(layer) if state[_TELLS] == "" and of_keys is not None else None
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

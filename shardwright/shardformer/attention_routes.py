@@ -23,7 +23,8 @@ from .layer.parallel_module import ParallelModule, native_class
 
 
 def route_attention(model: nn.Module) -> None:
-    """Once for each module; deep copies keep it."""
+    """Once for each module; deep copies keep it. Modules of one class get one: layers share graphs by their classes."""
+    made: dict[Any, Any] = {}
     for module in model.modules():
         name = native_class(module).__name__
         if name not in _ROUTES or hasattr(type(module), "own_attention") or _multiplies_slices(module):
@@ -33,7 +34,10 @@ def route_attention(model: nn.Module) -> None:
         kernels = is_fused or (not own_methods and attention_of(model) != "eager")
         module.routed_config = getattr(model, "config", None)  # type: ignore[assignment]
         module.uses_kernels = kernels  # type: ignore[assignment]
-        module.__class__ = _over(type(module), native, _ROUTES[name](native, kernels))
+        kind = type(module), kernels
+        if kind not in made:
+            made[kind] = _over(type(module), native, _ROUTES[name](native, kernels))
+        module.__class__ = made[kind]
 
 
 def _unsharded(module: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.plugins.hybrid.layer_axis import LayerFacts
 from shardwright.plugins.hybrid.sequence import probe_mode
 from shardwright.plugins.hybrid.sequence_axis import SequenceFacts
-from shardwright.shardformer.attention_routes import hides_by_numbers
+from shardwright.shardformer.attention_routes import hides_by_numbers, route_attention
 from shardwright.testing import keep_float64, run_ranks, zoo
 
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
@@ -128,6 +128,13 @@ def test_what_is_cut(mode: str) -> None:
             assert isinstance(facts, LayerFacts), name
             assert facts.plan.traded, name
             assert not facts.plan.whole, name
+
+
+def test_layers_keep_one_class() -> None:
+    """By which compiled ones share a graph."""
+    model: Any = zoo.build("bloom-causal-lm")
+    route_attention(model)
+    assert len({type(layer.self_attention) for layer in model.transformer.h}) == 1
 
 
 def test_whose_padding_in_front_gets_the_mean_of_all_values() -> None:

@@ -324,6 +324,15 @@ def test_what_cannot_be_compiled_is_refused(alone: Callable[[str], None], monkey
             _boost(zoo.build("llama-causal-lm", dtype=torch.float32))
 
 
+def test_the_report_says_what_runs_in_parts(alone: Callable[[str], None]) -> None:
+    alone("aot_eager")
+    plugin = HybridParallelPlugin(precision="fp32", **ON)
+    report = str(plugin.preflight(zoo.build("qwen3-moe-causal-lm")))
+    assert "compiled: 4 x Qwen3MoeDecoderLayer in parts (experts_implementation='eager')" in report
+    fused = zoo.build("qwen3-moe-causal-lm", experts_implementation="grouped_mm", output_router_logits=True)
+    assert "4 x Qwen3MoeDecoderLayer in parts (output_router_logits=True)" in str(plugin.preflight(fused))
+
+
 def test_what_was_gathered_is_read_twice_and_sent_once() -> None:
     """By column linears, whose gradients are summed as they are dealt out, and by somebody else."""
     graph = fx.Graph()
@@ -367,14 +376,14 @@ def test_rings_keep_their_order() -> None:
     x = graph.placeholder("x")
     operators = torch.ops.shardwright
     traded = graph.call_function(operators.trade_heads.default, (x, "sp", [2, 1], [1, 2], True))
-    settings = ("ring", True, None, 1.0, None, 0.0)
-    ring = graph.call_function(operators.ring_attention.default, (x, x, x, None, None, *settings))
+    settings = ("ring", [], True, None, 1.0, None, 0.0)
+    ring = graph.call_function(operators.ring_attention.default, (x, x, x, None, None, None, *settings))
     ring.meta["val"] = torch.empty(1), torch.empty(2), torch.empty(())
     summed = graph.call_function(operators.sum_over_group.default, (x, "tp"))
     graph.output((traded, ring, summed))
     compiled.keep_order(graph)
     graph.lint()
-    assert ring.args == (x, x, x, None, None, *settings, traded)
+    assert ring.args == (x, x, x, None, None, None, *settings, traded)
     first = summed.args[-1]
     assert isinstance(first, fx.Node)
     assert first.args == (ring, 0)

@@ -6,8 +6,11 @@ from collections import Counter
 
 from torch import nn
 
+from ...models.config import config_of, parts
 from ...ops.layer_graphs import compile_layers, layers_of, require_compiler
+from ...shardformer.experts import is_routed
 from ..settings import HybridSettings
+from .sequence_tensor import TENSOR_MODES
 
 
 def check_compiled(settings: HybridSettings) -> None:
@@ -34,8 +37,26 @@ def compiled_words(model: nn.Module, settings: HybridSettings) -> str:
     """What is compiled, for the layout report; ValueError where there is nothing that could be."""
     if not settings.sharding.enable_jit_fused:
         return ""
-    classes = Counter(type(layer).__name__ for _, layer in layers_of(model))
-    return "compiled: " + ", ".join(f"{number} x {name}" for name, number in classes.items())
+    kinds = Counter((type(layer).__name__, _in_parts(layer, model, settings)) for _, layer in layers_of(model))
+    return "compiled: " + ", ".join(f"{number} x {name}{parts}" for (name, parts), number in kinds.items())
+
+
+def _in_parts(layer: nn.Module, model: nn.Module, settings: HybridSettings) -> str:
+    """What keeps a layer from being one graph, as far as it is known before it runs."""
+    if not any(map(is_routed, layer.modules())):
+        return ""
+    configs = list(parts(config_of(model)))
+    if settings.layout.ep_size > 1:
+        why = f"ep_size={settings.layout.ep_size}"
+    elif settings.sequence_mode in TENSOR_MODES:
+        why = f"sequence_parallelism_mode={settings.sequence_mode!r}"
+    elif any(getattr(part, "_experts_implementation", None) == "eager" for part in configs):
+        why = "experts_implementation='eager'"
+    elif any(getattr(part, "output_router_logits", False) for part in configs):
+        why = "output_router_logits=True"
+    else:
+        return ""
+    return f" in parts ({why})"
 
 
 def compile_where_wanted(model: nn.Module, settings: HybridSettings, apart: bool) -> None:

@@ -161,7 +161,7 @@ class _Tried:
         if plan.traded:
             function = OfParts(native, split)
             use_attention(model, function, "trial", masks_of=self._name)
-            function.split.update(map(model.get_submodule, plan.traded))
+            function.split(map(model.get_submodule, plan.traded))
         plan.apply(model, exchange, self._mode == "ring_attn")
         for batch, expected in self._ran:
             try:

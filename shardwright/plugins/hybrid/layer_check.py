@@ -146,7 +146,7 @@ class _Copies:
         if plan.traded:
             function = OfParts(native, parts)
             use_attention(self._other, function, "trial", masks_of=self._name)
-            function.split.update(map(self._other.get_submodule, plan.traded))
+            function.split(map(self._other.get_submodule, plan.traded))
         if plan.joined and getattr(self._other, "base_model", self._other) is self._other:
             raise CannotSplit("what follows its layers wants whole sequences")
         plan.apply(self._other, exchange, self._mode == "ring_attn")
@@ -334,7 +334,7 @@ def split_layers(
         needs_own = facts.plan.whole or facts.loss == ENCLOSED or makes_own_masks(native)
         masks = "sdpa" if mode == "ring_attn" and not needs_own else name
         use_attention(native, own, mode, copies, masks_of=masks)
-        own.split.update(map(native.get_submodule, facts.plan.traded))
+        own.split(map(native.get_submodule, facts.plan.traded))
     by_rows = mode == "ring_attn"
     facts.plan.apply(native, exchange, by_rows)
     shapes = Shapes(exchange.share)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.exchange import Exchange
+from ...ops.hooks_inside import in_graph
 from ...shardformer.layer.sequence import with_first
 
 Path = tuple[int | str, ...]  # to a tensor: "args" or "kwargs", and on from there; of an output, from the output
@@ -86,14 +87,23 @@ class LayerPlan:
             inner.register_forward_hook(partial(_gather_routers, exchange), with_kwargs=True)
         for name, places in self.traded.items():
             module: Any = model.get_submodule(name)
-            module.register_forward_pre_hook(partial(_part_arguments, exchange, places), with_kwargs=True)
+            _tell_lengths(module, exchange)
+            hook = in_graph(partial(_part_arguments, exchange, places), places)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
             if hasattr(module, "compute_bias"):
                 make = _bias_of_rows if by_rows else _whole_bias
                 module.compute_bias = partial(make, module.compute_bias, exchange)
         for name, (given, returned) in self.whole.items():
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(partial(_gather_inputs, exchange, given), with_kwargs=True)
-            module.register_forward_hook(partial(_part_outputs, exchange, returned))
+            _tell_lengths(module, exchange)
+            hook = in_graph(partial(_gather_inputs, exchange, given), given)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_hook(in_graph(partial(_part_outputs, exchange, returned), returned))
+
+
+def _tell_lengths(module: Any, exchange: Exchange) -> None:
+    """To graphs that the module is in, see `ops.layer_graphs`."""
+    module.split_length, module.key_length = exchange.true_length, exchange.true_keys
 
 
 def _part_inputs(
