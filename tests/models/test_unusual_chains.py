@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shardwright.models.layer_chain import find_units
 from shardwright.pipeline.cut.survey import survey_model
 from shardwright.pipeline.loss.probes import sample_dims
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.testing import adamw, compare_models, run_ranks
+from shardwright.testing import adamw, compare_models, keep_float64, run_ranks
 
 WORDS, WIDTH, LENGTH, SAMPLES = 23, 12, 6, 4
 
@@ -103,6 +104,37 @@ def trained(rank: int, world: int) -> None:
 def test_stages_of_layers_that_have_samples_on_another_dim_and_are_passed_over() -> None:
     assert [unit.layer for unit in find_units(made())] == [f"stages.{number}" for number in range(4)]
     run_ranks(trained, 2)
+
+
+class Nested(nn.Module):
+    """An encoder, and a decoder that is a model with an encoder inside, which has more parameters."""
+
+    _no_split_modules = ("Block", "Stage")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.decoder.encoder = nn.Module()
+        self.encoder.layers = nn.ModuleList(Block() for _ in range(2))
+        self.decoder.encoder.layers = nn.ModuleList(Stage() for _ in range(2))
+
+
+def test_an_encoder_inside_of_a_decoder_is_the_decoder() -> None:
+    found = [(unit.layer, unit.gate) for unit in find_units(Nested())]
+    assert found == [
+        ("encoder.layers.0", "encoder.layers.0"),
+        ("encoder.layers.1", "encoder"),
+        ("decoder.encoder.layers.0", "decoder.encoder.layers.0"),
+        ("decoder.encoder.layers.1", "decoder.encoder.layers.1"),
+    ]
+
+
+def test_masks_of_the_least_number_keep_double_precision() -> None:
+    least = torch.finfo(torch.float64).min
+    with keep_float64():
+        assert torch.full((2,), least).dtype is torch.float64
+        assert torch.tensor(0.5).dtype is torch.float32
 
 
 class Reversed(torch.autograd.Function):
