@@ -192,7 +192,8 @@ def half_precision(rank: int, world: int, path: Path) -> str:
 
 def test_saving_half_precision_says_where_the_masters_are(tmp_path: Path) -> None:
     (words,) = run_ranks(half_precision, 1, tmp_path)
-    assert words.count("torch.bfloat16; the optimizer's fp32 masters are kept by booster.save(") == 1
+    told = "the optimizer's fp32 masters are written by save_model(masters=True), and kept by booster.save("
+    assert words.count(f"torch.bfloat16; {told}") == 1
 
 
 def take_state_over(rank: int, world: int, path: Path) -> None:

@@ -239,6 +239,13 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
 
         return see
 
+    def written_as(masters: bool) -> torch.dtype:
+        from safetensors.torch import load_file
+
+        half = Run(tmp_path, HybridParallelPlugin(precision="bf16"))
+        half.booster.save_model(half.model, tmp_path / "half_precision", masters=masters)
+        return load_file(tmp_path / "half_precision" / "model.safetensors")["0.weight"].dtype
+
     def states(name: str) -> See:
         def see(value: Any) -> list[str]:
             place = f"states{next(count)}"
@@ -305,6 +312,7 @@ def _files(tmp_path: Path) -> dict[str, dict[str, list[Any]]]:
             ],
             "use_safetensors": [Refused(exported("use_safetensors"), False, "would write pickle files")],
             "use_async": [Changes(unfinished("save_model", model), False, True)],
+            "masters": [Changes(written_as, False, True), Refused(written_as, "no", "use False")],
         },
         "load_model": {
             "model": [],
