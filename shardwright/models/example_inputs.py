@@ -19,6 +19,7 @@ from torch import nn
 
 from ..utils.tensors import map_tensors
 from .config import HIDDEN, first_int, native_model, text_part
+from .placeholders import feature_counts
 
 Batch = dict[str, Any]
 SAMPLES, CHOICES = 2, 2
@@ -29,6 +30,7 @@ _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "
 _BESIDES_TEXT = ("pixel", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
 _ACROSS = ("encoder_attn", "cross_attn", "crossattention", "cross_attention")
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
+_SOUND_PLACEHOLDERS = ("audio_token_id", "audio_token_index")
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
 _FRAMES_OF_SOUND = 32
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
@@ -64,8 +66,9 @@ def training_batches(model: nn.Module, seed: int = 2) -> Iterator[Batch]:
     """
     maker = _Maker(model, seed)
     for inputs in maker.full():
+        rows = len(inputs.get("input_ids", range(SAMPLES)))
         for labels in maker.labels(inputs):
-            yield maker.placed({**inputs, **labels, **maker.switches()})
+            yield maker.placed({**inputs, **{key: value[:rows] for key, value in labels.items()}, **maker.switches()})
     for inputs in maker.full():
         yield maker.placed({**inputs, **maker.switches()})
 
@@ -136,7 +139,7 @@ class _Maker:
     def __init__(self, model: nn.Module, seed: int = 2) -> None:
         self.config: Any = getattr(model, "config", None)
         self.main: str = getattr(model, "main_input_name", "input_ids")
-        native = native_model(model)
+        self.model = native = native_model(model)
         parameters = inspect.signature(native.forward).parameters
         self.arguments = set(parameters)
         self.required = [
@@ -144,6 +147,7 @@ class _Maker:
             for name, one in parameters.items()
             if one.default is one.empty and one.kind < one.VAR_KEYWORD and one.kind != one.VAR_POSITIONAL
         ]
+        self.samples = "sample" in parameters and parameters["sample"].default is True
         self.head = getattr(type(native), "native_class", type(native)).__name__
         self.keeps_numbers = False
         self.looks_across = any(name.endswith(_ACROSS) for name, _ in model.named_modules())
@@ -168,8 +172,9 @@ class _Maker:
         return map_tensors(move, batch)
 
     def switches(self) -> Batch:
-        """A contrastive loss where there is one."""
-        return {"return_loss": True} if "return_loss" in self.arguments else {}
+        """A contrastive loss where there is one; no noise of the model's own."""
+        found = {"return_loss": True} if "return_loss" in self.arguments else {}
+        return found | ({"sample": False} if self.samples else {})
 
     def full(self) -> Iterator[Batch]:
         """Everything that the model takes, then less and less of it."""
@@ -183,16 +188,21 @@ class _Maker:
         takes_text = "input_ids" in self.arguments
         if {"image_pixel_values", "audio_input_features"} <= self.arguments:
             yield self.crops_and_sounds()
-        pictures = [] if not set(_IMAGES) & self.arguments else [*self.patches(), self.images(), self.videos()]
-        sounds = [] if not set(_SOUNDS) & self.arguments else [*self.spectra(), self.waveform()]
+        pictures = [] if not set(_IMAGES) & self.arguments else [*self.patches(), *self.pictures(), self.videos()]
+        sounds = [] if not set(_SOUNDS) & self.arguments else [*self.spectra(), *self.waveforms()]
         for seen in filter(None, pictures):
             if takes_text:
-                yield {**seen, **self.words(self._image_places(seen))}
+                places = self._image_places(seen)
+                yield {**seen, **self.words(places)}
+                counted = self._counted(seen) if places else None
+                if counted is not None and set(counted) != {places}:
+                    yield {**seen, **self._worded(counted, _PLACEHOLDERS)}
                 yield {**seen, **self.words()}
             for asked in self.prompts():
                 yield {**seen, **asked}
         for heard in filter(None, sounds):
             if takes_text:
+                yield from self._spoken(heard)
                 yield {**heard, **self.words()}
             yield heard
             yield {**heard, **self.decoder_ids()}
@@ -230,6 +240,42 @@ class _Maker:
         if "mm_token_type_ids" in self.arguments:
             extra["mm_token_type_ids"] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape).contiguous()
         return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self.arguments else {}), **extra}
+
+    def _worded(self, counts: list[int], names: tuple[str, ...]) -> Batch:
+        """Texts with as many places in front as each sample has features; an ordinary word where others have more."""
+        places = max(counts)
+        texts = self.words()
+        token = next(value for name in names if (value := getattr(self.config, name, None)) is not None)
+        stands = torch.full((SAMPLES, places), token)
+        stands[torch.arange(places) >= torch.tensor(counts)[:, None]] = _FIRST_WORD
+        shown = {"attention_mask": torch.ones_like(stands)} if "attention_mask" in texts else {}
+        return {
+            **texts,
+            **{key: torch.cat([new, texts[key]], 1) for key, new in {"input_ids": stands, **shown}.items()},
+        }
+
+    def _spoken(self, heard: Batch) -> Iterator[Batch]:
+        """Sounds and texts with their places: with a mask of the frames where the forward takes one, then without.
+        Models without such places add sounds to words, one to one.
+        """
+        frames = _size(self.config, "audio_length_per_tok")
+        has_places = any(getattr(self.config, name, None) is not None for name in _SOUND_PLACEHOLDERS)
+        takes_mask = "input_features" in heard and "input_features_mask" in self.arguments
+        for masks in [self.frame_mask(heard), {}] if takes_mask else [{}]:
+            if has_places and (counts := self._counted({**heard, **masks})) is not None:
+                yield {**heard, **masks, **self._worded(counts, _SOUND_PLACEHOLDERS)}
+        if not has_places and frames is not None and "input_features" in heard:
+            yield {"input_features": self._noise(SAMPLES, self._bins(), frames * _LENGTH), **self.words()}
+
+    def frame_mask(self, heard: Batch) -> Batch:
+        """[B, F]: every frame counts; frames are what spectra have more of than bins."""
+        spectrum = heard["input_features"]
+        frames = spectrum.shape[1] if spectrum.shape[2] == self._bins() else spectrum.shape[2]
+        names = {"input_features_mask", "padding_mask"} & self.arguments
+        return {name: torch.ones(SAMPLES, frames, dtype=torch.long) for name in sorted(names)}
+
+    def _counted(self, inputs: Batch) -> list[int] | None:
+        return feature_counts(self.model, self.placed(inputs), SAMPLES)
 
     def crops_and_sounds(self) -> Batch:
         """Images as their whole and one crop [B, 2, C, H, W], sounds [B, F, bins], and texts with places for both. The
@@ -284,6 +330,13 @@ class _Maker:
             shapes = torch.tensor([[side, side]] * SAMPLES)
             yield {"pixel_values": self._noise(SAMPLES, side * side, features), "spatial_shapes": shapes, **shown}
 
+    def pictures(self) -> Iterator[Batch]:
+        """[B, C, H, W], and as one of several images of each sample where texts have places for them."""
+        made = self.images()
+        yield made
+        if "input_ids" in self.arguments and any(hasattr(self.config, name) for name in _PLACEHOLDERS):
+            yield {"pixel_values": made["pixel_values"][:, None]}
+
     def images(self, zeros: bool = False) -> Batch:
         """[B, C, H, W]"""
         shape = (SAMPLES, _channels(self.vision), *_image_size(self.vision))
@@ -298,23 +351,37 @@ class _Maker:
         return {name: self._noise(SAMPLES, frames, _channels(self.vision), *_image_size(self.vision))}
 
     def spectra(self, zeros: bool = False) -> Iterator[Batch]:
-        """[B, mels, F] for encoders that halve a fixed number of frames, [B, F, mels] for the others."""
-        homes = (self.audio, _part(self.config, "encoder_config"))
-        bins = next((size for home in homes for name in _BINS if (size := _size(home, name))), 80)
+        """[B, mels, F] for encoders that halve a fixed number of frames or cut them into windows, [B, F, mels] for the
+        others, then [B, mels, F] of as many frames.
+        """
+        bins = self._bins()
         make = torch.zeros if zeros else self._noise
         if "input_features" in self.arguments:
             positions = _size(self.audio, "max_source_positions")
             if positions and _size(self.audio, "input_feat_per_channel") is None:
                 yield {"input_features": make(SAMPLES, bins, 2 * positions)}
+            if (window := _size(self.audio, "n_window")) is not None:
+                yield {"input_features": make(SAMPLES, bins, 4 * window)}
             yield {"input_features": make(SAMPLES, _FRAMES_OF_SOUND, bins)}
+            if not zeros:
+                yield {"input_features": make(SAMPLES, bins, _FRAMES_OF_SOUND)}
             return
         frames = _size(self.audio, "max_length")
         if frames is not None and _size(self.audio, "num_mel_bins"):
             yield {"input_values": make(SAMPLES, frames, bins)}
 
-    def waveform(self) -> Batch:
-        """[B, samples]"""
-        return {"input_values": self._noise(SAMPLES, _SAMPLES_OF_SOUND)} if "input_values" in self.arguments else {}
+    def _bins(self) -> int:
+        homes = (self.audio, _part(self.config, "encoder_config"), getattr(self.audio, "asr_config", None))
+        return next((size for home in homes for name in _BINS if (size := _size(home, name))), 80)
+
+    def waveforms(self) -> Iterator[Batch]:
+        """[B, samples], and [B, 1, samples] where texts have places for them."""
+        if "input_values" not in self.arguments:
+            return
+        made = self._noise(SAMPLES, _SAMPLES_OF_SOUND)
+        yield {"input_values": made}
+        if "input_ids" in self.arguments:
+            yield {"input_values": made[:, None]}
 
     def prompts(self) -> Iterator[Batch]:
         """What to segment, one thing per sample, where the model is asked with points; nothing for the others."""

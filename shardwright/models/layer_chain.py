@@ -20,7 +20,7 @@ from torch import nn
 
 from .blocks import declared_by
 from .config import LAYERS, config_of, first_int, is_encoder_decoder
-from .shared_layers import repeated_applications
+from .shared_layers import compound_lists, repeated_applications
 
 
 class Unit(NamedTuple):
@@ -68,12 +68,14 @@ def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Uni
         chosen = _find_lists(model)
     elif (applications := repeated_applications(model)) is not None:
         return applied(applications)
+    elif several := [(name, _module_list(model, name)) for name, items in compound_lists(model) if len(items) > 1]:
+        chosen = [max(several, key=_parameters)]
     else:
         raise ValueError(
             f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a "
             "class named in _no_split_modules, derived from GradientCheckpointingLayer, or of config.num_hidden_layers "
-            "equal children, and none whose children are applied several times in a forward. Use pp_size=1, or name "
-            "the lists in layer_lists of a policy: custom_policy="
+            "equal children, and none of two or more modules that hold others. Use pp_size=1, or name the lists in "
+            "layer_lists of a policy: custom_policy="
         )
     units = [Unit(f"{name}.{index}", f"{name}.{index}") for name, layers in chosen for index in range(len(layers))]
     if len(chosen) > 1:
@@ -98,11 +100,29 @@ def _module_list(model: nn.Module, name: str) -> nn.ModuleList:
 def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     candidates = layer_lists(model)
     if is_encoder_decoder(model):
-        encoders = [item for item in candidates if "encoder" in item[0].split(".")]
-        decoders = [item for item in candidates if "decoder" in item[0].split(".")]
+        encoders = [item for item in candidates if _side(item[0]) == "encoder"]
+        decoders = [item for item in candidates if _side(item[0]) == "decoder"]
         if encoders and decoders:
             return [max(encoders, key=_parameters), max(decoders, key=_parameters)]
-    return [max(candidates, key=_parameters)]
+    return [max((_outer(model, candidates, item) for item in candidates), key=_parameters)]
+
+
+def _side(name: str) -> str:
+    """ "encoder" or "decoder", the outer one where a decoder's model has an encoder; "" for neither."""
+    return next((part for part in name.split(".") if part in ("encoder", "decoder")), "")
+
+
+def _outer(
+    model: nn.Module, candidates: Sequence[tuple[str, nn.ModuleList]], item: tuple[str, nn.ModuleList]
+) -> tuple[str, nn.ModuleList]:
+    """The list of stages that each have such a list of layers, else the list itself."""
+    for name in paths_to(item[0])[:-1]:
+        outer = model.get_submodule(name)
+        if isinstance(outer, nn.ModuleList) and not any(isinstance(stage, nn.ModuleList) for stage in outer):
+            held = {other.removeprefix(f"{name}.").split(".")[0] for other, _ in candidates if other.startswith(name)}
+            if len(held) == len(outer) > 1:
+                return name, outer
+    return item
 
 
 def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:

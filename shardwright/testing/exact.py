@@ -28,6 +28,9 @@ _MULTIPLYING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("__matmul__", "matmul", "bmm")),
     (torch, ("matmul", "bmm")),
 )
+# What makes a float32 of a number, which may be the least one of float64 (masks that are made of `finfo(...).min`).
+_FILLING: tuple[tuple[Any, tuple[str, ...]], ...] = ((torch, ("full", "tensor")),)
+_LARGEST = torch.finfo(torch.float32).max
 _depth = 0
 
 
@@ -47,7 +50,7 @@ def keep_float64() -> Iterator[None]:
     global _depth
     originals = []
     if not _depth:
-        for table, change in ((_CASTING, _keeping), (_MULTIPLYING, _promoting)):
+        for table, change in ((_CASTING, _keeping), (_MULTIPLYING, _promoting), (_FILLING, _widening)):
             for home, name in ((home, name) for home, names in table for name in names):
                 originals.append((home, name, vars(home).get(name)))
                 setattr(home, name, change(getattr(home, name)))
@@ -85,3 +88,14 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(first, second, **kwargs)
 
     return promote
+
+
+def _widening(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def widen(*args: Any, **kwargs: Any) -> Any:
+        value = kwargs.get("fill_value", args[-1] if args else None)
+        if isinstance(value, float) and _LARGEST < abs(value) < float("inf") and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return function(*args, **kwargs)
+
+    return widen

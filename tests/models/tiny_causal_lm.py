@@ -37,7 +37,7 @@ def build(model_type: str, settings: Mapping[str, Any] | None = None, seed: int 
         if part is not None:
             part._experts_implementation = "eager"  # the grouped kernels have no double precision
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
-    own = [name for name, part in parts_of(type(made)) if part is model_class.config_class]
+    own = [name for name, part, _ in parts_of(type(made)) if part is model_class.config_class]
     if own and type(made) is not model_class.config_class:  # the language model of a larger whole
         made = getattr(made, own[0])
     with torch.device("meta"):

@@ -9,11 +9,14 @@ mask decoder of SAM). Which of them runs first, and whether a batch reaches it a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from ...models.layer_chain import Unit, applied, are_shared, find_units, layer_lists
 
@@ -71,12 +74,16 @@ class Chain:
         own = [unit.layer for unit in units if unit.layer in in_main]
         expected = [unit.layer for unit in self.main]
         if own != expected:
-            if all(unit.layer == unit.gate for unit in self.main) and not are_shared(self.main) and {*own} == in_main:
+            # Some layers several times, or some of them not at all (of images, in a model of text alone).
+            may_differ = {*own} == in_main or own == [layer for layer in expected if layer in own] != []
+            if all(unit.layer == unit.gate for unit in self.main) and not are_shared(self.main) and may_differ:
                 return applied(own)
+            order = [expected.index(layer) for layer in own]
             raise CutError(
-                f"{name} cannot be cut into stages: its layers {expected[0]} to {expected[-1]} ran in the order "
-                f"{[expected.index(layer) for layer in own]}, which is neither all of them from first to last nor some "
-                "of them several times; use pp_size=1"
+                f"{name} cannot be cut into stages: of its layers {expected[0]} to {expected[-1]} "
+                + (f"ran {order}, in this order," if own else "none was called as a module,")
+                + " and stages need layers that run from first to last, or all of them, some several times; use "
+                "pp_size=1"
             )
         towers = {
             unit
@@ -87,6 +94,22 @@ class Chain:
         kept = [unit for unit in units if unit.layer in in_main or unit in towers]
         runs = [name for name, _ in groupby(kept, key=list_of)]
         return kept if len(runs) == len(set(runs)) else [*self.main]  # a tower whose layers take turns with others
+
+
+def refuse_own_backward(name: str) -> None:
+    """Called where a layer returns. `CutError` where it runs inside of a `torch.autograd.Function`: that one's backward
+    runs the layers again by itself, those of all stages at once.
+    """
+    if torch.is_grad_enabled():
+        return
+    frame = inspect.currentframe()
+    while frame is not None:
+        if any(isinstance(value, FunctionCtx) for value in frame.f_locals.values()):
+            raise CutError(
+                f"{name} cannot be cut into stages: a torch.autograd.Function runs its layers, forward and backward, "
+                "all of them in one piece; use pp_size=1"
+            )
+        frame = frame.f_back
 
 
 def _config_around(model: nn.Module, name: str) -> object:

@@ -29,9 +29,10 @@ from ...models.example_inputs import example_batches, takes_more_than_text
 from ...models.known_values import run_knowing
 from ...models.layer_chain import Unit, numbers_by_module, paths_to
 from ...utils import pytree
-from .chain import Chain, CutError, OtherOrder, list_of
+from .chain import Chain, CutError, OtherOrder, list_of, refuse_own_backward
 from .entry import ENTRY, Entry, find_place
 from .flows import Flows
+from .unread import watched
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Template:
     spec: pytree.TreeSpec
     others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
     written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
+    unread: frozenset[int] = frozenset()  # numbers of the tensors that nothing reads, which get no gradient
 
     def take_apart(self, output: Any, name: str) -> tuple[list[torch.Tensor], list[bool | int | float]]:
         """Tensors and numbers of `output`, which must have this structure. Other values must be those of the dry
@@ -63,13 +65,16 @@ class Template:
                     "travel tensors and numbers, and other values must be the same for every batch: return a number "
                     "instead"
                 )
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Zeros in place of no gradient would have optimizers decay what made them.
+        tensors = [leaf.detach() if number in self.unread else leaf for number, leaf in enumerate(found)]
         return tensors, [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
 
     def build(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> Any:
         """The output again. Received tensors are leaves, which autograd lets nobody write to: those that the model
         writes to are copied.
         """
+        tensors = [watched(tensor) if number in self.unread else tensor for number, tensor in enumerate(tensors)]
         remaining = iter(
             tensor.clone() if written else tensor for tensor, written in zip(tensors, self.written, strict=True)
         )
@@ -184,7 +189,7 @@ class Survey:
         return replace(
             self,
             templates=tuple(
-                replace(one, written=tuple(map(operator.or_, one.written, two.written)))
+                replace(one, written=tuple(map(operator.or_, one.written, two.written)), unread=one.unread & two.unread)
                 for one, two in zip(self.templates, other.templates, strict=True)
             ),
             parts=tuple(map(operator.or_, self.parts, other.parts)),
@@ -344,6 +349,7 @@ class _Surveyor:
     # id of a fresh leaf -> its number among the tensors of the unit
     numbers: dict[int, int] = field(default_factory=dict)
     met: set[tuple[int, int]] = field(default_factory=set)  # unit and number of the leaves that the last walk came to
+    read: set[tuple[int, int]] = field(default_factory=set)  # the same for all walks
     # place of the entry, the tensor, what goes on instead
     entered: tuple[int | str, torch.Tensor, torch.Tensor] | None = None
     keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
@@ -396,6 +402,7 @@ class _Surveyor:
         calls = cycle(numbers)
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            refuse_own_backward(type(self.model).__name__)
             index = next(calls)
             self.order.append(index)
             leaves, spec = pytree.tree_flatten(output)
@@ -483,7 +490,7 @@ class _Surveyor:
             if index < len(self.units):
                 parameters |= own[index]
             parts.append(Part(frozenset(reads), frozenset(parameters | always), frozenset(modules | self.untracked)))
-        read = {name for part in parts for name in part.parameters}
+        trained = {name for part in parts for name in part.parameters}
         first_layer = min(
             position for position, (name, _) in enumerate(self.model.named_modules()) if name == self.units[0].layer
         )
@@ -496,13 +503,19 @@ class _Surveyor:
             entry = Entry(self.units[0].layer, place, template, before, behind)
         unread = {}
         for group in names.values():
-            if group[0] not in read:
+            if group[0] not in trained:
                 owner = group[0].rpartition(".")[0]
                 unread[group[0]] = owner in self.early or (owner not in self.ran and position_of[owner] < first_layer)
         return Survey(
             units=tuple(self.units),
             templates=tuple(
-                Template(*self.others[index], tuple(tensor._version > 0 for tensor in self.passed_on[index]))
+                Template(
+                    *self.others[index],
+                    tuple(tensor._version > 0 for tensor in self.passed_on[index]),
+                    frozenset(
+                        number for number in range(len(self.passed_on[index])) if (index, number) not in self.read
+                    ),
+                )
                 for index in range(len(self.units))
             ),
             parts=tuple(parts),
@@ -542,6 +555,7 @@ class _Surveyor:
                 if following is not None and following not in seen:
                     seen.add(following)
                     pending.append(following)
+        self.read |= self.met
         return {unit for unit, _ in self.met}, parameters, modules
 
     def _place(self, leaf: torch.Tensor) -> tuple[int, int]:

@@ -20,7 +20,6 @@ logits; else they are gathered for it.
 from __future__ import annotations
 
 import copy
-import math
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -44,7 +43,7 @@ from ..batch.ready import form_of
 from .facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .functions import ARITHMETIC
 from .identity import identity
-from .probes import resized, without_images
+from .probes import difference, resized, sample_dims, shapes_of, without_images
 from .router_loss import RouterLoss
 from .rules import Call
 from .terms import TermWatcher
@@ -137,6 +136,8 @@ class LossCheck:
             self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
+        self._dims: tuple[int, ...] = ()  # of one verdict, see there
+        self._shapes: dict[int, list[torch.Size]] = {}  # of what the last layer returns, by factor of the samples
         self.split_heads: Mapping[str, VocabShard] = {}
         self._warned = False
 
@@ -247,19 +248,27 @@ class LossCheck:
     def _judge(self, asked: _Asked) -> Verdict:
         verdicts = []
         for guess in (True, False):  # what `if mask.any()` finds
-            runs: list[_MetaWatcher | Exception] = []
-            for factor in (1, 2) if asked.weighed else (1,):
-                try:
-                    runs.append(self._run(asked, factor, guess))
-                except Exception as error:  # the user's own code: anything can happen
-                    runs.append(error)
-            verdicts.append(_verdict(runs, batch_size(asked.microbatch)))
+            self._dims, self._shapes = (), {}
+            runs = self._runs(asked, guess)
+            if asked.weighed and (dims := sample_dims(self._shapes.get(1, []), self._shapes.get(2, []))):
+                self._dims = dims
+                runs = self._runs(asked, guess)
+            verdicts.append(replace(_verdict(runs, batch_size(asked.microbatch)), dims=self._dims))
             if self.split_heads and verdicts[-1].error is None:
                 verdicts[-1] = self._with_split_logits(asked, guess, runs[0], verdicts[-1])
             if verdicts[-1].followed and verdicts[-1].error is None:
                 return self._with_counts(asked, runs[0], verdicts[-1]) if asked.counting else verdicts[-1]
         verdict = next((verdict for verdict in verdicts if not verdict.followed), verdicts[0])
         return replace(verdict, error=UNCOUNTED) if asked.counting and verdict.error is None else verdict
+
+    def _runs(self, asked: _Asked, guess: bool) -> list[_MetaWatcher | Exception]:
+        runs: list[_MetaWatcher | Exception] = []
+        for factor in (1, 2) if asked.weighed else (1,):
+            try:
+                runs.append(self._run(asked, factor, guess))
+            except Exception as error:  # the user's own code: anything can happen
+                runs.append(error)
+        return runs
 
     @staticmethod
     def _with_counts(asked: _Asked, run: _MetaWatcher | Exception, verdict: Verdict) -> Verdict:
@@ -318,7 +327,8 @@ class LossCheck:
                 def enter(module: nn.Module, args: Any, output: Any) -> None:
                     if next(calls) != self._gate_calls:
                         return
-                    watcher.seed(output)
+                    self._shapes[factor] = shapes_of(output)
+                    watcher.seed(output, self._dims)
                     stack.enter_context(watcher)
                     stack.enter_context(self._router_loss.weighed(watcher))
 
@@ -532,7 +542,7 @@ def _verdict(runs: Sequence[_MetaWatcher | Exception], samples: int) -> Verdict:
         return Verdict()
     if isinstance(runs[1], Exception):
         return NOT_FOLLOWED
-    name, lengths = _difference(runs[0].numbers, runs[1].numbers)
+    name, lengths = difference(runs[0].numbers, runs[1].numbers)
     if name is None:
         return Verdict(lengths=lengths)
     return Verdict(
@@ -548,24 +558,6 @@ def _is_lost(watcher: TermWatcher, loss: torch.Tensor) -> bool:
     """Whether the loss was computed in a way that is not followed: it may have read the logits unseen."""
     fact = watcher.fact(loss)
     return fact.kind is Kind.UNKNOWN and not fact.coupled
-
-
-def _difference(
-    first: list[tuple[str, float, int | None]], second: list[tuple[str, float, int | None]]
-) -> tuple[str | None, frozenset[int]]:
-    """(the function that took a number in one run that it did not take in the other, places of numbers that len()
-    returned)
-    """
-    if len(first) != len(second):
-        known, others = {pair[:2] for pair in first}, {pair[:2] for pair in second}
-        return next((pair[0] for pair in (*second, *first) if pair[:2] not in known & others), None), frozenset()
-    lengths = set()
-    for (name, value, place), (_, other, there) in zip(first, second, strict=True):
-        if value != other and not (math.isnan(value) and math.isnan(other)):
-            if place is None or place != there:
-                return name, frozenset()
-            lengths.add(place)
-    return None, frozenset(lengths)
 
 
 def _on_meta(criterion: Criterion | None) -> Criterion | None:

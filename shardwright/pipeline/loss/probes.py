@@ -1,12 +1,14 @@
-"""Microbatches on which a loss is tried without data."""
+"""Microbatches on which a loss is tried without data, and what such runs have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ...utils import pytree
 from ..batch.microbatch import OTHER_ROWS, batch_size, find_batch_dim, items_of, like
 
 
@@ -30,3 +32,38 @@ def without_images(inputs: Any) -> Any:
         return inputs
     samples = batch_size(inputs)
     return {key: value for key, value in inputs.items() if find_batch_dim(key, value, samples) != OTHER_ROWS}
+
+
+def shapes_of(tree: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def sample_dims(once: Sequence[torch.Size], twice: Sequence[torch.Size]) -> tuple[int, ...]:
+    """Of each tensor the dim that counts samples, found from its shapes for n and for 2 n of them: the one that has
+    doubled, as dim 1 of [T, B, C]. () where that is dim 0 of all, or not known of some.
+    """
+    found = []
+    for one, two in zip(once, twice, strict=False):
+        grown = [dim for dim, (size, other) in enumerate(zip(one, two, strict=False)) if other != size]
+        if len(one) != len(two) or len(grown) > 1 or any(two[dim] != 2 * one[dim] for dim in grown):
+            return ()
+        found.append(grown[0] if grown else 0)
+    return tuple(found) if len(once) == len(twice) and any(found) else ()
+
+
+def difference(
+    first: list[tuple[str, float, int | None]], second: list[tuple[str, float, int | None]]
+) -> tuple[str | None, frozenset[int]]:
+    """(the function that took a number in one run that it did not take in the other, places of numbers that len()
+    returned)
+    """
+    if len(first) != len(second):
+        known, others = {pair[:2] for pair in first}, {pair[:2] for pair in second}
+        return next((pair[0] for pair in (*second, *first) if pair[:2] not in known & others), None), frozenset()
+    lengths = set()
+    for (name, value, place), (_, other, there) in zip(first, second, strict=True):
+        if value != other and not (math.isnan(value) and math.isnan(other)):
+            if place is None or place != there:
+                return name, frozenset()
+            lengths.add(place)
+    return None, frozenset(lengths)

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -141,17 +142,18 @@ class TermWatcher(TorchFunctionMode):
         found = self.assumed(tensor)
         return found if found.kind is Kind.ROWS else LOOSE
 
-    def assumed(self, tensor: torch.Tensor) -> Fact:
-        """What a model computes has its samples on dim 0."""
-        if tensor.dim() and tensor.shape[0] % self.samples == 0:
-            return Fact(Kind.ROWS, 0, Axis(None, Fraction(tensor.shape[0], self.samples)))
+    def assumed(self, tensor: torch.Tensor, dim: int = 0) -> Fact:
+        """What a model computes has its samples on dim 0, where nothing else is known."""
+        if tensor.dim() and tensor.shape[dim] % self.samples == 0:
+            return Fact(Kind.ROWS, dim, Axis(None, Fraction(tensor.shape[dim], self.samples)))
         return unknown("a value that the model computed before its last layer, or in a way that is not followed")
 
-    def seed(self, tree: Any) -> None:
-        """Note the values that a model's layers return."""
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                self._note(leaf, self.assumed(leaf))
+    def seed(self, tree: Any, dims: Sequence[int] = ()) -> None:
+        """Note the values that a model's layers return; `dims` of their tensors count samples, 0 where left out."""
+        tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        for tensor, dim in zip(tensors, chain(dims, repeat(0)), strict=False):
+            if tensor.dim():
+                self._note(tensor, self.assumed(tensor, dim))
 
     def hand_on(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
         """`other` holds the same samples as `tensor`, with more columns."""

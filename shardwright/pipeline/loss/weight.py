@@ -60,6 +60,7 @@ class Verdict:
     counts   what head and criterion ask of the whole batch, in order: how to count it in a microbatch of this form;
              None: as in the first
     lasting  it holds for other microbatches of this form as well
+    dims     of the tensors that the last layer returns, which dim counts samples; (): dim 0
     """
 
     error: str | None = None
@@ -68,6 +69,7 @@ class Verdict:
     gathers: bool = False
     counts: tuple[Count, ...] | None = None
     lasting: bool = True
+    dims: tuple[int, ...] = ()
 
 
 NOT_FOLLOWED = Verdict(followed=False, gathers=True)
@@ -209,7 +211,7 @@ class GlobalLoss:
             ready=self.is_ready,
         )
         self._watched_one = True
-        watcher.seed(seen)
+        watcher.seed(seen, self.checked.get(index, NOT_FOLLOWED).dims)
         self._watchers[index] = watcher
         return watcher if self.router_loss is None else _both(watcher, self.router_loss.weighed(watcher))
 

@@ -61,7 +61,7 @@ _NAMES: tuple[tuple[int | float, str], ...] = (
     (101, "vision_start_token_id"),
     (102, "vision_end_token_id"),
     (103, "video_token_id"),
-    (104, "audio_token_id"),
+    (104, "audio_token_id audio_token_index"),
     (105, "boi_token_id"),
     (106, "eoi_token_id"),
 )
@@ -134,12 +134,30 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "feed_forward_size": 128,
         "attention_head_size": 16,
         "num_buckets": 4,
-        "axial_pos_shape": (4, 4),
+        "axial_pos_shape": (3, 4),  # the tokens of a batch
         "axial_pos_embds_dim": (16, 48),
         "attn_layers": ["local", "lsh"] * 2,
         "local_attn_chunk_length": 4,
         "lsh_attn_chunk_length": 4,
         **dict.fromkeys(("local_attention_probs_dropout_prob", "lsh_attention_probs_dropout_prob"), 0.0),
+    },
+    "perceiver": {
+        "num_latents": 8,
+        "d_latents": WIDTH,
+        "num_self_attends_per_block": LAYERS,
+        "num_self_attention_heads": HEADS,
+        "num_cross_attention_heads": HEADS,
+        "max_position_embeddings": 12,  # words of an output, whatever the input has
+    },
+    # The projector reads four tokens of the tower at once.
+    "glmasr_encoder": {"intermediate_size": 4 * WIDTH},
+    "voxtral_encoder": {"intermediate_size": 4 * WIDTH},
+    "qwen3_asr_encoder": {"output_dim": WIDTH, "n_window_infer": 100},
+    "vibevoice_acoustic_tokenizer_encoder": {
+        "num_filters": 2,
+        "downsampling_ratios": (5, 8, 10),
+        "depths": (1, 1, 1, 1),
+        "layer_scale_init_value": 0.5,
     },
     "big_bird": {"attention_type": "original_full"},
     # Layers of both kinds: a cache of keys and values without attention has no length.
@@ -186,18 +204,20 @@ def sizes_of(config_class: type) -> dict[str, Any]:
             values[name] = _SIZES[name]
     if "kv_lora_rank" in fields and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # latent attention has a key and a value per head
-    for name, part in parts_of(config_class):
-        values[name] = part(**sizes_of(part))
+    for name, part, switches in parts_of(config_class):
+        # What tells one part from another of its class, as a decoder from an encoder.
+        values[name] = part(**{**switches, **sizes_of(part)})
     return values | _SPECIAL.get(getattr(config_class, "model_type", ""), {})
 
 
-def parts_of(config_class: Any) -> Iterator[tuple[str, Any]]:
-    """Names and classes of the configs that one of this class holds."""
+def parts_of(config_class: Any) -> Iterator[tuple[str, Any, dict[str, bool]]]:
+    """Names and classes of the configs that one of this class holds, and what it switches on or off in them."""
     known = {**(getattr(config_class, "sub_configs", None) or {})}
     known |= getattr(config_class, "sub_configs_defaults", None) or {}
     for name, part in known.items():
+        given = getattr(part, "init_kwargs", None) or {}
         if not isinstance(part, type):  # one of many classes, told by a model type
             transformers: Any = importlib.import_module("transformers")
             part = part.config_class if part.model_type is None else transformers.CONFIG_MAPPING[part.model_type]
         if part.__name__ != "AutoConfig":
-            yield name, part
+            yield name, part, {key: value for key, value in given.items() if isinstance(value, bool)}

@@ -197,6 +197,8 @@ def prepare_config(native: Any, config: Any) -> None:
     decodes = name.endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")) or "DecoderFor" in name
     if decodes and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True
+    if "MaskedLM" in name and getattr(config, "is_decoder", None) is True:
+        config.is_decoder = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     for part in parts(config):

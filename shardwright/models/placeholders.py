@@ -1,0 +1,46 @@
+"""How many ids of a text stand for one image or sound, as the model's own tower counts them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_METHODS = ("get_audio_features", "get_image_features")
+
+
+def feature_counts(model: nn.Module, inputs: Mapping[str, Any], samples: int) -> list[int] | None:
+    """Features of every sample of the images or sounds in `inputs`, each sample computed alone; None where the model
+    does not say, or does not run on them.
+    """
+    main = next(iter(inputs))
+    name = _METHODS["pixel" in main]
+    method: Any = next((getattr(module, name) for module in model.modules() if hasattr(module, name)), None)
+    if method is None or next(model.parameters()).device.type == "meta":
+        return None
+    parameters = inspect.signature(method).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    found = []
+    trained = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for row in range(samples):
+                one = {key: value[row : row + 1] for key, value in inputs.items() if takes_all or key in parameters}
+                found.append(_count(method(**one)))
+    except Exception:  # of the model's own code, on inputs that were guessed
+        return None
+    finally:
+        for module in trained:
+            module.training = True
+    return found
+
+
+def _count(outputs: Any) -> int:
+    features = outputs if isinstance(outputs, torch.Tensor | list | tuple) else outputs.pooler_output
+    if isinstance(features, torch.Tensor):
+        return features.numel() // features.shape[-1]
+    return sum(each.numel() // each.shape[-1] for each in features)
