@@ -249,10 +249,12 @@ def test_documents_of_varying_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[list[int]] = []
 
-    def by_document(q: Any, k: Any, v: Any, bounds: Any, *_: Any, **options: Any) -> torch.Tensor:
+    def by_document(
+        q: Any, k: Any, v: Any, bounds: Any, *_: Any, window_size: tuple[int, int], **options: Any
+    ) -> torch.Tensor:
         assert not options.get("enable_gqa")  # no argument of torch 2.11, nor of this function
         seen.append(bounds.tolist())
-        back, ahead = options["window_size"]
+        back, ahead = window_size
         outs = []
         for start, end in pairwise(bounds):
             parts = [x[start:end].transpose(0, 1) for x in (q, k, v)]
