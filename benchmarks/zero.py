@@ -25,6 +25,7 @@ from shardwright.cluster.mesh import ParallelMesh
 from shardwright.precision.grad_state import GradState
 from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
+from shardwright.utils import get_current_device
 from shardwright.zero.optimizer import ZeroOptimizer
 from shardwright.zero.settings import ZeroSettings
 
@@ -138,19 +139,20 @@ def compare(ranks: int, hidden: int, layers: int, rows: int, repeats: int) -> di
     return result
 
 
-def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[str, float]:
-    """norm + clip + step of `millions` M parameters (fp32, and bf16 with masters) against one fused AdamW step on as
-    many.
+def optimizer_steps(millions: int) -> dict[str, Callable[[], Step]]:
+    """What makes a step of norm + clip + AdamW on `millions` M parameters (fp32, and bf16 with masters), and of one
+    fused AdamW alone on as many; on the device of this process.
     """
+    device = get_current_device()
 
     def plain() -> Step:
-        param = nn.Parameter(torch.randn(millions * 1_000_000))
+        param = nn.Parameter(torch.randn(millions * 1_000_000, device=device))
         param.grad = torch.randn_like(param)
         optim = torch.optim.AdamW([param], fused=True)
         return lambda: (optim.step(), None)[1]
 
     def ours(precision: str) -> Step:
-        model = nn.ParameterList([torch.randn(1000, 1000) for _ in range(millions)])
+        model = nn.ParameterList([torch.randn(1000, 1000, device=device) for _ in range(millions)])
         optim = ZeroOptimizer(
             torch.optim.AdamW(model.parameters(), fused=True),
             model,
@@ -172,11 +174,15 @@ def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[
 
         return step
 
-    builders = {"fused AdamW": plain, "ZeRO fp32": lambda: ours("fp32"), "ZeRO bf16": lambda: ours("bf16")}
-    times: dict[str, list[float]] = {name: [] for name in builders}
-    for name, build in builders.items():  # one at a time in memory
+    return {"fused AdamW": plain, "ZeRO fp32": lambda: ours("fp32"), "ZeRO bf16": lambda: ours("bf16")}
+
+
+def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {}
+    for name, build in optimizer_steps(millions).items():  # one at a time in memory
         step = build()
         step()
+        times[name] = []
         for _ in range(repeats):
             start = time.perf_counter()
             step()

@@ -9,6 +9,7 @@ biases as keywords that a function may overlook.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -224,12 +225,13 @@ def varlen_attention(
     starts = _document_starts(is_token, position_ids if attention_mask is None else None).flatten()[kept]
     bounds = torch.cat([starts.nonzero().squeeze(1), starts.new_tensor([len(kept)], dtype=torch.long)]).int()
     longest = int(bounds.diff().max())
+    grouped: dict[str, Any] = {"enable_gqa": True} if heads != key.shape[1] else {}
+    if grouped and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        grouped, (key, value) = {}, repeated(query, key, value)
     q, k, v = (x.transpose(1, 2).flatten(0, 1)[kept] for x in (query, key, value))
     back = sliding_window - 1 if sliding_window is not None else -1
     window = (back, 0 if causal else back)
-    out: Any = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=heads != key.shape[1]
-    )
+    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
     whole: torch.Tensor = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, kept, out)
     return whole.unflatten(0, (batch, length)), None
 

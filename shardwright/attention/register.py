@@ -25,6 +25,7 @@ _OWN = {
     "xformers": "shardwright_xformers",
     "varlen": "shardwright_varlen",
 }
+_ON_GPUS = ("cudnn", "efficient", "xformers", "varlen")
 _WITH_SINKS = "shardwright_sinks"
 _THEIRS = {"flex": "flex_attention"}
 
@@ -55,6 +56,15 @@ def register_attention() -> None:
         AttentionMaskInterface.register(name, with_mask)
     AttentionInterface.register(_OWN["varlen"], varlen_attention)
     AttentionMaskInterface.register(_OWN["varlen"], unpadded)
+
+
+def on_a_cpu(name: str | None) -> str | None:
+    """What computes the same where a copy of a model is tried on the CPU in fp64: the implementation itself, or torch's
+    SDPA in place of kernels that GPUs alone have.
+    """
+    own = any(name == f"{_OWN[kernel]}{end}" for kernel in _ON_GPUS for end in ("", "_first"))
+    theirs = name is not None and (name.startswith(("flash_attention", "flex_attention")) or "/" in name)
+    return "sdpa" if own or theirs else name
 
 
 def set_implementation(part: Part, name: str) -> None:

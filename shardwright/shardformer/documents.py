@@ -33,8 +33,6 @@ class DocumentProbe:
     def _keeps_apart(self) -> bool:
         if self._config is None:
             return False
-        if "flash" in str(getattr(self._config, "_attn_implementation", "")):
-            self._config._attn_implementation = "sdpa"  # which runs everywhere, and is told the same
         small = build_small(self._native, self._config, self._size, ranks=1)
         if small is None:
             return False

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.register import on_a_cpu
+
 LARGEST = 300_000_000  # parameters of a copy, which is in double precision
 _DEPTH = 4
 
@@ -46,9 +48,14 @@ def _copy(model: nn.Module, short: bool, own: bool) -> nn.Module | None:
         for buffer in model.buffers():
             memo[id(buffer)] = buffer.detach().to("cpu", _exact(buffer)).clone()
         try:
-            return copy.deepcopy(model, memo).eval()
+            copied = copy.deepcopy(model, memo).eval()
         except Exception:  # of a model that holds what cannot be copied
             return None
+        for config in (getattr(module, "config", None) for module in copied.modules()):
+            had = getattr(config, "_attn_implementation_internal", None)
+            if on_a_cpu(had) != had:
+                config._attn_implementation_internal = on_a_cpu(had)  # type: ignore[union-attr]
+        return copied
 
 
 def _exact(tensor: Tensor) -> torch.dtype:

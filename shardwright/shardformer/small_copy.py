@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..attention.register import on_a_cpu
 from ..models.config import EXPERTS, EXPERTS_PER_TOKEN, HIDDEN, KEY_VALUE_HEADS, LAYERS, QUERY_HEADS, parts
 from .layer.parallel_module import native_class
 
@@ -71,6 +72,9 @@ def build_small(
         _shrink(config, ranks, narrow, keep_inputs)
     for part in parts(config):
         part._experts_implementation = "eager"  # the grouped kernels have no double precision
+        had = getattr(part, "_attn_implementation", None)
+        if on_a_cpu(had) != had:
+            part._attn_implementation = on_a_cpu(had)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

@@ -22,6 +22,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -137,10 +138,14 @@ class _Lane:
 
     def _run(self) -> None:
         while (call := self.calls.get()) is not None:
-            try:
-                call.work.end(self._carry_out(call))
-            except BaseException as error:  # whoever waits is told
-                call.work.end(error=error)
+            with self._on_stream():  # which who waits for the future is ordered behind, too
+                try:
+                    call.work.end(self._carry_out(call))
+                except BaseException as error:  # whoever waits is told
+                    call.work.end(error=error)
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _carry_out(self, call: _Call) -> torch.cuda.Event | None:
         if call.arrived is not None:
@@ -152,11 +157,10 @@ class _Lane:
             for tensor in call.writes:
                 tensor.copy_(_like_bytes(tensor, call.hosts[id(tensor)]))
             return None
-        with torch.cuda.stream(self.stream):
-            for tensor in call.writes:
-                tensor.copy_(_like_bytes(tensor, call.hosts[id(tensor)]), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self.stream)
+        for tensor in call.writes:
+            tensor.copy_(_like_bytes(tensor, call.hosts[id(tensor)]), non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(self.stream)
         return done
 
 

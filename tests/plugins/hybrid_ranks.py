@@ -20,6 +20,7 @@ from shardwright.pipeline import offload
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 from shardwright.testing import MismatchError, compare_models, keep_float64, zoo
 from shardwright.testing.compare import GRADIENT_FLOOR
+from shardwright.utils import get_current_device
 from shardwright.utils.tensors import local_tensor
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -176,6 +177,7 @@ class Run:
         mine = rows(batch, self.mesh.coordinate("dp"), self.layout.batch)
         with accumulating(self.booster, self.model, self.optimizer, last, self.habits):
             if self.layout.calls or self.layout.zero:
+                mine = {name: value.to(get_current_device()) for name, value in mine.items()}
                 loss = self.criterion(self.model(**mine), mine)
                 self.booster.backward(loss, self.optimizer)
                 loss = loss.detach() / self.mesh.size("dp")

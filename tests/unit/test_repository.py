@@ -87,7 +87,7 @@ def test_the_repository_has(name: str) -> None:
     assert (ROOT / name).is_file()
 
 
-@pytest.mark.parametrize("name", ["scripts/demo", "scripts/docs", "scripts/test", ".ci/run"])
+@pytest.mark.parametrize("name", ["scripts/demo", "scripts/docs", "scripts/test", "scripts/gpu-check", ".ci/run"])
 def test_scripts_can_be_run(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK), f"chmod +x {name}"
     assert subprocess.run(["bash", "-n", ROOT / name], check=False).returncode == 0

@@ -1,7 +1,8 @@
 """`kernels.cross_entropy_rows` as kernels: a program per row, which goes over its columns in blocks.
 
 The loss reads the logits once (largest, sum of exponentials, target and sum together, where torch makes a pass for
-each), the gradient reads and writes them once, in place where dtypes allow.
+each), the gradient reads and writes them once, in place where dtypes allow. Terms of the loss are constants of the
+kernel, because numbers that are handed to it are fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -49,7 +50,7 @@ def _shares(
 @triton.jit
 def _gradients(
     logits, stride, out, out_stride, lse, dlosses, column, foreign, ignored, length, width, size,
-    smoothing, z_loss, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     given = logits + row.to(tl.int64) * stride
@@ -57,15 +58,15 @@ def _gradients(
     is_ignored = tl.load(ignored + row) != 0
     dloss = tl.where(is_ignored, 0.0, tl.load(dlosses + row).to(WIDE))
     total = tl.load(lse + row)
-    slope = dloss * (1.0 + 2.0 * z_loss * total)
+    slope = dloss * (1.0 + 2.0 * Z_LOSS * total)
     own = tl.where(tl.load(foreign + row) != 0, -1, tl.load(column + row))
     for first in range(0, width, BLOCK):
         place = first + tl.arange(0, BLOCK)
         x = tl.load(given + place, mask=place < length, other=0.0).to(WIDE)
         dx = (
             tl.exp(x - total) * slope
-            - dloss * (smoothing / size)
-            - tl.where(place == own, dloss * (1.0 - smoothing), 0.0)
+            - dloss * (SMOOTHING / size)
+            - tl.where(place == own, dloss * (1.0 - SMOOTHING), 0.0)
         )
         dx = tl.where((place < length) & (is_ignored == 0), dx, 0.0)
         tl.store(taken + place, dx.to(out.dtype.element_ty), mask=place < width)
@@ -101,8 +102,8 @@ def row_gradients(
     if logits.shape[0]:
         _gradients[(logits.shape[0],)](
             logits, logits.stride(0), out, out.stride(0), lse, dlosses.contiguous(), column, foreign, ignored, length,
-            logits.shape[1], size, label_smoothing, z_loss, BLOCK=_block(logits.shape[1]), WIDE=_wide(lse.dtype),
-            num_warps=8,
+            logits.shape[1], size, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=_block(logits.shape[1]),
+            WIDE=_wide(lse.dtype), num_warps=8,
         )  # fmt: skip
     return out
 

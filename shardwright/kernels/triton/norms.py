@@ -9,8 +9,8 @@ with g = dy w, x^ what w multiplies:
     dx = r (g - x^ mean(g x^))             and for the layer norm - mean g inside of the brackets
     dw = sum over rows of dy x^            db = sum over rows of dy
 
-They compute in fp32 (fp64 in fp64). `rounded` says whether x^ is rounded to the dtype of x before w multiplies it, as
-transformers' Llama does.
+They compute in fp32 (fp64 in fp64; eps is a constant of the kernel, because numbers that are handed to it are fp32).
+`rounded` says whether x^ is rounded to the dtype of x before w multiplies it, as transformers' Llama does.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -29,8 +29,8 @@ _PROGRAMS = 256  # of a backward
 
 @triton.jit
 def _forward(
-    x, weight, bias, y, mean, scale, columns, eps, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROUNDED: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    x, weight, bias, y, mean, scale, columns, EPS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr,
+    ROUNDED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     place = tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def _forward(
         middle = tl.sum(values, 0) / columns
         values = tl.where(inside, values - middle, 0.0)
         tl.store(mean + row, middle)
-    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / columns + eps)
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / columns + EPS)
     tl.store(scale + row, factor)
     values = values * factor
     if ROUNDED:
@@ -95,7 +95,7 @@ class _Norm(torch.autograd.Function):
         mean, scale = (flat.new_empty(len(flat), dtype=wide) for _ in range(2))
         if len(flat):
             _forward[(len(flat),)](
-                flat, weight, bias, y, mean, scale, columns, eps, CENTERED=centered, BIASED=bias is not None,
+                flat, weight, bias, y, mean, scale, columns, EPS=eps, CENTERED=centered, BIASED=bias is not None,
                 ROUNDED=rounded, BLOCK=triton.next_power_of_2(columns), WIDE=_wide(wide), num_warps=_warps(columns),
             )  # fmt: skip
         ctx.save_for_backward(flat, weight, mean, scale)

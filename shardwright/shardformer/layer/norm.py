@@ -116,7 +116,7 @@ def rms_offset(module: nn.Module) -> float | None:
     ):
         return None
     generator = torch.Generator().manual_seed(0)
-    random = partial(torch.randn, generator=generator)
+    random = partial(torch.randn, generator=generator, device="cpu")
     trial = object.__new__(type(module))
     trial.__dict__.update(module.__dict__)
     trial_weight = nn.Parameter(random(weight.shape))

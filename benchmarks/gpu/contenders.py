@@ -1,0 +1,133 @@
+"""Training steps that are compared: forward, backward, clipping, AdamW."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from sizes import Batch, Shape
+from torch import nn
+
+from shardwright import Booster
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig
+
+Step = Callable[[], object]
+RATE = 1e-4
+WITHOUT = {"enable_fused_cross_entropy": False}
+# Options of ours, by what they are called in tables. The first is ours with nothing turned on.
+LEVERS: dict[str, dict[str, Any]] = {
+    "nothing": WITHOUT,
+    "fused linear and cross entropy": {},
+    "attention backend": {**WITHOUT, "enable_flash_attention": True},
+    "norms": {**WITHOUT, "enable_fused_normalization": True},
+    "gated activation": {**WITHOUT, "enable_fused_activation": True},
+    "rotary": {**WITHOUT, "enable_fused_rotary": True},
+    "compiled layers": {**WITHOUT, "enable_jit_fused": True},
+    "all (enable_all_optimization)": {"enable_all_optimization": True},
+    "all, compiled layers": {"enable_all_optimization": True, "enable_jit_fused": True},
+    "all, recomputed by cost": {
+        "enable_all_optimization": True,
+        "gradient_checkpoint_config": PipelineGradientCheckpointConfig(selective_ratio=1.0),
+    },
+    "all, deterministic": {"enable_all_optimization": True},
+}
+BEST = "all, compiled layers"
+
+
+class Timing(NamedTuple):
+    """seconds       of a step, median
+    spread        slowest over fastest of those that are counted
+    first         seconds of the first step, with everything that is compiled then
+    peak          bytes that the allocator had given out at most, in a step
+    loss          of the last step
+    """
+
+    seconds: float
+    spread: float
+    first: float
+    peak: int
+    loss: float
+
+
+def ours(shape: Shape, config: Any, batch: Batch, device: torch.device, options: dict[str, Any]) -> Step:
+    """In bf16, with masters in fp32."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", max_norm=1.0, **options))
+    model: Any = shape.build(config, device, torch.float32)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+
+    def step() -> object:
+        result = booster.execute_pipeline(iter([batch]), model, lambda o, _: o.loss, optimizer, return_loss=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return result["loss"]
+
+    return step
+
+
+def theirs(
+    shape: Shape, config: Any, batch: Batch, device: torch.device, masters: bool, compiled: bool, experts: str = ""
+) -> Step:
+    """Plain transformers. With `masters` weights are fp32 and autocast computes in bf16, as its Trainer has it; else
+    weights and moments are bf16.
+    """
+    model: Any = shape.build(config, device, torch.float32 if masters else torch.bfloat16)
+    if experts:
+        model.set_experts_implementation(experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    moved = {name: value.to(device) for name, value in batch.items()}
+    if not masters:
+        moved = {name: value.bfloat16() if value.is_floating_point() else value for name, value in moved.items()}
+    forward = torch.compile(model) if compiled else model
+
+    def step() -> object:
+        with torch.autocast(device.type, torch.bfloat16, enabled=masters):
+            loss = forward(**moved).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def timed(step: Step, device: torch.device, seconds: float, steps: int = 12, warm_up: int = 3) -> Timing:
+    """Of at most `steps`, and no more than `seconds` have room for."""
+    end = time.perf_counter() + seconds
+    begin = time.perf_counter()
+    step()
+    synchronize(device)
+    first = time.perf_counter() - begin
+    for _ in range(warm_up - 1):
+        step()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    taken: list[float] = []
+    loss: object = None
+    while len(taken) < 3 or (len(taken) < steps and time.perf_counter() < end):
+        begin = time.perf_counter()
+        loss = step()
+        synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return Timing(median(taken), max(taken) / min(taken), first, peak, float(loss))  # type: ignore[arg-type]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def clear(device: torch.device) -> None:
+    """Before the next contender, that nothing of the last one is left."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
