@@ -402,3 +402,37 @@ def test_checkpoint_config() -> None:
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 1]).layers_of(stages, 0, [0, 2])
     with pytest.raises(ValueError, match="stage 2 has 1 layers"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 2, 1]).layers_of(stages, 0, [0, 2])
+
+
+class Front(torch.nn.Module):
+    """Hidden states, and beside them a mask that no gradient tells of; `given` goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.linear(x), torch.cat([given[:, :4], 1 - given[:, 4:]], 1), given
+
+
+class Fronted(torch.nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.front, self.place = Front(), place
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        outputs = self.front(x, given)
+        result: torch.Tensor = self.layers[1](self.layers[0](outputs[0]) * outputs[self.place])
+        return result
+
+
+@pytest.mark.parametrize(("place", "runs_again"), [(1, True), (2, False)])
+def test_masks_that_come_beside_hidden_states_are_made_on_the_stages_that_read_them(
+    place: int, runs_again: bool
+) -> None:
+    survey = survey_model(Fronted(place), ["layers"], example_inputs=(torch.randn(2, 8), torch.ones(2, 8)))
+    stages = (range(1), range(1, 2))
+    assert "front" in survey.modules(stages, 0)
+    assert ("front" in survey.modules(stages, 1)) == runs_again
+    assert not any(name.startswith("front") for name in survey.parameters(stages, 1))

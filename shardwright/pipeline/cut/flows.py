@@ -59,6 +59,10 @@ class Flows(TorchFunctionMode):
         """`tensor`, which no gradient can flow to, is the leaf."""
         self._sources[tensor] = {leaf}
 
+    def add(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """`tensor`, which no gradient can flow to, is made of the source besides."""
+        self._sources[tensor] = {*self._sources.get(tensor, ()), source}
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -355,6 +355,7 @@ class _Surveyor:
     keep: list[torch.Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
     # autograd node -> modules outside that returned its tensor
     produced: dict[Any, set[str]] = field(default_factory=dict)
+    beside: dict[int, str] = field(default_factory=dict)  # id of a marker -> module outside that returned its tensor
     early: set[str] = field(default_factory=set)  # modules outside that ran before the first gate
     ran: set[str] = field(default_factory=set)
     # modules outside that compute without gradients: who reads them is unknown
@@ -373,7 +374,9 @@ class _Surveyor:
         handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True))
         outside = self._outside()
         for name in outside:
-            handles.append(self.model.get_submodule(name).register_forward_hook(self._outside_hook(name)))
+            handles.append(
+                self.model.get_submodule(name).register_forward_hook(self._outside_hook(name), with_kwargs=True)
+            )
         try:
             with self.flows:
                 output = call()
@@ -437,7 +440,7 @@ class _Surveyor:
         return passed_on
 
     def _outside_hook(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             self.ran.add(name)
             if not self.order:
                 self.early.add(name)
@@ -457,9 +460,22 @@ class _Surveyor:
             output = pytree.tree_map_only(torch.Tensor, mark, output)
             if not tracked:
                 self.untracked.add(name)
+                return output
+            given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is None and id(tensor) not in given:
+                    self._mark_beside(tensor, name)
             return output
 
         return hook
+
+    def _mark_beside(self, tensor: torch.Tensor, name: str) -> None:
+        """A mask that a module returns beside what autograd follows."""
+        with self.flows.paused():
+            marker = tensor.detach()
+        self.beside[id(marker)] = name
+        self.keep.append(marker)
+        self.flows.add(tensor, marker)
 
     def _evaluate(self, result: list[torch.Tensor], outside: list[str]) -> Survey:
         names: dict[int, list[str]] = {}
@@ -548,6 +564,8 @@ class _Surveyor:
                     self.met.add(self._place(variable))
                 elif id(variable) in names:
                     parameters.add(names[id(variable)][0])
+                elif id(variable) in self.beside:
+                    modules.add(self.beside[id(variable)])
             if variable is node:
                 continue
             modules |= self.produced.get(node, set())
