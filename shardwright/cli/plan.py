@@ -165,6 +165,11 @@ _METAVARS: dict[Callable[[str], Any], str] = {
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    ignored = plan_search.without_effect(
+        args, [name for name in (*_WHOLE, *_TEXT, *_FLAGS, *_OTHER) if name != "precision"]
+    )
+    if ignored:
+        args.fail(ignored)
     try:
         config = _load(args.model)
         form = _load_form(args)

@@ -12,6 +12,7 @@ from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins.hybrid.resolved import size, table
 from .estimate import Estimate
 from .machines import machine
+from .remade import remade
 from .search import Found, Question, describe, search
 
 _SHOWN = 8
@@ -69,7 +70,9 @@ def search_arguments(
     if dist.is_initialized():
         raise ValueError("search_arguments() comes before launch(): this process is in a process group already")
     device = machine(gpu, gpu_memory, gpus_per_node, inside_bandwidth, between_bandwidth)
-    found = search(Question(model, optimizer, device, world_size, global_batch_size, sequence_length, precision))
+    found = search(
+        Question(remade(model), optimizer, device, world_size, global_batch_size, sequence_length, precision)
+    )
     given, again = plugin_arguments(found.best, precision, found.along), recompute_of(found.best)
     return given | ({"gradient_checkpoint_config": PipelineGradientCheckpointConfig(**again)} if again else {})
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..pipeline.planning.memory import memory_curves
 from ..pipeline.planning.rank_memory import SELECTIVE
-from ..pipeline.planning.simulate import Costs, simulate
+from ..pipeline.planning.simulate import Costs, Simulation, simulate
 from ..pipeline.schedules import STYLES, Schedule
 from ..pipeline.schedules import get as get_schedule
 from .machines import Machine
@@ -59,7 +59,7 @@ class Task:
     machine: Machine
     hidden: float
     half: bool
-    states: int
+    states: float
     flops: float
     world_size: int
 
@@ -214,10 +214,14 @@ class Estimator:
             self._message,
         )
 
+    @cached_property
+    def _run(self) -> Simulation:
+        return simulate(self._schedule[0], self._costs)
+
     def _simulated(self) -> float:
         layout = self._layout
         schedule, count = self._schedule
-        makespan = simulate(schedule, self._costs).makespan
+        makespan = self._run.makespan
         totals = np.array(self._costs.forward) + np.array(self._costs.input_grad) + np.array(self._costs.weight_grad)
         placement = schedule.placement
         dearest = max(float(sum(totals[stage] for stage in placement.stages_of(rank))) for rank in range(layout.pp))
@@ -305,7 +309,7 @@ class Estimator:
         kept[-1] += self._samples(self._rates.rest.kept)
         waiting = [count * self._samples(self._rates.layer.kept) * 0.8 for count in self._counts]
         deferred = waiting if STYLES[layout.style].splits else None
-        curves = memory_curves(simulate(schedule, self._costs).run, kept, deferred)
+        curves = memory_curves(self._run.run, kept, deferred)
         last = schedule.placement.rank_of(self._stages - 1)
         found: list[float] = []
         for rank, curve in enumerate(curves):

@@ -106,3 +106,17 @@ def machine(
         inside=found.inside if inside is None else inside * 1e9,
         between=found.between if between is None else between * 1e9,
     )
+
+
+def like_device(device: tuple[str, float] | None) -> tuple[str, float]:
+    """The published one, by the name and GiB that a driver tells ("NVIDIA H100 80GB HBM3", 79.1); and its GiB."""
+    if device is None:
+        raise ValueError(f"gpu=None: this process has no device to go by; give one of {', '.join(map(repr, GPUS))}")
+    said, memory = device[0].lower(), device[1]
+    alike = [name for name in GPUS if name.split("-")[0] in said.replace("-", " ").split()]
+    if not alike:
+        raise ValueError(
+            f"gpu=None: nothing is known of {device[0]!r}; give the one of {', '.join(map(repr, GPUS))} that is most "
+            "like it, and gpu_memory"
+        )
+    return min(alike, key=lambda name: abs(GPUS[name].memory / GIB - memory)), memory

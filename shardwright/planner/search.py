@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int, hidden_size
@@ -20,6 +21,8 @@ from .estimate import Estimate, Estimator, Layout, Task
 from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
+from .shorter import NotShorterError
+from .states import states_per_element
 
 MOST_TENSOR_RANKS = 8
 _MOST_PIPELINE_RANKS = 64
@@ -80,10 +83,22 @@ class _Search:
         self._model = model = question.model()
         self._layers = len(find_units(model))
         self.along = False  # whether tensor-parallel ranks split sequences
-        source = Source(question.model, question.optimizer, batch_of(model, 1, question.length), question.precision)
+        batch = batch_of(model, 1, question.length)
+        if not any(_is_text(value, question.length) for value in batch.values()):
+            raise ValueError(
+                f"batches of {type(model).__name__} hold {', '.join(batch)}, and no texts: the search counts tokens, "
+                "and would take samples to have as many as are asked for; shardwright plan --peak tells of one layout"
+            )
+        source = Source(question.model, question.optimizer, batch, question.precision)
         tensor = [ranks for ranks in _powers(min(MOST_TENSOR_RANKS, question.machine.per_node)) if self._splits(ranks)]
         tensor = [ranks for ranks in tensor if question.world_size % ranks == 0]
-        profiles = _profiles(source, tensor)
+        try:
+            profiles, tensor = _profiles(source, tensor)
+        except NotShorterError as error:
+            raise ValueError(
+                f"{error}: the search replays two layers and a third, so it needs three that do the same, in a list of "
+                "layers, each run once; shardwright plan --peak tells of a single layout of any model"
+            ) from error
         few, many = profiles[0], profiles[-1] if len(profiles) > 1 else None
         self._tensor = tensor if many is not None or tensor == [1] else [few.tensor_ranks]
         self._rates: dict[int, Rates] = {ranks: rates(few, many, question.machine, ranks) for ranks in self._tensor}
@@ -92,7 +107,7 @@ class _Search:
         flops = 3 * self._tensor[0] * (one.layers * one.layer.flops + one.rest.flops)
         half = question.precision != "fp32"
         hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
-        states = 2
+        states = states_per_element(question.optimizer(model))
         self._task = Task(question.machine, hidden, half, states, flops, question.world_size)
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
@@ -114,16 +129,35 @@ class _Search:
                 least = estimate
         if not fitting:
             raise ValueError(self._nothing(least))
-        fitting.sort(key=lambda one: one.seconds)
-        shown = _distinct(fitting)
-        checked = [self._estimate(one.layout, simulated=True) for one in shown[:_SIMULATED]]
-        checked = sorted((one for one in checked if one.memory <= self.limit), key=lambda one: one.seconds)
-        if not checked:
-            checked = shown
+        checked = self._checked(sorted(fitting, key=lambda one: one.seconds))
         neighbours = [
             (what, self._estimate(layout, simulated=True)) for what, layout in self._neighbours(checked[0].layout)
         ]
         return Found(checked, neighbours, tried, self.limit, self.along)
+
+    def _checked(self, fitting: Sequence[Estimate]) -> list[Estimate]:
+        """The fastest of each kind that fits when it is simulated, too; `fitting` by formula, in their order."""
+        kinds: dict[tuple[Any, ...], list[Estimate]] = {}
+        for one in fitting:
+            kinds.setdefault(_kind(one.layout), []).append(one)
+        found: list[Estimate] = []
+        least: Estimate | None = None
+        for number, alike in enumerate(kinds.values()):
+            if number >= _SIMULATED and found:
+                break
+            over = 1.0  # of what the formula says
+            for one in alike:
+                if one.memory * over > self.limit:
+                    continue
+                simulated = self._estimate(one.layout, simulated=True)
+                if simulated.memory <= self.limit:
+                    found.append(simulated)
+                    break
+                over = max(over, simulated.memory / one.memory)
+                least = simulated if least is None or simulated.memory < least.memory else least
+        if not found:
+            raise ValueError(self._nothing(least))
+        return sorted(found, key=lambda one: one.seconds)
 
     def _nothing(self, least: Estimate | None) -> str:
         question = self._question
@@ -254,14 +288,23 @@ def _check(question: Question) -> None:
         raise ValueError(f"precision={question.precision!r}: the search knows bf16, fp16 and fp32")
 
 
-def _profiles(source: Source, tensor: Sequence[int]) -> list[Profile]:
-    """Of few tensor-parallel ranks and of many. One rank has loss kernels of its own, so two stand for few."""
-    most = tensor[-1]
-    chosen = [1] if most == 1 else [2, most] if most > 2 else [1, 2]
-    found = []
-    for ranks in chosen:
-        found.append(profile(source, ranks))
-    return found
+def _is_text(value: Any, length: int) -> bool:
+    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return whole and value.dim() == 2 and value.shape[1] == length
+
+
+def _profiles(source: Source, tensor: Sequence[int]) -> tuple[list[Profile], list[int]]:
+    """Of few tensor-parallel ranks and of many, and the numbers of ranks that remain: a model may share its layers
+    among fewer than its heads allow, or among none. One rank has loss kernels of its own, so two stand for few.
+    """
+    left = list(tensor)
+    while left[-1] > 1:
+        try:
+            few = profile(source, 2 if left[-1] > 2 else 1)
+            return [few, profile(source, left[-1])], left
+        except ValueError:
+            left.pop()
+    return [profile(source, 1)], left
 
 
 def _powers(most: int) -> list[int]:
@@ -272,10 +315,5 @@ def _divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, min(number, most) + 1) if number % each == 0]
 
 
-def _distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The first of each kind, in their order."""
-    found: dict[tuple[Any, ...], Estimate] = {}
-    for one in estimates:
-        layout = one.layout
-        found.setdefault((layout.tp, layout.pp, layout.sp, layout.style, layout.chunks, layout.zero), one)
-    return list(found.values())
+def _kind(layout: Layout) -> tuple[Any, ...]:
+    return layout.tp, layout.pp, layout.sp, layout.style, layout.chunks, layout.zero

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shardwright.planner.machines import machine
 from shardwright.planner.operators import Operator
 from shardwright.planner.profile import Part, Profile
 from shardwright.planner.rates import rates
+from shardwright.planner.shorter import NotShorterError
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.hybrid.config_form import read_config
 
@@ -65,6 +67,77 @@ def test_nonsense_is_told(
     monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
     assert main(["plan", "--search", "--model", "llama-tiny", "--world-size", "8", *arguments.split()]) == 1
     assert said in capsys.readouterr().out
+
+
+def test_models_that_the_search_cannot_tell_of_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(model: str) -> str:
+        assert main(["plan", "--search", "--model", model, "--world-size", "8", "--seq-len", "64"]) == 1
+        return capsys.readouterr().out
+
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(vit))
+    assert "no texts: the search counts tokens" in refused(str(tmp_path))
+
+    def alone(source: Any, ranks: int) -> Profile:
+        if ranks > 1:
+            raise ValueError("nobody has said how to shard it")
+        return PROFILE
+
+    monkeypatch.setattr("shardwright.planner.search.profile", alone)
+    command = "plan --search --model llama-tiny --world-size 8 --seq-len 64 --json"
+    assert main(command.split()) == 0
+    assert {one["layout"]["tp"] for one in json.loads(capsys.readouterr().out)["layouts"]} == {1}
+
+    def of_two_layers(source: Any, ranks: int) -> Profile:
+        raise NotShorterError("the model has no equal layers to tell what one takes")
+
+    monkeypatch.setattr("shardwright.planner.search.profile", of_two_layers)
+    assert "it needs three that do the same" in refused("llama-tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--search --tp-size 2 --check", "--check, --tp-size with --search: the search decides"),
+        ("--search --batch-size 8 --recompute 0.5", "--batch-size, --recompute with --search"),
+        ("--gpu h200 --global-batch-size 8", "--gpu, --global-batch-size without --search"),
+    ],
+)
+def test_options_that_nothing_would_look_at_are_refused(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "llama-tiny", "--world-size", "8", *arguments.split()])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_does_not_fit_when_simulated_gives_way_to_its_like(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*options: str) -> Any:
+        command = ["plan", "--search", "--model", "llama-tiny", "--world-size", "8", "--gpu-memory", "40", *options]
+        status = main([*command, "--seq-len", "64", "--global-batch-size", "64"])
+        said = capsys.readouterr().out
+        return json.loads(said) if status == 0 else said
+
+    monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
+    layouts = found("--json")["layouts"]
+    simulated = Estimator.estimate
+
+    def estimate(self: Estimator, is_simulated: bool) -> Estimate:
+        one = simulated(self, is_simulated)
+        return one._replace(memory=one.memory * factor) if is_simulated else one
+
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    factor = 1.8
+    again = found("--json")
+    assert all(one["memory"] <= again["limit"] for one in again["layouts"])
+    assert len(again["layouts"]) > len(layouts) / 2, "those that recompute more stand for their kind"
+    factor = 100.0
+    assert "nothing fits on 8 devices of 40 GiB" in found()
 
 
 def test_what_is_printed_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,3 +85,20 @@ def test_a_script_that_keeps_a_batch_may_change_it() -> None:
         batch = next(batches)
         batch["input_ids"].numpy()[:] = 99
         assert transfer.to_device(batch["input_ids"], torch.device("cpu")).tolist() == [[99], [99]]
+
+
+class Broken(Noisy):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == 3:
+            raise KeyError("the fourth sample")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_made_ends_its_own_step() -> None:
+    loader = build_dataloader(Broken(), 2, num_replicas=1, rank=0, num_workers=1)
+    with transfer.pretended(torch.clone):
+        batches = CheckedBatches(iter(loader), None, training=True)
+        assert next(batches)["input_ids"].flatten().tolist() == [0, 1]
+        with pytest.raises(KeyError, match="the fourth sample"):
+            next(batches)
+        assert next(batches)["input_ids"].flatten().tolist() == [4, 5], "as a DataLoader goes on"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -110,12 +110,16 @@ class Batches:
         self._transfers = transfers
         self._looks_ahead = looks_ahead
         self._next: list[tuple[Any, Parcel | None]] = []  # at most one batch, which nobody has asked for yet
+        self._failed: Exception | None = None  # what making that one raised
         self._parcel: Parcel | None = None  # copies of the batch given last
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Any:
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
         try:
             batch, self._parcel = self._next.pop() if self._next else (self._drawn(), None)
         except StopIteration:
@@ -147,9 +151,13 @@ class Batches:
             return
         (self._parcel or self._transfers.send(batch)).hand_over()
         if self._looks_ahead and not self._progress.over:
-            with suppress(StopIteration):  # which comes again when the batch is asked for
+            try:
                 following = self._drawn()
                 self._next.append((following, self._transfers.send(following)))
+            except StopIteration:  # which comes again when the batch is asked for
+                pass
+            except Exception as error:  # of a worker: of the next step, not of this one
+                self._failed = error
 
 
 def build_dataloader(

@@ -56,6 +56,7 @@ from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
 from .compiled import check_compiled, compile_where_wanted, compiled_words, require_compiler_where_wanted
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
+from .found_layout import search_layout
 from .fused_loss import fused_loss_words
 from .layer_axis import LayerFacts, draws_alike
 from .layer_check import with_layers
@@ -83,6 +84,7 @@ class HybridParallelPlugin(ZeroPlugin):
         "dp_size": "leave it out: what the other sizes leave is data parallel",
         "use_ddp": "leave it out",
     }
+    search_report: str | None = None  # what `from_search` found, beside what it uses
 
     def __init__(
         self,
@@ -214,6 +216,37 @@ class HybridParallelPlugin(ZeroPlugin):
         plugin = cls(**flat)
         tell(unused)
         plugin.without_effect += unused
+        return plugin
+
+    @classmethod
+    def from_search(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        global_batch_size: int,
+        sequence_length: int,
+        gpu: str | None = None,
+        gpu_memory: float | None = None,
+        gpus_per_node: int | None = None,
+        inside_bandwidth: float | None = None,
+        between_bandwidth: float | None = None,
+        precision: str = "bf16",
+        **others: Any,
+    ) -> HybridParallelPlugin:
+        """The fastest layout that fits, as `shardwright plan --search` finds it; collective, after `launch`. `others`
+        are arguments of the plugin that are not searched for; `search_report` says what was found.
+
+        model, optimizer   not boosted yet; without an optimizer, AdamW is taken to come
+        global_batch_size, sequence_length   samples of a step on all ranks, and tokens of one
+        gpu      kind of device; None: this rank's own, with its memory
+        gpu_memory and the others   GiB, devices, GB/s; None: what is published of `gpu`
+        """
+        asked = {name: value for name, value in locals().items() if name not in ("cls", "model", "optimizer", "others")}
+        check_arguments(HybridParallelPlugin.from_search, asked)
+        found, report = search_layout(model, optimizer, asked, others)
+        plugin = cls(**found, **others)
+        plugin.search_report = report
         return plugin
 
     # Where this rank is.

@@ -1,0 +1,78 @@
+"""The search in a process of its own, for a job that is running; see `plugins.hybrid.found_layout`.
+
+    python -m shardwright.planner.ask < question > answer
+
+The question is a pickled table, the answer a table of texts in JSON: `arguments`, `recompute` and `report`, or `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..plugins.hybrid.found_layout import with_lazy_weights
+from .answer import as_text, plugin_arguments, recompute_of
+from .machines import like_device, machine
+from .search import Question, search
+
+
+def answer(asked: Mapping[str, Any]) -> dict[str, str]:
+    """`job` is what `found_layout.without_weights` writes, `device` name and GiB of a device; the others are options
+    of the search.
+    """
+    job = _Job(asked["job"])
+    name, memory = asked["gpu"], asked["gpu_memory"]
+    try:
+        if name is None:
+            name, own = like_device(asked["device"])
+            memory = own if memory is None else memory
+        device = machine(name, memory, asked["gpus_per_node"], asked["inside_bandwidth"], asked["between_bandwidth"])
+        sizes = asked["world_size"], asked["global_batch_size"], asked["sequence_length"]
+        question = Question(job.model, job.optimizer, device, *sizes, asked["precision"])
+        found = search(question)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {
+        "arguments": json.dumps(plugin_arguments(found.best, question.precision, found.along)),
+        "recompute": json.dumps(recompute_of(found.best)),
+        "report": as_text(found, question),
+    }
+
+
+class _Job:
+    """The model, made anew for each question, and its own optimizer for what is left of it."""
+
+    def __init__(self, written: bytes) -> None:
+        self._written = written
+        self._made: Optimizer | None = None
+
+    def model(self) -> nn.Module:
+        found, self._made = with_lazy_weights(self._written)
+        return found
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """For the model that was made last, of which layers may be gone."""
+        if self._made is None:
+            return torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+        left = {id(param) for param in model.parameters()}
+        for group in self._made.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in left]
+        self._made.param_groups = [group for group in self._made.param_groups if group["params"]]
+        return self._made
+
+
+def main() -> None:
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    out.write(json.dumps(answer(pickle.load(sys.stdin.buffer))))
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()
