@@ -50,6 +50,8 @@ def keep_float64() -> Iterator[None]:
     global _depth
     originals = []
     if not _depth:
+        with torch.device("cpu"):
+            torch.empty(0)  # torch lists what makes tensors at its first call like this: it must not list what follows
         for table, change in ((_CASTING, _keeping), (_MULTIPLYING, _promoting), (_FILLING, _widening)):
             for home, name in ((home, name) for home, names in table for name in names):
                 originals.append((home, name, vars(home).get(name)))

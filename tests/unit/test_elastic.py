@@ -1,5 +1,5 @@
 """`elastic.run` in one process: it goes on where it was, saves when it is told to end, and outlives its disk. With many
-processes: tests/reliability/test_elastic.py.
+processes: tests/reliability/test_elastic_jobs.py.
 """
 
 from __future__ import annotations

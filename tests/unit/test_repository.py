@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def test_no_file_is_too_long() -> None:
 def test_files_are_ascii() -> None:
     wrong = lines_where(r"[^\x00-\x7f]", text_files())
     assert not wrong, "\n".join(wrong)
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Folders without __init__.py share one room of names, in which pytest takes the second for the first."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_no_paths_of_one_machine() -> None:
