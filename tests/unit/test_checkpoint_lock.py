@@ -61,7 +61,8 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # which root never sees
 
-    monkeypatch.setattr(os, "open", refuse)
+    for name in ("open", "mkdir"):  # of the lock, which then keeps nobody out, and of the checkpoint
+        monkeypatch.setattr(os, name, refuse)
     with pytest.raises(PermissionError):
         trained(1).save(tmp_path / "step-1")
 
