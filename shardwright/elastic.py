@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .booster import Booster
+from .checkpoint.directory import candidates
 from .checkpoint.preemption import SaveOnSignal
 from .cluster import launch_from_torch
 from .files.errors import CheckpointError, CheckpointNotFound
@@ -87,6 +88,11 @@ class Run:
         try:
             self.resumed = booster.load(self.directory, **self._trained)
         except CheckpointNotFound as nothing:
+            if candidates(self.directory)[0]:
+                raise CheckpointNotFound(
+                    f"{nothing}\nelastic.run does not begin anew where checkpoints were finished: move them away, or "
+                    "name another directory, to begin at step 0"
+                ) from None
             get_dist_logger().info(f"elastic.run begins at step 0: {nothing}", ranks=[0])
             return 0
         step = self.resumed["step"]

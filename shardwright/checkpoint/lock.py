@@ -5,7 +5,8 @@ the byte that a checkpoint's name stands for, and where old checkpoints are remo
 them when the process ends, however it ends, so a crash leaves no lock behind; children of the process do not hold them.
 Jobs that save under different names in one directory, and remove nothing, do not meet.
 
-Where a file system has no such locks, the log says so once and nothing is locked.
+Where a file system has no such locks, or the file is another user's, the log says so once and nothing is locked: what
+is wrong with a directory is said by the save itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ..logging import get_dist_logger
 
 NAME = ".shardwright-lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
-_UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _HEADER = 4096  # bytes in which holders say who they are; locked bytes lie behind, where nothing is written
 _held: dict[Path, int] = {}  # descriptors by directory; to close one would free all of its locks
 _process = 0  # that opened them
@@ -34,20 +34,25 @@ class DirectoryTaken(ValueError):
 def lock(target: Path, whole: bool) -> None:
     """Keep other jobs from saving to `target`, with `whole` from saving anywhere beside it, until this process ends."""
     directory = target.parent.resolve()
-    descriptor = _opened(directory)
     length, start = (0, _HEADER) if whole else (1, _HEADER + zlib.crc32(target.name.encode()))
+    try:
+        descriptor = _opened(directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{directory / NAME} is a link, which saves do not follow: remove it") from None
+        _say_unlocked(directory, error)
+        return
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
         if error.errno in _TAKEN:
             raise DirectoryTaken(
                 f"another job that is still running saves to {directory} ({_holder(descriptor)}): give this one a "
-                "directory of its own, or end the other first"
+                "directory of its own, or end the other first. If that machine has crashed and the file system does "
+                f"not know it yet, remove {directory / NAME}"
             ) from None
-        if error.errno in _UNKNOWN:
-            _say_unlocked(directory, error)
-            return
-        raise
+        _say_unlocked(directory, error)
+        return
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode().ljust(200), 0)
 
 
@@ -76,6 +81,5 @@ def _say_unlocked(directory: Path, error: OSError) -> None:
     if directory not in _said:
         _said.add(directory)
         get_dist_logger().warning(
-            f"{directory} is on a file system without locks ({error.strerror}): nothing keeps another job from saving "
-            "there"
+            f"{directory / NAME} cannot be locked ({error.strerror}): nothing keeps another job from saving there"
         )

@@ -10,13 +10,18 @@ with SaveOnSignal() as signalled:
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import weakref
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from .agreement import Agreement
+
+_active: weakref.WeakSet[SaveOnSignal] = weakref.WeakSet()
 
 
 class SaveOnSignal:
@@ -26,21 +31,31 @@ class SaveOnSignal:
     """
 
     def __init__(self, *signals: int) -> None:
-        self._signals = signals or (signal.SIGTERM,)
+        self.signals = signals or (signal.SIGTERM,)
         self._before: dict[int, Any] = {}
         self._agreement: Agreement | None = None
         self.received: int | None = None
 
     def __enter__(self) -> SaveOnSignal:
-        for number in self._signals:
+        for number in self.signals:
             self._before[number] = signal.signal(number, self._note)
+        _active.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _active.discard(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def leave_to_child(self) -> None:
+        """A forked child (of a `multiprocessing.Pool`) saves nothing, and is to end when it is told to."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                # what watches over this process does not over its children
+                is_ours = getattr(handler, "__module__", "").startswith(__name__.partition(".")[0])
+                signal.signal(number, signal.SIG_DFL if is_ours or handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
@@ -50,3 +65,25 @@ class SaveOnSignal:
         if self._agreement is None:
             self._agreement = Agreement(dist.get_world_size() if dist.is_initialized() else 1, purpose="signals")
         return self._agreement.union([self.received is not None])[0]
+
+
+_mask = threading.local()  # of signals, from before a fork
+
+
+def _hold() -> None:
+    """A signal that reaches the child before it has left ours waits until then."""
+    numbers = {number for each in tuple(_active) for number in each.signals}
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _release_child() -> None:
+    for each in tuple(_active):
+        each.leave_to_child()
+    _release()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_child)

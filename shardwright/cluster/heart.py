@@ -83,23 +83,28 @@ class Heart:
         self.bucket: int | None = None
         self.budgets = Budgets()
         self._counts: dict[str, int] = {}
-        self._depth = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a call that begins now is the outermost. Only for that one are `enter` and `leave` called."""
+        return not self.call
 
     def enter(self, call: str) -> None:
-        if self._depth == 0:
-            self.since = time.monotonic()
-            self.call = call
-            self.number += 1
-            self._counts[call] = self._counts.get(call, 0) + 1
-            self.action = self.bucket = None
-        self._depth += 1
+        self.since = time.monotonic()
+        self.call = call
+        self.number += 1
+        self._counts[call] = self._counts.get(call, 0) + 1
+        self.action = self.bucket = None
 
     def leave(self, completed: bool = True) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            call, self.call = self.call, ""
-            if completed:
-                self.budgets.note(call, time.monotonic() - self.since)
+        call, self.call = self.call, ""
+        if completed and call:
+            self.budgets.note(call, time.monotonic() - self.since)
+
+    def excuse(self, start: float, stop: float) -> None:
+        """The process was stopped in between, on the monotonic clock, and a call that had begun with it."""
+        if self.since <= start:
+            self.since += stop - start
 
     def overdue(self) -> float | None:
         """Seconds that the call has run, if these are more than its budget."""

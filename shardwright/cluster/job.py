@@ -405,9 +405,10 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         require_sound()
-        heart.enter(name)
-        completed = False
+        is_outermost, completed = heart.is_idle, False
         try:
+            if is_outermost:
+                heart.enter(name)
             result = function(*args, **kwargs)
             completed = True
             if is_step and _job is not None:
@@ -423,7 +424,8 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
                 f"{failure.condensed()}\nrank {_job.rank} stopped in {function.__qualname__} because of it"
             ) from None
         finally:
-            heart.leave(completed)
+            if is_outermost:
+                heart.leave(completed)
 
     return call
 

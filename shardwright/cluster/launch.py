@@ -227,6 +227,16 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
             f"came: check that {world_size} processes were started with the same host and port, and that the port is "
             "reachable from every node"
         ) from error
+    except dist.DistNetworkError as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port={port} of {host} is taken by another program (another job on this machine?): give all ranks a "
+                "free one, by launch(port=...), MASTER_PORT or torchrun's --master-port"
+            ) from error
+        raise RuntimeError(
+            f"rank {rank} of {world_size} could not join at {host}:{port}: check that rank 0 runs there, that no other "
+            "program listens at that port, and that it is reachable from every node"
+        ) from error
 
 
 def _fail_together(timeout: timedelta) -> None:

@@ -23,6 +23,11 @@ from .failure import main_stack
 from .heart import heart
 
 _LONGEST = 8000  # characters of a stack
+DEBUGGER, COMPILATION = "a debugger", "a compilation"
+_BUSY = {
+    DEBUGGER: ("/bdb.py", "/pydevd.py", "/pydevd_frame.py"),
+    COMPILATION: ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py"),
+}
 _TENSORS = 3  # named of a collective
 _LOCALS = ("tensor", "output_tensor", "input_tensor", "output", "input", "tensor_list", "output_tensor_list", "object")
 _KEPT = ("_keep", "_tensors", "_buffers")  # attributes of what is in flight: the tensors that it reads or fills
@@ -38,6 +43,7 @@ class Standing:
     collective    "all_reduce of [1024] float32 over ranks 0, 1", "" where it is in none
     groups        by the ranks that each group joins: collectives that this rank has called there
     frames        condensed stack of the main thread, outermost first; `stack` is all of it
+    busy          what takes long and is no fault: "a debugger", "a compilation", else ""
     """
 
     rank: int
@@ -49,6 +55,7 @@ class Standing:
     groups: dict[str, int]
     frames: tuple[str, ...]
     stack: str
+    busy: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -87,7 +94,18 @@ def stand(rank: int, place: str) -> Standing:
         sequence_numbers(),
         frames,
         stack if len(stack) <= _LONGEST else "  [...]\n" + stack[-_LONGEST:],
+        busy_with(frame),
     )
+
+
+def busy_with(frame: FrameType | None) -> str:
+    """See `Standing.busy`."""
+    while frame is not None:
+        for what, files in _BUSY.items():
+            if frame.f_code.co_filename.endswith(files):
+                return what
+        frame = frame.f_back
+    return ""
 
 
 def sequence_numbers() -> dict[str, int]:

@@ -22,13 +22,14 @@ import time
 from collections.abc import Mapping
 
 from .ending import leave_alone
-from .failure import STALLED, Failure
+from .failure import LEFT, STALLED, Failure
 from .heart import heart
 from .job import POLL, Job
-from .standing import Standing, stand
+from .standing import COMPILATION, DEBUGGER, Standing, stand
 
 _ANSWERS = 3.0  # seconds for all ranks to say where they stand
 _STORE = 10.0  # seconds for the store to take part in that
+_STOPPED = 10 * POLL  # between two looks of a process that was stopped
 
 
 class Watchdog(threading.Thread):
@@ -44,15 +45,21 @@ class Watchdog(threading.Thread):
         self.join(2 * POLL)
 
     def run(self) -> None:
+        looked = time.monotonic()
         while not self._done.wait(POLL):
+            before, looked = looked, time.monotonic()
+            if looked - before > _STOPPED:  # SIGSTOP and SIGCONT, a suspended job
+                heart.excuse(before, looked)
             took = heart.overdue()
             if took is None or self._job.failure is not None:
                 continue
+            number = heart.number
             inquiry = threading.Thread(target=_inquire, args=(self._job, took), daemon=True)
             inquiry.start()
             inquiry.join(_STORE)
-            if inquiry.is_alive() and self._job.failure is None:
+            if inquiry.is_alive() and self._job.failure is None and heart.number == number and heart.overdue():
                 _end_alone(self._job, took)
+            looked = time.monotonic()
 
 
 def open_inquiry(job: Job) -> int:
@@ -78,15 +85,27 @@ def _inquire(job: Job, took: float) -> None:
         return
     told = [job.ask(f"standing/{inquiry}/{rank}") for rank in range(job.world_size)]
     standings = {rank: Standing.from_json(text) for rank, text in enumerate(told) if text is not None}
+    if is_excused(standings, learned=isinstance(heart.budgets.given, str)):
+        heart.excuse(heart.since, time.monotonic())  # the budget anew
+        job.tell("stalled", str(inquiry + 1))
+        return
     failure = job.first(_failure(job, {job.rank: mine, **standings}, f"{call} had taken {took:.0f} s", call))
     job.tell("ended")
     kill_stopped(job, failure)
     job.learn(failure)
 
 
+def is_excused(standings: Mapping[int, Standing], learned: bool) -> bool:
+    """A rank in a debugger holds the others up on purpose. A compilation is longer than steps that a budget was learned
+    from, and within one that was given.
+    """
+    return any(each.busy == DEBUGGER or (learned and each.busy == COMPILATION) for each in standings.values())
+
+
 def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) -> Failure:
     silent = [rank for rank in range(job.world_size) if rank not in standings]
-    late, why = verdict(standings, silent)
+    gone = {rank: how for rank in silent if (how := job.ask(f"left/{rank}")) is not None}
+    late, why = verdict(standings, sorted(gone) or silent)
     if late in silent:
         words = job.last_words_of(late)
         why += f"; it was last seen in {words}" if words else ""
@@ -102,8 +121,8 @@ def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) 
         speaker=job.rank,
         place=job.ask(f"place/{late}") or "",
         doing="",
-        kind=STALLED,
-        error=f"held the job up: {why}\n{summary}",
+        kind=LEFT if late in gone else STALLED,
+        error=f"{gone.get(late, f'held the job up: {why}')}\n{summary}",
         frames=found.frames if found is not None else (),
         traceback="\n".join([summary, *lines, "", *(each.whole() for each in standings.values())]),
         when=time.time(),

@@ -57,6 +57,7 @@ from .shape_rules import MessageKey, ShapeRule, Sizes
 MAX_HEADERS = 4096  # per directed edge; the least recently used is forgotten, by both sides at the same message
 MAX_KINDS = 256
 LEAST_QUANTISED = 256  # elements of a message that is quantised
+_LONGEST_HEADER = 2**26  # bytes
 MAX_LESSONS = 4  # dry runs for one kind of message, each from another header
 
 Learn = Callable[[MessageKey, Header], ShapeRule | None]
@@ -345,13 +346,17 @@ class PipeComm:
             return self.book[key]
         (lengths,) = self.irecv_tensors([TensorMeta((2,), torch.int64, False)], source).wait_tensors()
         head, name = lengths.tolist()
+        if not (0 <= head <= _LONGEST_HEADER and 0 <= name <= _LONGEST_HEADER):
+            raise ValueError(
+                f"a message between stages has a header of {head} bytes and a key of {name}, which is none"
+            )
         (data,) = self.irecv_tensors([TensorMeta((head + name,), torch.uint8, False)], source).wait_tensors()
         raw = bytes(data.tolist())
         if raw[head:] != repr(key).encode():
             raise RuntimeError(
                 f"pipeline rank {self.rank} expects the message {key!r} from rank {source}, which sends "
-                f"{raw[head:].decode()}: the ranks do not run the same schedule, or do not agree on the shapes of "
-                "microbatches"
+                f"{raw[head:].decode(errors='replace')}: the ranks do not run the same schedule, or do not agree on "
+                "the shapes of microbatches"
             )
         return Header.from_bytes(raw[:head])
 

@@ -43,8 +43,11 @@ class Header(NamedTuple):
             structure, tensors = json.loads(data)
             header = Header(_node_from_json(structure), tuple(_meta(*each) for each in tensors))
             count = _count(header.structure)
-        except (TypeError, KeyError, IndexError, RecursionError, UnicodeDecodeError) as error:
-            raise ValueError(f"a message between stages has a header that is none ({error!r})") from None
+        except (TypeError, KeyError, IndexError, RecursionError, ValueError) as error:
+            raise ValueError(
+                f"a message between stages has a header that is none ({error!r}): all ranks must run the same version; "
+                "where they do, suspect the network or the memory of a device"
+            ) from None
         if count != len(header.tensors):
             raise ValueError(f"a message between stages has {len(header.tensors)} tensors for {count} places")
         return header

@@ -49,6 +49,7 @@ class LossGuard:
         self._travelling: tuple[str, torch.Tensor, Any] | None = None
         self._room: torch.Tensor | None = None  # for it, on the host
         self._generation = job.generation()
+        self._counted_in = self._generation
         self.each_step: Callable[[int], None] | None = None  # called by all ranks at the beginning of every step
 
     def note(self, loss: torch.Tensor) -> None:
@@ -64,6 +65,8 @@ class LossGuard:
 
     def withholds(self, optimizer: Any) -> bool:
         """Called first in every step: whether the step must not be taken. All ranks answer alike."""
+        if self._counted_in != job.generation() and self.each_step is not None:
+            self._count_alike()
         self.step += 1
         if self.each_step is not None:
             self.each_step(self.step)
@@ -115,6 +118,13 @@ class LossGuard:
                 f"the loss of {steps} is {value}; the optimizer has stepped as torch's would, and weights may be "
                 f"{value} from here on. Booster(on_nan='skip') leaves such steps out, on_nan='stop' ends the run"
             )
+
+    def _count_alike(self) -> None:
+        """The job has recovered: some ranks had counted the step that failed and others had not come to it."""
+        self._counted_in = job.generation()
+        taken = torch.tensor([self.step], device=host_device())
+        dist.all_reduce(taken, op=dist.ReduceOp.MIN)
+        self.step = int(taken)
 
     def _agree(self, losses: torch.Tensor | None, optimizer: Any) -> str | None:
         """What is not finite on any rank, if anything."""

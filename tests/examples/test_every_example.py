@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_examples import run, run_by_torchrun
-from tests.forked_scripts import ROOT
+from tests.forked_scripts import ROOT, run_forked
 
 EXAMPLES = ROOT / "examples"
 STEP = re.compile(r"step +(\d+)\D.*?loss (\d+\.\d+)")
@@ -61,6 +61,7 @@ EVERY = [
     Example("one_step.py", ("", "--tp 2", "--tp 2 --pp 2"), learns=False),
     Example("one_step.py", ("--family sam", "--family sam --tp 2", "--family sam --pp 2"), (2,), learns=False),
     Example("opt_finetune.py", ("", "--plugin torch_fsdp", "--plugin hybrid_parallel --tp 2"), ()),
+    Example("restarts.py", ("--directory again1", "--directory again2 --tp 2", "--directory again4 --pp 2")),
     Example("t5_summarise.py", TP_PP),
     Example("vit_classify.py", PP_FIRST),
     Example("whisper_transcribe.py", TP_PP),
@@ -104,6 +105,16 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     printed = run(4, *options, "--pp", "2", cwd=tmp_path)
     assert re.search(r"going on after .*step-4\n", printed)
     assert_same({**first, **losses(printed)}, whole)
+
+
+def test_a_run_that_is_taken_away_goes_on(tmp_path: Path) -> None:
+    options = ("--tiny", "--directory", "run")
+    codes, printed = run_forked(2, EXAMPLES / "restarts.py", *options, "--taken-at", "3", cwd=tmp_path)
+    assert codes == [143, 143], printed
+    assert list(losses(printed)) == [1, 2, 3]
+    again = run(1, "restarts.py", *options, cwd=tmp_path)
+    assert "3 steps are done\n" in again
+    assert list(losses(again)) == [4, 5, 6, 7, 8]
 
 
 def test_preferences_are_learned_from_where_the_reference_is(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import shardwright
 from shardwright import Booster
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwright.plugins.replica_check import ReplicasDiffer
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin, replica_check
+from shardwright.plugins.replica_check import ReplicaCheck, ReplicasDiffer
 from shardwright.testing import run_ranks, zoo
 
 NAME = "llama-causal-lm"
@@ -83,6 +84,85 @@ def test_what_differs_is_named_on_all_ranks() -> None:
         assert "['lr'] is 0.01 on rank 0 (dp 0" in told["lr"]
         assert "0.02 on rank 1" in told["lr"]
         assert told["well"] == ""
+
+
+class _Odd(nn.Module):
+    """What a check meets: numbers of many formats, other states, a frozen weight, statistics of this rank's batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.arange(6).to(torch.int8), requires_grad=False)
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+        self.empty = nn.Parameter(torch.ones(0, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)).square().sum()
+
+    def get_extra_state(self) -> Any:
+        return {"not": "a tensor"}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class _OwnRate(torch.optim.SGD):
+    """Finds its own learning rate, as Adafactor does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = None
+        return result
+
+
+def _steps(rank: int, fails: bool) -> list[int]:
+    """The steps of an odd model that were looked at."""
+    booster = Booster(plugin=TorchDDPPlugin(), check_replicas=1)
+    model: nn.Module = _Odd()
+    model, optimizer, *_ = booster.boost(model, _OwnRate(model.parameters(), lr=0.1))
+    assert optimizer is not None
+    looked, guard = [], optimizer.loss_guard
+    assert guard is not None
+    assert isinstance(guard.each_step, ReplicaCheck)
+    look = guard.each_step.check
+    guard.each_step.check = lambda step: (looked.append(step), look(step))[1]  # type: ignore[method-assign]
+    for step in range(5):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        booster.backward(model(x), optimizer)
+        try:
+            if fails and step == 2 and rank == 1:
+                raise KeyError("before its step")
+            optimizer.step()
+        except (KeyError, RuntimeError):
+            shardwright.recover(timeout=30)
+        optimizer.zero_grad()
+    return looked
+
+
+def _odd(rank: int, world: int) -> list[list[int]]:
+    shardwright.launch(rank, world, None, None, seed=1, timeout=30)
+    return [_steps(rank, fails=False), _steps(rank, fails=True)]
+
+
+def test_what_is_no_fault_ends_nothing() -> None:
+    """Also where ranks have counted other steps, since one of them failed before its step and all recovered."""
+    every = [1, 2, 3, 4]
+    first, second = run_ranks(_odd, 2, debug="OFF", timeout=100)
+    assert first == [every, [1, 2, 2, 3]]  # it had begun to look when the other failed
+    assert second == [every, [1, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8])
+def test_sums_are_those_of_the_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randint(-8, 8, (5, 7)).to(dtype).t()
+    whole = replica_check._sums(tensor)
+    monkeypatch.setattr(replica_check, "_PIECE", 8)
+    assert all(torch.equal(sums, pieces) for sums, pieces in zip(whole, replica_check._sums(tensor), strict=True))
+    plain = torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+    assert whole[1].tolist() == [plain.sum(), plain.abs().sum()]
 
 
 def _well(rank: int, world: int, layout: str) -> list[str]:

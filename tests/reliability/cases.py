@@ -54,13 +54,6 @@ def _gone(fault: str, layout: str, rank: int, code: int, words: str, happens: st
     return Case(fault, layout, rank, tuple(codes), words, happens)
 
 
-def _stalled(fault: str, layout: str, rank: int, words: str, happens: str) -> Case:
-    codes = [STALLED, STALLED]
-    if fault == "stop":
-        codes[rank] = KILLED
-    return Case(fault, layout, rank, tuple(codes), words, happens)
-
-
 CASES = [
     *(
         _stalled("stop", layout, 1, "held the job up: it gives no sign of life", "SIGSTOP between two steps")
@@ -117,8 +110,15 @@ CASES = [
         "an exception in the criterion, on the last stage",
     ),
     *(
-        _gone("nan", layout, 1, RAISED, "NonFiniteLoss", "NaN in a weight of one rank, on_nan='stop'")
-        for layout in ("pp2", "tp2", "zero2")
+        _gone("nan", layout, 1, RAISED, words, "NaN in a weight of one rank, on_nan='stop'")
+        for layout, words in (
+            ("pp2", "NonFiniteLoss"),
+            ("tp2", "NonFiniteLoss"),
+            (
+                "zero2",
+                "ranks differ that must hold the same",
+            ),  # its copies are looked at first
+        )
     ),
     _gone("rate", "zero2", 1, RAISED, "['lr'] is 0.01 on rank 0", "one rank has another learning rate from a step on"),
     *(
@@ -153,13 +153,43 @@ CASES = [
         _gone("full disk", layout, 1, RAISED, "No space left on device", "the disk is full in the middle of a save")
         for layout in ("dp2", "pp2")
     ),
+    *(
+        _gone("nan gradient", layout, 1, RAISED, "the norm of the gradients of step 4", "NaN in a gradient of one rank")
+        for layout in ("tp2", "zero2")
+    ),
+    _gone("nan batch", "dp2", 1, RAISED, "the loss of step 4 is not finite", "NaN in the batch of one rank"),
+    *(
+        _gone("kill in step", layout, 1, KILLED, "died without a word (killed?)", "SIGKILL in the middle of a step")
+        for layout in ("pp2", "tp2")
+    ),
+    _gone("terminate in step", "tp2", 1, 143, "was ended by SIGTERM", "SIGTERM to one rank in the middle of a step"),
+    Case(
+        "version",
+        "tp2",
+        1,
+        (RAISED, RAISED),
+        "version of transformers is",
+        "another version of transformers",
+        seconds=BOOST,
+    ),
+    Case(
+        "message",
+        "pp2",
+        0,
+        (RAISED, RAISED),
+        "a message between stages has",
+        "a message between stages is corrupted",
+        seconds=BOOST,
+    ),
+    Case("port", "dp2", 0, (RAISED, RAISED), "is taken by another program", "the job's port is taken", seconds=BOOST),
     _gone("kill in save", "pp2", 1, KILLED, "died without a word (killed?)", "SIGKILL in the middle of a save"),
     *(
-        Case(fault, layout, 1, (0, 0), "trained", happens, goes_on=True, seconds=60)
-        for fault, layout, happens in (
-            ("slow", "pp2", "one rank is late by a second"),
-            ("pause", "zero2", "SIGSTOP, and SIGCONT a second later"),
-            ("slow disk", "dp2", "the first writes of a save take a second each"),
+        Case(fault, layout, 1, (0, 0), words, happens, goes_on=True, seconds=60)
+        for fault, layout, words, happens in (
+            ("slow", "pp2", "trained", "one rank is late by a second"),
+            ("pause", "zero2", "trained", "SIGSTOP, and SIGCONT a second later"),
+            ("damaged", "zero2", "went back to step 7", "the newest checkpoint is damaged: the one before is loaded"),
+            ("slow disk", "dp2", "trained", "the first writes of a save take a second each"),
         )
     ),
 ]

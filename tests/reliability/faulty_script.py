@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from torch import nn
 
 import shardwright
 from shardwright.booster import Booster
+from shardwright.comm.p2p import PipeComm
 from shardwright.files import disk
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
@@ -83,6 +85,32 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
             optimizer.param_groups[0]["lr"] = 0.02
         case "weights":
             list(model.parameters())[-1].data.view(-1)[0] += 1
+        case "nan gradient":
+            weights = [param for name, param in model.named_parameters() if "down_proj" in name]
+            weights[-1].register_hook(lambda grad: grad * float("nan"))
+        case "kill in step" | "terminate in step":
+            number = signal.SIGKILL if "kill" in fault else signal.SIGTERM
+            layers = [module for module in model.modules() if type(module).__name__ == "LlamaMLP"]
+            layers[-1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), number))
+
+
+def begin_badly(fault: str) -> None:
+    """What is wrong with this rank before the job begins."""
+    match fault:
+        case "seed":
+            torch.manual_seed(7)
+        case "version":
+            import transformers
+
+            transformers.__version__ = "4.0.0"
+        case "message":  # a memory or a network that changes bits
+            encode = PipeComm._encode
+            PipeComm._encode = lambda *args: _changed(encode(*args))  # type: ignore[method-assign]
+
+
+def _changed(wire: Any) -> Any:
+    wire[-1][5] = 0
+    return wire
 
 
 def broken_disk(fault: str) -> None:
@@ -107,11 +135,15 @@ def broken_disk(fault: str) -> None:
 def main() -> None:
     layout, fault, culprit, when, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     limit = float(os.environ.get("STEP_TIMEOUT", "3"))
-    shardwright.launch_from_torch(seed=1, timeout=60, step_timeout=limit)
+    taken = socket.socket()
+    if fault == "port" and os.environ["SLURM_PROCID"] == "0":
+        taken.bind(("", int(os.environ["MASTER_PORT"])))
+        taken.listen()
+    shardwright.launch_from_torch(seed=1, timeout=10 if fault == "port" else 60, step_timeout=limit)
     rank = torch.distributed.get_rank()
     is_culprit = rank == culprit
-    if is_culprit and fault == "seed":
-        torch.manual_seed(7)
+    if is_culprit:
+        begin_badly(fault)
     plugin = LAYOUTS[layout]()
     booster = Booster(plugin=plugin, on_nan="stop", check_replicas=1)
     model, batch_of = model_and_batch()
@@ -135,16 +167,32 @@ def main() -> None:
         batch = {name: value.chunk(count)[place] for name, value in batch_of(step, 4).items()}
         if is_culprit and fault == "batch" and step == when:
             batch = {name: value[:, :5] for name, value in batch.items()}
+        if fault == "nan batch":
+            seen = torch.ones(*batch["input_ids"].shape, 16)
+            batch = {"inputs_embeds": seen * (float("nan") if is_culprit and step == when else step), **batch}
+            del batch["input_ids"]
         if isinstance(plugin, HybridParallelPlugin):
             booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
         else:
             booster.backward(model(**batch).loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        if step >= 3 and ("disk" in fault or "save" in fault):
+        if step >= 3 and ("disk" in fault or "save" in fault or "damage" in fault):
             booster.save(Path(directory) / f"step-{step}", model=model, optimizer=optimizer, step=step)
         (Path(directory) / f"rank-{rank}").write_text(str(step))
+    if fault == "damaged":
+        look_for_the_newest(booster, Path(directory), is_culprit, model=model, optimizer=optimizer)
     print("trained", flush=True)
+
+
+def look_for_the_newest(booster: Booster, directory: Path, damages: bool, **state: Any) -> None:
+    """The newest checkpoint has lost the end of a file: the one before is loaded."""
+    if damages:
+        file = max((directory / f"step-{STEPS}").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        os.truncate(file, file.stat().st_size - 4)
+    torch.distributed.barrier()
+    loaded = booster.load(directory, **state)
+    print(f"went back to step {loaded['step']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""Plays the whole fault matrix and prints what was seen into docs/reliability.md:
+"""Plays the fault matrix and prints what was seen into docs/reliability.md:
 
-python -m tests.reliability.write_docs
+    python -m tests.reliability.write_docs                              # all cases
+    python -m tests.reliability.write_docs nan-tp2-rank1 stop-pp2-rank0 # these; rows of others stay as they are
+
+The page says which cases have never been played.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.reliability.cases import CASES, LIMIT, Case
 from tests.reliability.processes import PATIENCE
@@ -17,40 +22,61 @@ PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- the fault matrix: begin -->", "<!-- the fault matrix: end -->"
 
 
-def row(case: Case, seconds: float) -> str:
+class Seen(NamedTuple):
+    """seconds from the last step to the end of the last process, and `step_timeout=`, as the table has them"""
+
+    seconds: str
+    limit: str
+
+
+def row(case: Case, seen: Seen) -> str:
     codes = ", ".join(map(str, case.codes))
     words = case.words.replace("|", "\\|")
     lost = "nothing" if case.goes_on else "steps since the last save"
-    return f"| {case.happens} | {case.layout} | {case.rank} | {seconds:.0f} s | {codes} | `{words}` | {lost} |"
+    which = f"{case.happens} | {case.layout} | {case.rank}"
+    return f"| {which} | {seen.seconds} | {seen.limit} | {codes} | `{words}` | {lost} |"
 
 
-def table(seconds: Mapping[str, float], limit: float) -> str:
-    """`seconds` from the last step to the end of the last process, by the names of cases; `limit`: that of a step."""
+def table(seen: Mapping[str, Seen]) -> str:
+    """What was seen of the cases, by their names."""
+    missing = [f"`{case.name}`" for case in CASES if case.name not in seen]
     head = [
-        f"{len(seconds)} of {len(CASES)} cases, played with `step_timeout={limit:g}`:",
+        f"{len(seen)} of {len(CASES)} cases were played{'; not yet: ' + ', '.join(missing) if missing else ''}.",
         "",
-        "| what happens on one rank | layout | rank | all ended after | exit codes | what is said | what is lost |",
-        "|---|---|---|---|---|---|---|",
+        "| what happens on one rank | layout | rank | ended after | step_timeout | exit codes | what is said | lost |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join(head + [row(case, seconds[case.name]) for case in CASES if case.name in seconds])
+    return "\n".join(head + [row(case, seen[case.name]) for case in CASES if case.name in seen])
 
 
-def write(seconds: Mapping[str, float], limit: float) -> None:
+def printed() -> dict[str, Seen]:
+    """What the page has."""
+    found = {}
+    cells = [[cell.strip() for cell in line.split("|")] for line in PAGE.read_text().splitlines()]
+    for case in CASES:
+        for each in cells:
+            if each[1:4] == [case.happens, case.layout, str(case.rank)]:
+                found[case.name] = Seen(*each[4:6])
+    return found
+
+
+def write(seen: Mapping[str, Seen]) -> None:
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(seconds, limit)}\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(seen)}\n{END}{rest.split(END)[1]}")
 
 
-def main() -> None:
-    seconds = {}
+def main(names: list[str]) -> None:
+    seen = printed() if names else {}
     for case in CASES:
-        with tempfile.TemporaryDirectory() as directory:
-            ended = play(case, Path(directory))
-            check(case, ended, Path(directory))
-            seconds[case.name] = ended.seconds
-            print(f"{case.name}: {ended.seconds:.1f} s", flush=True)
-    write(seconds, LIMIT * PATIENCE)
+        if not names or case.name in names:
+            with tempfile.TemporaryDirectory() as directory:
+                ended = play(case, Path(directory))
+                check(case, ended, Path(directory))
+                seen[case.name] = Seen(f"{ended.seconds:.0f} s", f"{LIMIT * PATIENCE:g} s")
+                print(f"{case.name}: {ended.seconds:.1f} s", flush=True)
+    write(seen)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -61,7 +61,8 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # which root never sees
 
-    monkeypatch.setattr(os, "open", refuse)
+    for name in ("open", "mkdir"):  # of the lock, which then keeps nobody out, and of the checkpoint
+        monkeypatch.setattr(os, name, refuse)
     with pytest.raises(PermissionError):
         trained(1).save(tmp_path / "step-1")
 
@@ -79,3 +80,16 @@ def test_a_directory_that_vanishes_is_made_anew(tmp_path: Path) -> None:
         subprocess.run(
             [sys.executable, "-c", _OTHER.replace("100", "0"), str(run / "x"), "one"], check=True, capture_output=True
         )
+
+
+def test_a_file_of_locks_that_cannot_be_opened(tmp_path: Path) -> None:
+    """Another user's, or of a file system that refuses it, keeps nobody from saving; a link is not followed."""
+    (tmp_path / "other" / NAME).mkdir(parents=True)
+    for step in (1, 2):
+        trained(step).save(tmp_path / "other" / f"step-{step}")
+    check_resumed(tmp_path / "other", (2,))
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / NAME).symlink_to(tmp_path / "victim")
+    with pytest.raises(ValueError, match="is a link, which saves do not follow: remove it"):
+        trained(1).save(tmp_path / "link" / "step-1")
+    assert not (tmp_path / "victim").exists()

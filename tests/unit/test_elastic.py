@@ -5,8 +5,10 @@ processes: tests/reliability/test_elastic_jobs.py.
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from shardwright import Booster, elastic
 from shardwright.checkpoint.lock import NAME
 from shardwright.files import disk
+from shardwright.files.errors import CheckpointNotFound
 from shardwright.plugins import LowLevelZeroPlugin
 
 
@@ -107,7 +110,37 @@ def test_a_full_disk_costs_a_checkpoint(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["step-6"]
     disk.set_probe(None)
     with pytest.raises(OSError, match="No space left"):
-        run(Training(fill), tmp_path / "raise", save_every=4, on_save_error="raise")
+        run(Training(lambda _: fill(3)), tmp_path / "raise", save_every=4, on_save_error="raise")
+
+
+def test_children_end_when_they_are_told_to(tmp_path: Path) -> None:
+    """Those of a `multiprocessing.Pool` are waited for when it ends."""
+    codes = []
+
+    def fork(step: int) -> None:
+        if step == 1:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+                child.start()
+                assert child.pid is not None
+                os.kill(child.pid, number)
+                child.join(50)
+                codes.append(child.exitcode)
+                child.kill()
+
+    training = Training(fork)
+    run(training, tmp_path, save_every=None)
+    assert codes == [-signal.SIGTERM, -signal.SIGUSR1]
+    assert training.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_begins_anew_over_what_is_damaged(tmp_path: Path) -> None:
+    run(Training(), tmp_path, save_every=3)
+    for file in tmp_path.glob("step-*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointNotFound, match=r"(?s)step-6.*does not begin anew where checkpoints were finished"):
+        run(Training(), tmp_path)
+    assert saved(tmp_path) == ["step-3", "step-6"]
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import bdb
+import sys
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
 import pytest
+import torch
 
 from shardwright.cluster.heart import Budgets, Heart
 from shardwright.cluster.launch import _step_limit
-from shardwright.cluster.standing import Standing
-from shardwright.cluster.watchdog import verdict
+from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with
+from shardwright.cluster.watchdog import is_excused, verdict
 
 
 def at(rank: int, waits: bool = True, number: int = 7, **groups: int) -> Standing:
@@ -34,6 +41,33 @@ def test_the_late_rank_is_named(standings: list[Standing], silent: list[int], la
     assert Standing.from_json(standings[0].to_json()) == standings[0]
 
 
+def test_who_is_in_a_debugger_or_compiles_is_not_stuck() -> None:
+    told: list[str] = []
+
+    class Asks(bdb.Bdb):
+        def user_line(self, frame: FrameType) -> None:
+            told.append(busy_with(sys._getframe()))
+            self.set_continue()
+
+    Asks().runcall(lambda: len(told))
+
+    def backend(*_: Any) -> Any:
+        told.append(busy_with(sys._getframe()))
+        return lambda x: (x + 1,)
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert told == [DEBUGGER, COMPILATION]
+    assert busy_with(sys._getframe()) == ""
+    debugs, compiles = replace(at(0), busy=DEBUGGER), replace(at(0), busy=COMPILATION)
+    assert [is_excused({0: one, 1: at(1)}, learned) for one in (debugs, compiles) for learned in (True, False)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not is_excused({0: at(0), 1: at(1)}, learned=True)
+
+
 def test_budgets_are_learned_from_steps_alone() -> None:
     budgets = Budgets("auto", least=180.0)
     for _ in range(5):
@@ -50,11 +84,14 @@ def test_budgets_are_learned_from_steps_alone() -> None:
 def test_calls_inside_of_calls_are_one() -> None:
     heart = Heart()
     heart.budgets = Budgets(1e-9)
+    assert heart.is_idle
     heart.enter("Booster.execute_pipeline")
-    heart.enter("Booster.backward")
-    assert heart.call == "Booster.execute_pipeline"
-    heart.leave()
+    assert not heart.is_idle  # also for other threads
     assert heart.overdue() is not None
+    heart.excuse(heart.since - 60, heart.since - 1)  # before it began
+    assert heart.overdue() is not None
+    heart.excuse(heart.since, heart.since + 60)
+    assert heart.overdue() is None
     heart.leave()
     assert heart.overdue() is None
     assert heart.number == 1
