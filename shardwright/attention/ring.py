@@ -58,7 +58,7 @@ class RingAttention:
         setting = Setting(self._view(module, options), scale, softcap, float(dropout))
         sinks = sinks_of(module, query, options)
         extent = self._extent(module, query, key)
-        bias = self._bias(module, query, extent, options)
+        attention_mask, bias = self._learned(attention_mask, self._bias(module, query, extent, options), extent)
         out: Tensor
         if torch.compiler.is_compiling():
             terms = attention_mask, sinks, bias
@@ -80,6 +80,10 @@ class RingAttention:
     def _bias(self, module: nn.Module, query: Tensor, extent: Extent, options: dict[str, Any]) -> Tensor | None:
         """What is added to scores, see `ring_turn.Terms`, beside what a mask adds."""
         return None
+
+    def _learned(self, mask: Tensor | None, bias: Tensor | None, extent: Extent) -> tuple[Tensor | None, Tensor | None]:
+        """(mask, bias), where the mask needs no gradient."""
+        return mask, bias
 
 
 def sinks_of(module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor | None:

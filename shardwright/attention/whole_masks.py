@@ -214,8 +214,8 @@ class RingWithMasks(RingAttention):
     def _parts_of(self, mask: Tensor) -> tuple[Tensor, bool]:
         """(where a query may see a key, whether a mask has terms that are added to scores)"""
         if mask not in self._known:
-            hidden = mask <= torch.finfo(mask.dtype).min * _HIDDEN
-            self._known[mask] = ~hidden, not bool((hidden | (mask == 0)).all())
+            seen = _seen(mask)
+            self._known[mask] = seen, not bool((~seen | (mask == 0)).all())
         known: tuple[Tensor, bool] = self._known[mask]
         return known
 
@@ -230,9 +230,26 @@ class RingWithMasks(RingAttention):
     def added(self, mask: Tensor | None, bias: Tensor | None, extent: Extent) -> Tensor | None:
         if mask is None or mask.dtype == torch.bool or not self._parts_of(mask)[1]:
             return bias
-        terms = mask.masked_fill(~self._parts_of(mask)[0], 0.0)
-        of_rows = terms.shape[-2] > 1
-        return _sum(bias, terms.index_select(-2, extent.rows(self._share, mask.device)) if of_rows else terms)
+        return _sum(bias, self._terms(mask, self._parts_of(mask)[0], extent))
+
+    def _learned(self, mask: Tensor | None, bias: Tensor | None, extent: Extent) -> tuple[Tensor | None, Tensor | None]:
+        """A bias that a model learns may come as a mask, such as BEiT's. A graph's operator has no gradient of masks,
+        but one of biases.
+        """
+        if mask is None or not mask.requires_grad:
+            return mask, bias
+        seen = _seen(mask)
+        return seen, _sum(bias, self._terms(mask, seen, extent))
+
+    def _terms(self, mask: Tensor, seen: Tensor, extent: Extent) -> Tensor:
+        """What a mask adds to the scores of this rank's queries."""
+        terms = mask.masked_fill(~seen, 0.0)
+        return terms.index_select(-2, extent.rows(self._share, mask.device)) if terms.shape[-2] > 1 else terms
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Where a query may see a key, of a mask that is added to scores."""
+    return ~(mask <= torch.finfo(mask.dtype).min * _HIDDEN)
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -68,6 +68,7 @@ def keep_float64() -> Iterator[None]:
                 setattr(home, name, own)
 
 
+@functools.cache  # dynamo knows functions of torch by what they were when it first looked
 def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def keep(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,7 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
     return keep
 
 
+@functools.cache
 def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def promote(first: torch.Tensor, second: torch.Tensor, **kwargs: Any) -> Any:
@@ -92,6 +94,7 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
     return promote
 
 
+@functools.cache
 def _widening(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def widen(*args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from shardwright import Booster
 from shardwright.attention import compiled_ring, ring
 from shardwright.attention.coordinates import Dropout
 from shardwright.attention.sequence_modes import name_attention
+from shardwright.attention.whole_masks import RingWithMasks
 from shardwright.attention.zigzag import Share
 from shardwright.comm.ring import Ring
 from shardwright.ops import layer_graphs
@@ -199,8 +201,33 @@ def test_sinks_in_a_graph() -> None:
         more = sinks[None, :, None, None].expand(2, -1, 6, 1)
         return (torch.cat([scores, more], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
+    _compare_graphs(of_ring, plainly, given)
+
+
+def test_a_learned_mask_in_a_graph() -> None:
+    """A bias of all layers that a model adds to the mask, as BEiT's: its gradient is what training needs of it."""
+    module: Any = SimpleNamespace(is_causal=False)
+    attention = RingWithMasks(Share(0, 1), [Ring(None, 0, 0, 1)])  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (1, 4, 6, 6))
+    ]
+    padding = torch.zeros(2, 1, 1, 6, dtype=torch.float64)
+    padding[1, ..., 4:] = torch.finfo(torch.float64).min
+
+    def of_ring(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return attention(module, q, k, v, bias + padding)[0]
+
+    def plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return ((q @ k.transpose(-1, -2) * 8**-0.5 + bias + padding).softmax(-1) @ v).transpose(1, 2)
+
+    _compare_graphs(of_ring, plainly, given)
+
+
+def _compare_graphs(of_ring: Callable[..., Tensor], plainly: Callable[..., Tensor], given: list[Tensor]) -> None:
     expected = plainly(*given)
-    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad(expected, given, weights)
     for function in (of_ring, torch.compile(of_ring, backend="aot_eager", fullgraph=True)):
         got = function(*given)

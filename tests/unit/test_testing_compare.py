@@ -184,6 +184,15 @@ def test_nothing_to_compare_is_an_error() -> None:
         compare_models(Tiny(), nn.Identity())
 
 
+def test_the_functions_that_keep_float64_stay_the_same() -> None:
+    """Dynamo compiles what it knew the first time."""
+    functions = []
+    for _ in range(2):
+        with keep_float64():
+            functions.append((torch.zeros_like, torch.tensor, torch.bmm))
+    assert functions[0] == functions[1]
+
+
 def test_keep_float64() -> None:
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     with keep_float64():
