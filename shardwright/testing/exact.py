@@ -50,6 +50,8 @@ def keep_float64() -> Iterator[None]:
     global _depth
     originals = []
     if not _depth:
+        with torch.device("cpu"):  # torch notes once, here, what makes tensors: `torch.tensor` itself, not its stand-in
+            torch.empty(0)
         for table, change in ((_CASTING, _keeping), (_MULTIPLYING, _promoting), (_FILLING, _widening)):
             for home, name in ((home, name) for home, names in table for name in names):
                 originals.append((home, name, vars(home).get(name)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 
 from shardwright import Booster
 from shardwright.models.layer_chain import find_units
@@ -137,6 +138,13 @@ def test_masks_of_the_least_number_keep_double_precision() -> None:
     with keep_float64():
         assert torch.full((2,), least).dtype is torch.float64
         assert torch.tensor(0.5).dtype is torch.float32
+
+
+def test_devices_hold_for_tensors_of_numbers_in_double_precision() -> None:
+    _device_constructors.cache_clear()  # as in a process that has not set a device yet
+    with keep_float64(), torch.device("meta"):
+        assert torch.tensor(0.0).is_meta
+        assert torch.full((2,), 0.0).is_meta
 
 
 class Aside(TimeFirst):
