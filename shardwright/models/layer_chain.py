@@ -119,7 +119,9 @@ def _outer(
     for name in paths_to(item[0])[:-1]:
         outer = model.get_submodule(name)
         if isinstance(outer, nn.ModuleList) and not any(isinstance(stage, nn.ModuleList) for stage in outer):
-            held = {other.removeprefix(f"{name}.").split(".")[0] for other, _ in candidates if other.startswith(name)}
+            held = {
+                other.removeprefix(f"{name}.").split(".")[0] for other, _ in candidates if other.startswith(f"{name}.")
+            }
             if len(held) == len(outer) > 1:
                 return name, outer
     return item

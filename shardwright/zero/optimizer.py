@@ -31,6 +31,7 @@ from ..precision.scaler import DynamicScaler, ScalerConfig
 from ..spec import ParamSpec
 from ..utils.device import get_current_device
 from ..utils.streams import has_streams, streams_of
+from .agreement import Agreement
 from .bucket import HAS_GRAD_DTYPE, Bucket
 from .counting import counted_ranges
 from .data_writes import DataWrites
@@ -164,7 +165,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._entries = entries
         self._norm_parts: dict[int, torch.Tensor] = {}  # power sums of buckets, taken while others are on their way
         self._agreed = False  # whether the ranks have agreed on which parameters got a gradient
-        self._all_touched = torch.ones(len(entries), dtype=torch.uint8, device=device)
+        self._agreement = Agreement(entries, self.groups, device)
         self._inside = 0  # contexts of `plain_parameters`
         self._reads = ScriptReads(self)
         copied = {slot.entry.param for bucket in self.buckets if bucket.has_copies for slot in bucket.plan.slots}
@@ -317,44 +318,15 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         # In this order on all ranks: which reductions are still to be started may differ between them, and the
         # agreement runs on the same communicator.
         self.reducer.launch_rest()
-        agreed = self._start_agreement()
+        self._agreement.start(self.reducer.touched)
         self.reducer.settle()
-        self._set_touched(agreed)
+        self.segments.set_touched(self._agreement.end())
         streams = streams_of(self.device)
         if self.settings.cpu_offload and streams is not None:
             streams.current_stream().synchronize()  # the copies that `_bucket_is_final` started
         self._agreed = True
         if self.grad_state is GradState.ACCUMULATING:
             self.grad_state = GradState.FINAL
-
-    def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start agreeing on which parameters got a gradient on any rank."""
-        touched, count, group = self.reducer.touched, len(self._entries), self.groups.everyone
-        if len(touched) == count:
-            flags = self._all_touched if group is None else self._all_touched.fill_(1)
-        else:
-            flags = torch.zeros(count, dtype=torch.uint8)
-            flags[sorted(touched)] = 1
-            flags = flags.to(self.device)
-        return flags, None if group is None else dist.all_reduce(
-            flags, op=dist.ReduceOp.MAX, group=group, async_op=True
-        )
-
-    def _set_touched(self, agreed: tuple[torch.Tensor, dist.Work | None]) -> None:
-        """Withhold gradients from parameters that got none anywhere.
-
-        A rank on which all got one knows the outcome without reading it, so that the usual step never waits for the
-        device.
-        """
-        flags, work = agreed
-        if work is not None:
-            work.wait()
-        if len(self.reducer.touched) == len(self._entries):
-            self.segments.set_touched(None)
-        else:
-            # Tied copies and parameters with partial gradients take part whenever one of their ranks does, which all
-            # ranks of the other axes do in the same steps.
-            self.segments.set_touched(set(flags.nonzero().flatten().tolist()))
 
     def _stepped_gradients(self) -> list[torch.Tensor]:
         return [bucket.step_grad for bucket in self.buckets]

@@ -299,9 +299,6 @@ class GradReducer:
     def reduce(self, section: int, last: bool = True) -> None:
         """For runtimes: start reducing what is left of `section`. At stage 2 also between microbatches, with `last`
         False.
-
-        Tied copies count as having a gradient: their ranks must agree, and each sees its own uses of the parameter
-        only.
         """
         window = self._windows.get(section)
         if window is None or (self.keep_full and not (last and self.require_sync)):
@@ -310,8 +307,7 @@ class GradReducer:
             self._require_unreduced(window)
         for bucket in window.buckets[window.next :]:
             for slot in bucket.plan.slots:
-                arrived = not self.keep_full and own_gradient(slot.entry.param) is not None
-                if arrived or slot.entry.family.tied is not None:
+                if not self.keep_full and own_gradient(slot.entry.param) is not None:
                     self._collect(*self._places[slot], slot)
         self._ending = last
         self._launch_window(window)

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 
 from shardwright import Booster
 from shardwright.models.layer_chain import find_units
+from shardwright.pipeline.cut.plan import plan_cut
 from shardwright.pipeline.cut.survey import survey_model
 from shardwright.pipeline.loss.probes import sample_dims
+from shardwright.pipeline.settings import PipelineSettings
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, compare_models, keep_float64, run_ranks
 
@@ -135,6 +138,32 @@ def test_masks_of_the_least_number_keep_double_precision() -> None:
     with keep_float64():
         assert torch.full((2,), least).dtype is torch.float64
         assert torch.tensor(0.5).dtype is torch.float32
+
+
+def test_devices_hold_for_tensors_of_numbers_in_double_precision() -> None:
+    _device_constructors.cache_clear()  # as in a process that has not set a device yet
+    with keep_float64(), torch.device("meta"):
+        assert torch.tensor(0.0).is_meta
+        assert torch.full((2,), 0.0).is_meta
+
+
+class Aside(TimeFirst):
+    """Another list, whose name begins like that of the stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages_aside = nn.ModuleList(nn.ModuleList([Block()]) for _ in range(2))
+
+
+def test_a_list_is_told_from_one_whose_name_begins_alike() -> None:
+    assert [unit.layer for unit in find_units(Aside())] == [f"stages.{number}" for number in range(4)]
+
+
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    model = made()
+    model.stages[1].layerdrop = 0.1  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"pp_size=2: stages\.1\.layerdrop=0\.1 leaves out whole layers.*set it to 0"):
+        plan_cut(model, PipelineSettings(), 2, example_inputs=batch(5))
 
 
 class Reversed(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...models.layer_chain import Unit, find_units
+from ...models.skipped_layers import skipping
 from .. import schedules
 from ..batch.images import find_towers
 from ..checkpointing import PipelineGradientCheckpointConfig, Recomputation
@@ -127,6 +128,11 @@ def plan_cut(
         config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     if num_ranks == 1:
         return _plan_one_stage(model, settings, config, layer_lists)
+    if (where := skipping(model)) is not None:
+        raise ValueError(
+            f"pp_size={num_ranks}: {where} leaves out whole layers at random, which pipeline stages do not agree on; "
+            "set it to 0, or use pp_size=1"
+        )
     # they travel by themselves, not as something that the tail reads inside of layers
     with without_router_logits(model):
         survey = survey_model(model, layer_lists, example_inputs, _cuts_towers(model, settings, layer_lists))

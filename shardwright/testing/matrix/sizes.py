@@ -141,6 +141,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 4,
         **dict.fromkeys(("local_attention_probs_dropout_prob", "lsh_attention_probs_dropout_prob"), 0.0),
     },
+    "textnet": {"image_size": (64, 64), "stem_out_channels": 16, "hidden_sizes": (16, 16, 32, 32, 64)},
     "perceiver": {
         "num_latents": 8,
         "d_latents": WIDTH,
