@@ -38,7 +38,7 @@ class Agreement:
         """
         self._knows_all = len(touched) == len(self._all)
         if self._knows_all:
-            self._flags = self._all.fill_(1)
+            self._flags = self._all  # which stay ones: a maximum with other flags changes none
         else:
             flags = torch.zeros(len(self._all), dtype=torch.uint8)
             flags[sorted(touched)] = 1

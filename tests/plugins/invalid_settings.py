@@ -88,7 +88,7 @@ def routed_both_sides() -> nn.Module:
     config = transformers.NllbMoeConfig(
         vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_experts=2, encoder_sparse_step=1,
-        decoder_sparse_step=1, output_router_logits=True,
+        decoder_sparse_step=1, output_router_logits=True, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
     )  # fmt: skip
     return transformers.NllbMoeForConditionalGeneration(config)
 
