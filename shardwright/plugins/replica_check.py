@@ -121,12 +121,11 @@ class ReplicaCheck:
 
     def _refuse_shared(self, step: int, tables: list[Facts]) -> None:
         names = dict.fromkeys(name for table in tables for name in table)
-        found = [
-            ", ".join(f"{table.get(name, 'not there')} on rank {rank} ({table['place']})" for rank, table in both)
-            for name, both in _pairs(names, tables)
-        ]
-        differing = [name for name, _ in _pairs(names, tables)]
-        self._raise(step, [f"{name} is {text}" for name, text in zip(differing, found, strict=True)])
+        found = []
+        for name, both in _pairs(names, tables):
+            values = (f"{table.get(name, 'not there')} on rank {rank} ({table['place']})" for rank, table in both)
+            found.append(f"{name} is {', '.join(values)}")
+        self._raise(step, found)
 
     def _compare(self, step: int, tables: dict[str, Facts]) -> None:
         flat = {f"{kind} {key}": sums for kind, table in tables.items() for key, sums in table.items()}

@@ -91,7 +91,23 @@ class LineFile(Rows):
         return row
 
 
-class Joined(Rows):
+class _OfParts(Rows):
+    """Rows that are those of several sequences, each in its place there."""
+
+    def _find(self, index: int) -> tuple[Any, int]:
+        """The sequence that has the row, and which of its rows it is."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Row:
+        part, inner = self._find(index)
+        row: Row = part[inner]
+        return row
+
+    def place(self, index: int) -> str:
+        return place_of(*self._find(index))
+
+
+class Joined(_OfParts):
     """Several sequences behind each other."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -105,16 +121,8 @@ class Joined(Rows):
         part = int(np.searchsorted(self.ends, index, side="right"))
         return self.parts[part], index - (int(self.ends[part - 1]) if part else 0)
 
-    def __getitem__(self, index: int) -> Row:
-        part, inner = self._find(index)
-        row: Row = part[inner]
-        return row
 
-    def place(self, index: int) -> str:
-        return place_of(*self._find(index))
-
-
-class Mixture(Rows):
+class Mixture(_OfParts):
     """As many rows as the parts have together, of each as its weight says: small parts repeat, large ones are cut.
 
     Row i of part p comes around evenly between those of the others, so that a prefix has the shares of the whole.
@@ -138,14 +146,6 @@ class Mixture(Rows):
     def _find(self, index: int) -> tuple[Any, int]:
         part = self.parts[self.part[index]]
         return part, int(self.inner[index]) % len(part)
-
-    def __getitem__(self, index: int) -> Row:
-        part, inner = self._find(index)
-        row: Row = part[inner]
-        return row
-
-    def place(self, index: int) -> str:
-        return place_of(*self._find(index))
 
 
 class MixedStream(Iterable[Row]):

@@ -361,7 +361,8 @@ class GradReducer:
 
     def _launch_next(self, window: _Window) -> None:
         bucket = window.buckets[window.next]
-        heart.bucket, window.next = bucket.index, window.next + 1
+        window.next += 1
+        heart.bucket = bucket.index
         if bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
             return  # launched before, by a runtime that reduces part by part
         with self._on_stream():

@@ -16,24 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.reliability.processes import environment
+
 SCRIPT = str(Path(__file__).with_name("failing_script.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", SCRIPT]
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_",
-    "OMPI_",
-    "TORCHELASTIC_",
-)
-
-
-def environment(**extra: str) -> dict[str, str]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return {**plain, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF", **extra}
 
 
 def torchrun(how: str, interrupt: bool = False) -> list[str]:
