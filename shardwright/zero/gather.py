@@ -3,6 +3,11 @@
 With `overlap`, step returns while gathers run, and a module waits for the buckets of its own parameters just before its
 forward. Whoever else uses a parameter meanwhile (a functional call, `MultiheadAttention.out_proj`, an average of
 weights) waits for its bucket too: see `param_guard`.
+
+[Note: gathers under a profiler]
+When an operation of gloo ends, it writes its end into the trace that saw it begin, also where that trace is over and
+its memory is used for something else (torch 2.13: a message that is waited for behind its profile corrupts the heap).
+So with gloo no gather stays under way beyond a step that is recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from torch import nn
 from ..comm.handle import Handle
 from ..comm.quantised_wire import is_quantised
 from ..ops.hooks_inside import ahead
-from ..utils.labels import labelled
+from ..utils.labels import is_profiling, labelled
 from ..utils.streams import streams_of
 from .bucket import Bucket
 from .collectives import all_gather_in_place
@@ -96,7 +101,8 @@ class ParamGatherer:
                         self._pending.pop(bucket.index).wait()  # makes the side stream wait, not the host
                     self._events[bucket.index] = self._streams.Event()
                     self._events[bucket.index].record(self._stream)
-        if self.overlap:
+        ends_in_trace = self._stream is None and is_profiling()  # see [Note: gathers under a profiler]
+        if self.overlap and not ends_in_trace:
             on_their_way = self._pending.keys() | self._events.keys()
             self.guard.values_pending([param for index in on_their_way for param in self._params[index]], True)
         else:

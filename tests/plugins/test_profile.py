@@ -4,6 +4,7 @@ them, and those of all ranks are one.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -64,6 +65,7 @@ def _train(rank: int, world: int, directory: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 profile.step()
+    gc.collect()  # what is still under way ends here at the latest, and must not write into a trace that is over
 
 
 def _names(events: list[dict[str, Any]]) -> set[str]:
