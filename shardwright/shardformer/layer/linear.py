@@ -40,7 +40,15 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def shape_of(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
-    return tuple(module.get_parameter(parameter).shape)
+    """Raises ValueError for a weight that is computed at every access, which has no shards to be dealt out."""
+    held = getattr(module, parameter)
+    if not isinstance(held, nn.Parameter):
+        raise ValueError(
+            f"its {parameter} is computed from other parameters (weight_norm or another parametrization), and only a "
+            "parameter itself can be sharded; remove it (torch.nn.utils.parametrize.remove_parametrizations, "
+            "torch.nn.utils.remove_weight_norm), or use tp_size=1"
+        )
+    return tuple(held.shape)
 
 
 def computes_plainly(module: nn.Module) -> bool:
