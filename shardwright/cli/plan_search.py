@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..planner.machines import Machine
 
 # torch, and what imports it, is imported in functions, so that `--help` answers at once.
 
 _TOKENS = 4 * 2**20  # of a step, where no batch is given
 _LENGTH = 4096
 _GPU = "h100"
-_OWN = ("gpu", "gpu_memory", "gpus_per_node", "inside_bandwidth", "between_bandwidth", "global_batch_size")
+_DEVICE = ("gpu", "gpu_memory", "gpus_per_node", "inside_bandwidth", "between_bandwidth")  # of --html, too
 # Of one layout, beside the arguments of the plugin.
-_OF_A_LAYOUT = ("batch_size", "config", "check", "peak", "dp_inside", "recompute", "selective")
+_OF_A_LAYOUT = ("batch_size", "config", "check", "peak", "html", "dp_inside", "recompute", "selective")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,7 @@ def without_effect(args: argparse.Namespace, of_plugin: Iterable[str]) -> str:
     """Says which options were given that nothing would look at; empty where there are none. `of_plugin` are names of
     the plugin's arguments that the search finds by itself.
     """
-    names = (*_OF_A_LAYOUT, *of_plugin) if args.search else _OWN
+    names = (*_OF_A_LAYOUT, *of_plugin) if args.search else ("global_batch_size", *(_DEVICE if not args.html else ()))
     given = [name for name in names if not any(getattr(args, name, None) is none for none in (None, False))]
     if not given:
         return ""
@@ -44,20 +47,29 @@ def without_effect(args: argparse.Namespace, of_plugin: Iterable[str]) -> str:
             f"{options} with --search: the search decides on the layout itself, for --global-batch-size samples on all "
             "ranks; leave them out, or check the one layout without --search"
         )
-    return f"{options} without --search: only the search asks for devices; add --search, or leave them out"
+    if args.html:
+        return f"{options} with --html: it draws one layout; give --batch-size, samples of one data-parallel rank"
+    return (
+        f"{options} without --search: only the search, and the page of --html, ask for devices; add one of them, or "
+        "leave this out"
+    )
+
+
+def device(args: argparse.Namespace) -> Machine:
+    """What the options say; ValueError where there is none such."""
+    from ..planner.machines import machine
+
+    return machine(args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, args.inside_bandwidth, args.between_bandwidth)
 
 
 def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[[Any], Any]) -> int:
     """0 where something fits, else 1."""
     from ..planner.answer import as_data, as_text
-    from ..planner.machines import machine
     from ..planner.remade import remade
     from ..planner.search import Question, search
 
     try:
-        device = machine(
-            args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, args.inside_bandwidth, args.between_bandwidth
-        )
+        machine = device(args)
         length = args.seq_len or _LENGTH
         if args.optimizer == "none":
             raise ValueError("--optimizer none: the search is for training; give adamw or sgd")
@@ -65,7 +77,7 @@ def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[
         if batch is None:
             batch = max(_TOKENS // length // args.world_size, 1) * args.world_size
         question = Question(
-            remade(build), optimizer, device, args.world_size, batch, length, getattr(args, "precision", "bf16")
+            remade(build), optimizer, machine, args.world_size, batch, length, getattr(args, "precision", "bf16")
         )
         found = search(question)
     except ValueError as error:

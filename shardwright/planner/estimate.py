@@ -5,6 +5,7 @@ taken out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -82,10 +83,11 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Of one layout."""
+    """Of one layout; `counts` are layers of every stage, where it is known how the model is cut."""
 
-    def __init__(self, task: Task, rates: Rates, layout: Layout) -> None:
+    def __init__(self, task: Task, rates: Rates, layout: Layout, counts: Sequence[int] | None = None) -> None:
         self._task, self._rates, self._layout = task, rates, layout
+        self._given = counts
 
     # What stages hold and take. `stages` counts all chunks of all ranks.
 
@@ -147,6 +149,8 @@ class Estimator:
     def _counts(self) -> list[int]:
         """Layers of every stage, as the cut deals them: the last one has fewer, for its head, and the first ones."""
         layers, stages = self._rates.layers, self._stages
+        if self._given is not None:
+            return list(self._given)
         if stages == 1:
             return [layers]
         last = min(max(round((layers + self._head) / stages - self._head), 0), layers - stages + 1)
@@ -197,7 +201,8 @@ class Estimator:
         return self._task.machine.sent(size, layout.pp, layout.pp * layout.tp * layout.sp)
 
     @cached_property
-    def _costs(self) -> Costs:
+    def costs(self) -> Costs:
+        """Seconds of every stage's actions."""
         forward, backward, late = self._actions
         rest = self._rest
         counts = self._counts
@@ -216,13 +221,13 @@ class Estimator:
 
     @cached_property
     def _run(self) -> Simulation:
-        return simulate(self._schedule[0], self._costs)
+        return simulate(self._schedule[0], self.costs)
 
     def _simulated(self) -> float:
         layout = self._layout
         schedule, count = self._schedule
         makespan = self._run.makespan
-        totals = np.array(self._costs.forward) + np.array(self._costs.input_grad) + np.array(self._costs.weight_grad)
+        totals = np.array(self.costs.forward) + np.array(self.costs.input_grad) + np.array(self.costs.weight_grad)
         placement = schedule.placement
         dearest = max(float(sum(totals[stage] for stage in placement.stages_of(rank))) for rank in range(layout.pp))
         return makespan + (layout.count - count) * dearest

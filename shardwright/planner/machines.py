@@ -41,6 +41,11 @@ class Machine:
     kernel: float = 4e-6
     latency: float = 1.2e-5
 
+    @property
+    def source(self) -> str:
+        """Where its figures come from, in words."""
+        return f"published peaks of {self.name}, and the shares of them that are assumed to be reached"
+
     def computing(self, calls: Mapping[Operator, float]) -> float:
         """Seconds of the kernels among them, for as many samples as they were counted for."""
         total = 0.0
