@@ -271,13 +271,14 @@ class RowParallel(_ParallelLinear):
         return y if self.bias is None else y + self.bias
 
 
-def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tensor:
+def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
     """Whole features in their order from every rank's pieces of them; padding is dropped.
 
-    [T, o] -> [T, O]; backward hands every rank its own slice, the consumers being replicated.
+    [T, o] -> [T, O], or likewise along another `dim`; backward hands every rank its own slice, the consumers being
+    replicated.
     """
     sizes = [sum(piece.length for piece in rank) for rank in pieces]
-    gathered = gather_from_group(y, exact_group(group), -1, sizes)
+    gathered = gather_from_group(y, exact_group(group), dim, sizes)
     runs, offset = [], 0
     for rank in pieces:
         for piece in rank:
@@ -290,9 +291,9 @@ def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tens
         if start == position:
             chosen.append((offset, length))
             position += length
-    if chosen == [(0, gathered.shape[-1])]:
+    if chosen == [(0, gathered.shape[dim])]:
         return gathered
-    return torch.cat([gathered.narrow(-1, offset, length) for offset, length in chosen], -1)
+    return torch.cat([gathered.narrow(dim, offset, length) for offset, length in chosen], dim)
 
 
 class Linear1D_Col(ColumnParallel, nn.Linear):
