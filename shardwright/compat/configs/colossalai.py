@@ -112,9 +112,9 @@ def _last(function: ast.expr) -> str:
 
 def _order(plugin: str) -> tuple[str, ...]:
     """Its arguments as Colossal-AI has them."""
-    from .. import colossalai as theirs
-
-    kind = getattr(importlib.import_module(f"{theirs.__name__}.{_HOMES[plugin]}"), plugin)
+    assert __package__ is not None
+    compat = __package__.rpartition(".")[0]
+    kind = getattr(importlib.import_module(f"{compat}.colossalai.{_HOMES[plugin]}"), plugin)
     return tuple(inspect.signature(kind).parameters)
 
 
