@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cut.survey import Survey, Template
+from .cut.survey import Survey
+from .cut.template import Template
 from .loss.router_logits import collecting_hooks
 
 

@@ -1,0 +1,53 @@
+"""What the modules of a model that is cut consult while one stage's forward of one microbatch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..utils.tensors import map_tensors
+from .applications import Applications
+from .hoisting.layer_trace import Trace
+from .hoisting.reads import Watch
+
+
+class StageExit(Exception):
+    """Leaves the model's forward behind the last layer of a stage."""
+
+
+@dataclass
+class StageRun:
+    """One stage's forward of one microbatch: what the modules consult while it runs."""
+
+    stage: int
+    low: int
+    high: int
+    is_last: bool
+    live: frozenset[str]  # modules outside the layers whose output this stage reads
+    received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
+    written: frozenset[int] = frozenset()  # units whose outputs the model writes to
+    # unit of the stage, or entry -> its output, where a later stage reads it
+    outputs: dict[int, Any] = field(default_factory=dict)
+    wanted: frozenset[int] = frozenset()
+    # by their number, of the layers so far; None: nobody collects them
+    router_logits: dict[int, torch.Tensor] | None = None
+    enter_tail: Callable[[Any], None] | None = None
+    trace: Trace | None = None  # instead of layers
+    in_model: bool = True  # whether layers are called by the model's forward
+    begin: int = 0  # first unit that runs: what the ones before returned is there
+    reached: int = -1  # last unit that the model has called
+    watch: Watch | None = None  # of what the model's forward reads off tensors
+    past: Any = None  # keys and values of the slices before this one
+    applications: Applications = field(default_factory=Applications)
+
+    def output_before(self, unit: int) -> Any:
+        """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads
+        its own.
+        """
+        known = next(known for known in self.received if known >= unit)  # ascending
+        output = self.received[known]
+        # What the model writes to the outputs of several layers must not meet in one tensor.
+        return map_tensors(torch.Tensor.clone, output) if known != unit and {known, unit} & self.written else output
