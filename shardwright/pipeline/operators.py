@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-_SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# By which Python reads a tensor, and no operator tells of it.
+PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -22,7 +24,7 @@ def reads_data(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator tells the host what is in a tensor. Indexing does so for masks only."""
     if func is torch.ops.aten.index.Tensor:
         return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return any(tag in func.tags for tag in _SHAPES_FOLLOW_DATA)
+    return any(tag in func.tags for tag in SHAPES_FOLLOW_DATA)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ as parameters), and the modules on the way change their class in place:
     a gate before the stage      returns what the stage received in its place
     a layer of the stage         runs, through activation checkpointing if it is one of those that recompute
     the stage's last gate        ends the forward, which is left by an exception
-    a module outside the layers  whose output this stage does not read returns zeros (embeddings behind the first stage)
+    a module outside the layers  whose output this stage does not read returns NaN (embeddings behind the first stage)
 
 One model serves all stages (chunks) of a rank: `StagedModel.run(stage, ...)` says which one the modules play. A weight
 used by two stages of one rank is therefore one parameter.
@@ -99,9 +99,8 @@ class StagedModel:
         self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
         self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
         self._defaults = forward_defaults(model)
-        templates = survey.templates if survey is not None else ()
+        self._templates = dict(enumerate(survey.templates)) if survey is not None else {}
         self._towers = Towers(survey) if survey is not None else None
-        self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
         disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
         self._around = Surroundings(model, [unit.layer for unit in units])
@@ -229,7 +228,7 @@ class StagedModel:
             received = received[passed:] if received is not None else None
         if self.survey is not None:
             run.received = self._unpack(received, units.start)
-            run.written = self._written
+            run.templates = self._templates
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
         return run
 
@@ -476,7 +475,7 @@ class StagedModel:
             if not is_gate or not run.in_model:
                 return output
             if index in run.wanted and is_here:
-                run.outputs[index] = output
+                run.outputs[index] = output if index == run.high - 1 else run.templates[index].apart(output)
             if index == run.high - 1:
                 if run.watch is not None:
                     run.watch.finish()
@@ -507,7 +506,8 @@ class StagedModel:
         assert self.survey is not None
         assert self.survey.entry is not None
         if run.high:
-            return self.survey.entry.put(args, kwargs, run.received[ENTRY])
+            entry = self.survey.entry
+            return entry.put(args, kwargs, entry.template.apart(run.received[ENTRY]))
         run.outputs[ENTRY] = self.survey.entry.taken(args, kwargs)
         if run.watch is not None:
             run.watch.finish()

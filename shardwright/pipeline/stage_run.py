@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 
 from ..utils.tensors import map_tensors
 from .applications import Applications
+from .cut.template import Template
 from .hoisting.layer_trace import Trace
 from .hoisting.reads import Watch
+from .stubs import absent_like
 
 
 class StageExit(Exception):
@@ -28,7 +30,7 @@ class StageRun:
     is_last: bool
     live: frozenset[str]  # modules outside the layers whose output this stage reads
     received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
-    written: frozenset[int] = frozenset()  # units whose outputs the model writes to
+    templates: Mapping[int, Template] = field(default_factory=dict)  # of what units return
     # unit of the stage, or entry -> its output, where a later stage reads it
     outputs: dict[int, Any] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
@@ -42,12 +44,17 @@ class StageRun:
     watch: Watch | None = None  # of what the model's forward reads off tensors
     past: Any = None  # keys and values of the slices before this one
     applications: Applications = field(default_factory=Applications)
+    absent: dict[int, Any] = field(default_factory=dict)  # by unit, what has the form of its output
 
     def output_before(self, unit: int) -> Any:
-        """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads
-        its own.
+        """What a gate before the stage returns: its own output, or, when nobody reads that, nothing in the form of
+        the next one that arrived.
         """
         known = next(known for known in self.received if known >= unit)  # ascending
-        output = self.received[known]
+        if known == unit:
+            return self.templates[unit].apart(self.received[unit])
+        if known not in self.absent:
+            self.absent[known] = map_tensors(absent_like, self.received[known])
         # What the model writes to the outputs of several layers must not meet in one tensor.
-        return map_tensors(torch.Tensor.clone, output) if known != unit and {known, unit} & self.written else output
+        is_written = any((*self.templates[known].written, *self.templates[unit].written))
+        return map_tensors(torch.Tensor.clone, self.absent[known]) if is_written else self.absent[known]

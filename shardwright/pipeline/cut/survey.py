@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ class Survey:
     unread      parameters that nothing read in the dry run: True when they belong to the first stage, else to the last
     joined      pairs (i, j) of units, i < j, that cannot be parted because one uses inner values of the other; j may be
                 the tail
+    reasons     why, by pair, in words
     example     the batch of the dry run
     tail_reads  tensors that the tail reads: the unit that returns them, their number in what it returns
     entry       what the first unit receives, where the model can be cut there. `parts` count with the first unit what
@@ -53,6 +54,7 @@ class Survey:
     ran: frozenset[str]
     unread: dict[str, bool]
     joined: tuple[tuple[int, int], ...] = ()
+    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     example: Any = None
     entry: Entry | None = None
     tail_reads: frozenset[tuple[int, int]] = frozenset()
@@ -67,6 +69,14 @@ class Survey:
         if position == 0:
             return self.entry is not None
         return not any(low < position <= high for low, high in self.joined)
+
+    def why_joined(self, position: int | None = None) -> str:
+        """Of the pairs that a cut before unit `position`, or any cut, would part."""
+        told = [
+            reason for (low, high), reason in sorted(self.reasons.items()) if position is None or low < position <= high
+        ]
+        more = f", and {len(told) - 2} more like these" if len(told) > 2 else ""
+        return "; ".join(told[:2]) + more
 
     def boundary(self, position: int) -> tuple[int, ...]:
         """Units before `position` whose outputs are read at or behind it: what travels over a cut there. In front of
@@ -101,6 +111,7 @@ class Survey:
             ran=self.ran | other.ran,
             unread={name: first for name, first in self.unread.items() if name in other.unread},
             joined=tuple(sorted({*self.joined, *other.joined})),
+            reasons={**other.reasons, **self.reasons},
             entry=self.entry and self.entry.joined_by(other.entry),
             tail_reads=self.tail_reads | other.tail_reads,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...utils import pytree
+from ...utils.tensors import map_tensors
 from .unread import watched
 
 
@@ -48,19 +49,24 @@ class Template:
         return tensors, [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
 
     def build(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> Any:
-        """The output again. Received tensors are leaves, which autograd lets nobody write to: those that the model
-        writes to are copied.
-        """
-        tensors = [watched(tensor) if number in self.unread else tensor for number, tensor in enumerate(tensors)]
-        remaining = iter(
-            tensor.clone() if written else tensor for tensor, written in zip(tensors, self.written, strict=True)
-        )
+        """The output again."""
+        remaining = iter(watched(tensor) if number in self.unread else tensor for number, tensor in enumerate(tensors))
         values = iter(numbers)
         leaves = [
             next(remaining) if other is TENSOR else next(values) if isinstance(other, bool | int | float) else other
             for other in self.others
         ]
         return pytree.tree_unflatten(leaves, self.spec)
+
+    def apart(self, output: Any) -> Any:
+        """`output` with copies of the tensors that the model, or a layer, writes to: what travels is what was returned,
+        since every stage does again what the model does between its layers. Tensors that have arrived are leaves,
+        besides, which autograd lets nobody write to.
+        """
+        if not any(self.written):
+            return output
+        written = iter(self.written)
+        return map_tensors(lambda tensor: tensor.clone() if next(written, False) else tensor, output)
 
     @property
     def num_tensors(self) -> int:

@@ -246,7 +246,7 @@ class LayerCalls:
         the model's forward to go on behind that layer.
         """
         alive: dict[int, Any] = dict(received)
-        tensors = {unit: tensors_of(output) for unit, output in received.items()}
+        tensors = {unit: tensors_of(self._templates[unit].apart(output)) for unit, output in received.items()}
         outputs: dict[int, Any] = {}
         last = units[-1]
         for unit, done_with in calls.order(units):
@@ -254,7 +254,7 @@ class LayerCalls:
             output = self._layers[unit](*args, **kwargs)
             del args, kwargs
             if unit in wanted:
-                outputs[unit] = output
+                outputs[unit] = output if unit == last else self._templates[unit].apart(output)
             if unit == last:
                 break
             alive[unit] = output

@@ -45,11 +45,10 @@ from ...utils import pytree
 from ..batch.microbatch import items_of
 from ..cut.entry import ENTRY, Entry
 from ..cut.template import TENSOR, Template
-from ..operators import reads_data, tensors_in, written_by
+from ..operators import PAST_OPERATORS, reads_data, tensors_in, written_by
 from .model_state import other_random_states, random_states, restore_other_random_states
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _MOST_PATHS = 256  # of models that read ever new numbers
 
 
@@ -208,15 +207,17 @@ class Trace:
             if restore_other_random_states(outside):
                 self.disprove()
 
-    def stub(self, compute: Callable[[], Any]) -> Any:
+    def stub(self, compute: Callable[[], Any], given: Any = ()) -> Any:
         """What a module outside the layers returns whose output other stages read: of the right shape, without a
-        meaning.
+        meaning, except for what it was given.
         """
         with self._aside():
             output = compute()
             if self.prover is not None:
+                known = {id(tensor) for tensor in tensors_of(given)}
                 for tensor in tensors_of(output):
-                    self.prover.taint(tensor)
+                    if id(tensor) not in known:
+                        self.prover.taint(tensor)
         return output
 
     @contextmanager
