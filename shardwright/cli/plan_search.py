@@ -55,18 +55,16 @@ def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[
     from ..planner.search import Question, search
 
     try:
-        device = machine(
-            args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, args.inside_bandwidth, args.between_bandwidth
-        )
+        precision = getattr(args, "precision", "bf16")
+        links = args.inside_bandwidth, args.between_bandwidth
+        device = machine(args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, *links, precision)
         length = args.seq_len or _LENGTH
         if args.optimizer == "none":
             raise ValueError("--optimizer none: the search is for training; give adamw or sgd")
         batch = args.global_batch_size
         if batch is None:
             batch = max(_TOKENS // length // args.world_size, 1) * args.world_size
-        question = Question(
-            remade(build), optimizer, device, args.world_size, batch, length, getattr(args, "precision", "bf16")
-        )
+        question = Question(remade(build), optimizer, device, args.world_size, batch, length, precision)
         found = search(question)
     except ValueError as error:
         print(f"No layout was found: {error}")
