@@ -59,7 +59,12 @@ def device(args: argparse.Namespace) -> Machine:
     """What the options say; ValueError where there is none such."""
     from ..planner.machines import machine
 
-    return machine(args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, args.inside_bandwidth, args.between_bandwidth)
+    links = args.inside_bandwidth, args.between_bandwidth
+    return machine(args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, *links, _precision(args))
+
+
+def _precision(args: argparse.Namespace) -> str:
+    return getattr(args, "precision", "bf16")
 
 
 def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[[Any], Any]) -> int:
@@ -76,9 +81,7 @@ def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[
         batch = args.global_batch_size
         if batch is None:
             batch = max(_TOKENS // length // args.world_size, 1) * args.world_size
-        question = Question(
-            remade(build), optimizer, machine, args.world_size, batch, length, getattr(args, "precision", "bf16")
-        )
+        question = Question(remade(build), optimizer, machine, args.world_size, batch, length, _precision(args))
         found = search(question)
     except ValueError as error:
         print(f"No layout was found: {error}")

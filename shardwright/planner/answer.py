@@ -69,7 +69,7 @@ def search_arguments(
     """
     if dist.is_initialized():
         raise ValueError("search_arguments() comes before launch(): this process is in a process group already")
-    device = machine(gpu, gpu_memory, gpus_per_node, inside_bandwidth, between_bandwidth)
+    device = machine(gpu, gpu_memory, gpus_per_node, inside_bandwidth, between_bandwidth, precision)
     found = search(
         Question(remade(model), optimizer, device, world_size, global_batch_size, sequence_length, precision)
     )

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from ..plugins.hybrid.found_layout import with_lazy_weights
 from .answer import as_text, plugin_arguments, recompute_of
-from .machines import like_device, machine
+from .gpus import like_device
+from .machines import machine
 from .search import Question, search
 
 
@@ -33,7 +34,14 @@ def answer(asked: Mapping[str, Any]) -> dict[str, str]:
         if name is None:
             name, own = like_device(asked["device"])
             memory = own if memory is None else memory
-        device = machine(name, memory, asked["gpus_per_node"], asked["inside_bandwidth"], asked["between_bandwidth"])
+        device = machine(
+            name,
+            memory,
+            asked["gpus_per_node"],
+            asked["inside_bandwidth"],
+            asked["between_bandwidth"],
+            asked["precision"],
+        )
         sizes = asked["world_size"], asked["global_batch_size"], asked["sequence_length"]
         question = Question(job.model, job.optimizer, device, *sizes, asked["precision"])
         found = search(question)

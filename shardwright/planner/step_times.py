@@ -30,7 +30,7 @@ from .profile import Source, profile
 from .rates import rates
 from .replay import Job, joined
 from .shorter import NotShorterError
-from .states import states_per_element
+from .states import optimizer_costs
 
 _COMPUTED = ("computing", "pipeline")  # parts of a step that its actions are
 
@@ -150,7 +150,8 @@ def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine) -> E
     half = precision != "fp32"
     flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops)
     hidden = (hidden_size(model) or 0) * _length(job.batch) * (2 if half else 4)
-    task = Task(machine, hidden, half, states_per_element(job.optimizer(model)), flops, world_size)
+    states, step = optimizer_costs(job.optimizer(model))
+    task = Task(machine, hidden, half, states, flops, world_size, step)
     return Estimator(task, own, layout, [len(stage) for stage in plan.stages])
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import pytree
-from .streams import has_streams, is_pinned, lies_on_host, pinned_copy, streams_of
+from .streams import is_pinned, lies_on_host, pinned_copy, streams_of
 
 
 class _Copy(NamedTuple):
@@ -54,7 +54,7 @@ def pretended(moved: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
 
 def needs_transfer(device: torch.device) -> bool:
     """Whether batches in host memory must be moved to `device`."""
-    return device.type != "cpu" or _pretended is not None or has_streams(device)
+    return device.type != "cpu" or _pretended is not None or streams_of(device) is not None
 
 
 def is_on_host(batch: Any) -> bool:
