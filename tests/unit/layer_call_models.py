@@ -210,8 +210,8 @@ class Shrinks(Net):
 
 
 class WritesToMask(Net):
-    """Layers that write to what all get: the first microbatch's own, then no more. Not in a dry run, whose questions are
-    answered with no: that would be refused.
+    """Layers that write to what all get: the first microbatch's own, then no more. Not in a dry run, whose questions
+    are answered with no: that would be refused.
     """
 
     expected = 0
