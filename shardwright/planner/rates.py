@@ -108,7 +108,7 @@ def _part(
         share * wire[1],
         count[0] if ranks > 1 else 0.0,
         count[1] if ranks > 1 else 0.0,
-        between(lambda part: sum(call.flops * n for call, n in part.forward.items())),
+        between(lambda part: part.flops),
     )
 
 

@@ -111,11 +111,11 @@ class Search:
         self._rates: dict[int, Rates] = {ranks: rates(few, many, question.machine, ranks) for ranks in self._tensor}
         one = self._rates[self._tensor[0]]
         self.along = few.along if few.tensor_ranks > 1 else many is not None and many.along
-        flops = 3 * self._tensor[0] * (one.layers * one.layer.flops + one.rest.flops)
+        self.model_flops = 3 * self._tensor[0] * (one.layers * one.layer.flops + one.rest.flops)  # of a sample
         half = question.precision != "fp32"
         hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
         states, step = optimizer_costs(question.optimizer(model))
-        self._task = Task(question.machine, hidden, half, states, flops, question.world_size, step)
+        self._task = Task(question.machine, hidden, half, states, self.model_flops, question.world_size, step)
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
 
