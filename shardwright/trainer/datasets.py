@@ -14,6 +14,7 @@ from ..plugins.data.dealing import DataParallelSampler
 from .errors import RecipeError, RowError
 from .heads import Features, HeadEncoder
 from .packing import TokenStore, fill, join
+from .questions import Questions, windows_of
 from .samples import IGNORED, Encoder, Sample
 from .sources import Row, Rows, place_of
 
@@ -34,6 +35,28 @@ class Samples(Dataset[Item]):
             return _item(self.encoder.one(self.rows[index]))
         except RecipeError as error:
             raise RowError(placed(error, place_of(self.rows, index))) from None
+
+
+class Windows(Dataset[Item]):
+    """As many sequences per row as it has windows, all encoded at the start."""
+
+    def __init__(self, rows: Rows, encoder: Questions) -> None:
+        self.rows, self.encoder = rows, encoder
+        self.features: list[Features] = []
+        self.row_of: list[int] = []
+        for number, row in enumerate(rows):
+            try:
+                found = encoder.many(row)
+            except RecipeError as error:
+                raise RecipeError(placed(error, place_of(rows, number))) from None
+            self.features += found
+            self.row_of += [number] * len(found)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> Item:
+        return _item(self.features[index])
 
 
 class Packed(Dataset[Item]):
@@ -78,8 +101,8 @@ class SampleStream(IterableDataset[Item]):
     def _single(self) -> Iterator[Item]:
         for row in self._own_rows():
             with _naming(row):
-                item = _item(self.encoder.one(row))
-            yield item
+                items = [_item(sample) for sample in windows_of(self.encoder, row)]
+            yield from items
 
     def _packed(self) -> Iterator[Item]:
         waiting: dict[int, Sample] = {}

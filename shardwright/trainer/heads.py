@@ -23,14 +23,20 @@ _KEPT, _RANDOM = 0.1, 0.1  # of the tokens that masked language models have to t
 
 @dataclass(frozen=True)
 class Features:
-    """Entries of a batch for one sample: a list of numbers for each that is padded, a number for each that is not."""
+    """Entries of a batch for one sample: a list of numbers for each that is padded, a number for each that is not.
+
+    offsets, nowhere   of a window over a text: the characters of each token, None for those of something else, and the
+                       token that stands for no answer
+    """
 
     values: Mapping[str, Any]
+    offsets: tuple[tuple[int, int] | None, ...] | None = None
+    nowhere: int = 0
 
     @property
     def learned(self) -> int:
         """Labels that count."""
-        labels = self.values["labels"]
+        labels = self.values["labels"] if "labels" in self.values else self.values["start_positions"]
         return sum(label != IGNORED for label in (labels if isinstance(labels, list) else [labels]))
 
 
@@ -97,7 +103,7 @@ class Labels:
 class ClassifiedText(HeadEncoder):
     """A text, or a pair of texts, and the label of it."""
 
-    def __init__(self, tokenizer: Any, max_length: int, types: bool, labels: Labels) -> None:
+    def __init__(self, tokenizer: Any, max_length: int, types: bool, labels: Any) -> None:
         super().__init__(tokenizer, max_length, types)
         self.labels = labels
 

@@ -77,10 +77,13 @@ class Trainer:
     may call when its work has been launched). Checkpoints have the position behind the batches that were trained on.
 
     Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
-    batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss.
+    batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss,
+    `measure` (with columns = how many numbers it gives of each sample) and `figures` for other figures.
     """
 
     counts_right = False
+    columns = 0  # numbers of each sample that `measure` gives; 0: nothing is measured
+    measured: Any = None  # the samples of the evaluation, where what is measured needs them
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class Trainer:
         self.timeline: Timeline | None = None
         self.progress = Progressed()
         self.accuracy: float | None = None
+        self.told: dict[str, float] = {}  # the figures of the last evaluation
         self._supply: Any = None  # the iterator over the running pass
         self._pass_ended = False
         self._random: dict[str, torch.Tensor] | None = None  # states of generators before the next batch was made
@@ -260,16 +264,19 @@ class Trainer:
         """
         self.model.eval()
         total, counted, right = 0.0, 0, 0
-        for batch in self.evaluation:
-            result = self.booster.execute_pipeline(
-                iter([batch]), self.model, self._loss, return_outputs=self.counts_right
-            )
+        rows: list[torch.Tensor] = []
+        returns = self.counts_right or self.columns > 0
+        for number, batch in enumerate(self.evaluation):
+            result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, return_outputs=returns)
             loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled
             if self.counts_right:
                 right += self._everyones_right(result["outputs"], batch)
+            if self.columns:
+                rows.append(self._everyones_rows(result["outputs"], batch, number))
         self.model.train()
+        self.told = self.figures(torch.cat(rows)) if rows else {}
         self.accuracy = right / max(counted, 1) if self.counts_right else None
         return total / max(counted, 1)
 
@@ -283,6 +290,18 @@ class Trainer:
 
     def count_right(self, outputs: Any, batch: Batch) -> int:
         """Labels of this rank's batch that the model's outputs meet."""
+        raise NotImplementedError
+
+    def measure(self, outputs: Any, batch: Batch, samples: range) -> torch.Tensor:
+        """Numbers [samples, columns] of this rank's batch. `samples` are their places in the evaluation's data, where
+        `plugin.prepare_dataloader` deals it without shuffling.
+        """
+        raise NotImplementedError
+
+    def figures(self, rows: torch.Tensor) -> dict[str, float]:
+        """What is told of an evaluation beside its loss, by name, of what `measure` gave for all samples, in their
+        order.
+        """
         raise NotImplementedError
 
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
@@ -362,7 +381,8 @@ class Trainer:
 
     def _tell_evaluated(self, loss: float) -> None:
         accuracy = {} if self.accuracy is None else {"eval_accuracy": self.accuracy}
-        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss, **accuracy})
+        others = {f"eval_{name}": value for name, value in self.told.items()}
+        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss, **accuracy, **others})
 
     def _is_worse(self) -> bool:
         return self.patience is not None and self.progress.without_better >= self.patience
@@ -387,6 +407,24 @@ class Trainer:
         dist.all_reduce(shared)
         total, holders = shared.tolist()
         return round(total * plugin.data_parallel[0] / holders)
+
+    def _everyones_rows(self, outputs: Any, batch: Batch, number: int) -> torch.Tensor:
+        """What data-parallel ranks measure of their batches of this number, each on its last stage, in the order of
+        the samples: those of a batch are dealt in turn.
+        """
+        plugin: Any = self.booster.plugin
+        replicas, replica = plugin.data_parallel
+        size = len(next(value for value in batch.values() if isinstance(value, torch.Tensor)))
+        first = number * size * replicas + replica
+        mine = torch.zeros(size, self.columns + 2, dtype=torch.float64, device=get_current_device())
+        if outputs is not None:
+            samples = range(first, first + size * replicas, replicas)
+            mine[:, :-2], mine[:, -1] = self.measure(outputs, batch, samples).to(mine), 1.0
+        mine[:, -2] = replica
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        held = {int(one[0, -2]): one[:, :-2] for one in every if one[0, -1] > 0}
+        return torch.stack([held[at] for at in range(replicas)], dim=1).flatten(0, 1).cpu()
 
     def _tell(self, what: str, news: Mapping[str, Any]) -> None:
         for listener in self.listeners:
