@@ -23,6 +23,7 @@ from .channels import among_channels, channel_rules
 from .feeding import Feeding, find_feedings, is_cut
 from .hf_plan import Proposal
 from .joined_rules import joined
+from .layer.convolution import is_convolution
 from .layer.linear import input_size, is_linear, output_size
 from .mixer_styles import LocalSizes, number_at
 from .patterns import any_of, home_of, shape_of_name, starred
@@ -98,6 +99,8 @@ class Inferred:
 
     def _reason(self, name: str, module: nn.Module) -> str:
         known = next((why for pattern, why in self._reasons.items() if any_of([pattern])(name)), None)
+        if is_convolution(module):
+            return "its convolutions hold too little each, or no way to deal them gave the gradients of the whole model"
         if known is None and not is_linear(module):
             return f"no way to deal the parameters of {type(module).__name__} is known"
         return known or _UNKNOWN
@@ -155,7 +158,8 @@ def _search(
             patterns |= own
     regions = list(known.values())
     if whole_model:
-        regions += _ends(model, found.outputs)
+        paired = {name for feeding in found.feedings if feeding.between for name in feeding.rows}
+        regions += _ends(model, [name for name in found.outputs if name not in paired])
     taken = _taken({**rules, **joined(each.alternatives[0] for each in regions)})
     regions += _alone(model, [name for name in found.reasons if name not in found.outputs], taken)
     taken = _taken({**rules, **joined(each.alternatives[0] for each in regions)})
