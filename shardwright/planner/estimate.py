@@ -143,7 +143,10 @@ class Estimator:
     def _rest(self) -> tuple[float, float]:
         rest = self._rates.rest
         sent = [self._tensor(rest.sent, rest.calls), self._tensor(rest.sent_back, rest.calls_back)]
-        return self._samples(rest.forward) + sent[0], self._samples(rest.backward) + sent[1]
+        return (
+            self._samples(rest.forward) + rest.start + sent[0],
+            self._samples(rest.backward) + rest.start_back + sent[1],
+        )
 
     @cached_property
     def _counts(self) -> list[int]:
@@ -169,6 +172,9 @@ class Estimator:
         parameters = self._parameters()
         shared = parameters / (layout.dp if layout.zero else 1)
         parts["optimizer"] = shared * (4 + 8 + 8 * self._task.states + 2) / (machine.bandwidth * machine.moving)
+        if machine.cores:  # which all ranks share
+            busy = self._task.world_size * (computing + parts["optimizer"]) / machine.cores
+            parts["sharing cores"] = max(busy - sum(parts.values()), 0.0)
         seconds = sum(parts.values())
         samples = layout.samples * layout.count * layout.dp
         mfu = self._task.flops * samples / (seconds * self._task.world_size * machine.flops)

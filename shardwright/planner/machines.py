@@ -5,7 +5,8 @@ reach the shares below. Estimates, until `Machine` is made of what was measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..utils.errors import one_of
 from .operators import Operator
@@ -25,6 +26,7 @@ class Machine:
     product, attention, moving, sending    shares of the peaks that are reached
     kernel      seconds that a call takes at least
     latency     seconds that a collective or message takes at least
+    cores       that all ranks share, where they compute on a CPU; 0: each has a device of its own
     """
 
     name: str
@@ -40,6 +42,7 @@ class Machine:
     sending: float = 0.75
     kernel: float = 4e-6
     latency: float = 1.2e-5
+    cores: int = 0
 
     @property
     def source(self) -> str:
@@ -55,9 +58,13 @@ class Machine:
                 total += count * max(flops / (self.flops * rate), moved / (self.bandwidth * self.moving))
         return total
 
-    def starting(self, calls: Mapping[Operator, float]) -> float:
-        """Seconds that starting them takes at least, however many samples there are."""
+    def starting(self, calls: Mapping[Operator, float], samples: float = 1.0, backward: bool = False) -> float:
+        """Seconds that starting them takes at least, beside `computing` for so many samples; here the same for all."""
         return self.kernel * sum(count for call, count in calls.items() if call.kind in COMPUTED)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(Machine)}
 
     def sent(self, size: float, ranks: int, reach: int) -> float:
         """Seconds in which each of `ranks` sends so many bytes to the next; they lie within `reach` devices."""
