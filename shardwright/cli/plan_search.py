@@ -74,13 +74,17 @@ def device(args: argparse.Namespace) -> Machine:
     return device_of(
         args.calibration,
         args.gpu if args.calibration else args.gpu or _GPU,
-        getattr(args, "precision", None) or "bf16",
+        _precision(args),
         args.world_size,
         memory=args.gpu_memory,
         per_node=args.gpus_per_node,
         inside=args.inside_bandwidth,
         between=args.between_bandwidth,
     )
+
+
+def _precision(args: argparse.Namespace) -> str:
+    return getattr(args, "precision", "bf16")
 
 
 def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[[Any], Any]) -> int:
@@ -97,9 +101,7 @@ def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[
         batch = args.global_batch_size
         if batch is None:
             batch = max(_TOKENS // length // args.world_size, 1) * args.world_size
-        question = Question(
-            remade(build), optimizer, machine, args.world_size, batch, length, getattr(args, "precision", "bf16")
-        )
+        question = Question(remade(build), optimizer, machine, args.world_size, batch, length, _precision(args))
         found = search(question)
     except ValueError as error:
         print(f"No layout was found: {error}")

@@ -37,6 +37,7 @@ from ..ops.collective import copy_to_group
 from ..ops.cross_entropy import Reduction, written_out
 from ..ops.vocab_shard import VocabShard
 from ..ops.weight_grad import active_store, deferral_possible, store_for
+from ..utils.device import chosen_as_for
 from .cross_entropy_rows import Columns, Targets, Terms, joined, row_gradients, row_losses, row_shares
 from .logit_steps import Step, applied, differentiated, steps_of
 
@@ -45,7 +46,7 @@ CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of the logits of a chunk, in fp32
 
 def tokens_at_a_time(device: torch.device, rows: int) -> int:
     """Whose logits, over `rows` of a vocabulary, exist at once. A loss of no more tokens has nothing to gain here."""
-    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * rows))
+    return max(1, CHUNK_BYTES.get(chosen_as_for(device), CHUNK_BYTES["cuda"]) // (4 * rows))
 
 
 def linear_cross_entropy(

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .machines import COMPUTED, GIB, Machine, like_device
+from .gpus import like_device
+from .machines import COMPUTED, GIB, Machine
 from .machines import machine as _published
 from .operators import Operator
 from .rates import scaled
@@ -198,11 +199,10 @@ class CalibratedMachine(Machine):
         return self._links[nearest].seconds(0, size) * (1 if ranks <= nearest else ranks / nearest)
 
     def message(self, size: float, reach: int) -> float:
-        """Seconds in which a rank sends so many bytes to another one; both lie within `reach` devices."""
         if not size:
             return 0.0
         if not self.calibration.messages or reach > self.per_node:
-            return super().sent(size, 2, reach)
+            return super().message(size, reach)
         return Rates(self.calibration.messages).seconds(0, size)
 
     def plain(self) -> dict[str, Any]:
@@ -243,12 +243,12 @@ def calibrated(
         if gpu is not None:
             raise ValueError(f"gpu={gpu!r} with a calibration of another device, {found.device['name']}; leave one out")
         machine = Machine(found.device["name"], 1.0, 1.0, found.device["memory"] / world_size, 1e9, 1e9)
-        known |= {"per_node": per_node or max(world_size, 1), "cores": found.device["cores"]}
+        known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
     else:
         name, own = like_device((found.device["name"], found.device["memory"] / GIB))
         if gpu is not None and gpu != name:
             raise ValueError(f"gpu={gpu!r} with a calibration of another device, {found.device['name']}; leave one out")
-        machine = _published(name, own if memory is None else memory, per_node, inside, between)
+        machine = _published(name, own if memory is None else memory, per_node, inside, between, precision)
         known["flops"] = machine.flops  # of which MFU is a share
         known["product"] = rate / machine.flops
     if memory is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .calibration import calibrated, read
-from .machines import Machine, like_device, machine
+from .gpus import like_device
+from .machines import Machine, machine
 
 
 def device_of(
@@ -27,7 +28,7 @@ def device_of(
         if gpu is None:
             gpu, found = like_device(own)
             memory = found if memory is None else memory
-        return machine(gpu, memory, per_node, inside, between)
+        return machine(gpu, memory, per_node, inside, between, precision)
     measured = read(calibration)
     if own is not None and gpu is None and measured.device["name"] != own[0]:
         raise ValueError(

@@ -19,6 +19,7 @@ from ..pipeline.schedules import STYLES, Schedule
 from ..pipeline.schedules import get as get_schedule
 from .machines import Machine
 from .rates import Rates
+from .states import NO_STEP, StepCost
 
 _BUCKET = 2 * 12 * 2**20 * 4  # bytes of gradients on their way
 _MESSAGES = 4  # under way at a time
@@ -53,8 +54,9 @@ class Task:
 
     hidden      bytes of one sample between layers, whole
     half        whether weights have half precision, beside masters
-    states      numbers that the optimizer keeps per element
+    states      numbers of four bytes that the optimizer keeps per element
     flops       of all forwards and backwards of a sample, on all ranks together
+    step        what a step of the optimizer moves and computes
     """
 
     machine: Machine
@@ -63,6 +65,27 @@ class Task:
     states: float
     flops: float
     world_size: int
+    step: StepCost = NO_STEP
+
+
+class Rounds(NamedTuple):
+    """How often in a step a rank's gradients are reduced over data-parallel ranks, and its weights gathered."""
+
+    reduced: int
+    gathered: int
+
+
+def data_rounds(layout: Layout) -> Rounds:
+    """Below stage 2 gradients are summed on their rank first, from it on every microbatch's are reduced. Updated
+    weights are gathered once; those of stage 3 for every forward and backward, of a pipeline's chunks once where all
+    of a rank's find room (up to three), else for each of the actions.
+    """
+    if layout.dp * layout.sp == 1:
+        return Rounds(0, 0)
+    reduced = layout.count if layout.zero >= 2 else 1
+    if layout.zero < 3:
+        return Rounds(reduced, 1 if layout.zero else 0)
+    return Rounds(reduced, 2 * layout.count if layout.pp == 1 or layout.chunks > 3 else 1)
 
 
 class Estimate(NamedTuple):
@@ -113,19 +136,35 @@ class Estimator:
     @cached_property
     def _actions(self) -> tuple[float, float, float]:
         """Seconds of a layer's forward, backward, and of what of its backward can wait."""
-        layer, layout, machine = self._rates.layer, self._layout, self._task.machine
+        layer, layout = self._rates.layer, self._layout
         sent = [self._tensor(layer.sent, layer.calls), self._tensor(layer.sent_back, layer.calls_back) * _BEHIND]
         ring = self._sequence()
         forward = self._samples(layer.forward) + layer.start + sent[0] + ring
         backward = self._samples(layer.backward) + layer.start_back + sent[1] + ring
         backward += layout.whole * forward + layout.selective * (self._samples(layer.cheap) + layer.start / 2)
-        if layout.zero == 3:  # gathered while others compute
-            reach = layout.dp * layout.tp * layout.sp
-            size = 2 * layer.parameters * (layout.dp - 1) / layout.dp
-            gather = machine.sent(size, layout.dp, reach if layout.dp > 1 else 1)
-            if layout.pp == 1:  # of a chunk they stay for the step
-                forward, backward = max(forward, gather), max(backward, gather)
         return forward, backward, self._samples(layer.forward)
+
+    @cached_property
+    def _stalls(self) -> float:
+        """Seconds of a layer's forward and backward that wait for what ZeRO-3 gathers and reduces meanwhile. Chunks of
+        pipelines are gathered as a whole.
+        """
+        layout, parameters = self._layout, self._rates.layer.parameters
+        if layout.zero < 3 or layout.pp > 1:
+            return 0.0
+        forward, backward, _ = self._actions
+        gather, reduce = self._among_data(self._itemsize * parameters), self._among_data(4 * parameters)
+        return max(gather - forward, 0.0) + max(gather + reduce - backward, 0.0)
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self._task.half else 4
+
+    def _among_data(self, size: float) -> float:
+        """Seconds of gathering or reducing so many bytes over the ranks that share an optimizer."""
+        ranks = self._layout.dp * self._layout.sp
+        return self._task.machine.sent(size * (ranks - 1) / ranks, ranks, self._task.world_size)
 
     def _tensor(self, sent: float, calls: float) -> float:
         layout, machine = self._layout, self._task.machine
@@ -171,7 +210,11 @@ class Estimator:
         parts |= self._data(backward)
         parameters = self._parameters()
         shared = parameters / (layout.dp if layout.zero else 1)
-        parts["optimizer"] = shared * (4 + 8 + 8 * self._task.states + 2) / (machine.bandwidth * machine.moving)
+        step = self._task.step
+        moved = (step.moved or 4 + 8 + 8 * self._task.states) + self._itemsize
+        parts["optimizer"] = shared * (
+            moved / (machine.bandwidth * machine.moving) + step.flops / (machine.flops * machine.product)
+        )
         if machine.cores:  # which all ranks share
             busy = self._task.world_size * (computing + parts["optimizer"]) / machine.cores
             parts["sharing cores"] = max(busy - sum(parts.values()), 0.0)
@@ -204,7 +247,7 @@ class Estimator:
     def _message(self) -> float:
         layout = self._layout
         size = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)
-        return self._task.machine.sent(size, layout.pp, layout.pp * layout.tp * layout.sp)
+        return self._task.machine.message(size, layout.pp * layout.tp * layout.sp)
 
     @cached_property
     def costs(self) -> Costs:
@@ -245,21 +288,23 @@ class Estimator:
         return _schedule(layout.style, layout.pp, count, layout.chunks), count
 
     def _data(self, backward: float) -> dict[str, float]:
-        """What of gradients and weights on their way is not hidden."""
-        layout, machine = self._layout, self._task.machine
+        """What of gradients and weights on their way is not hidden: see `data_rounds`."""
+        layout = self._layout
         if layout.dp * layout.sp < 2:
             return {}
-        ranks = layout.dp * layout.sp
+        rounds = data_rounds(layout)
         parameters = self._parameters()
-        share, reach = (ranks - 1) / ranks, self._task.world_size
-        reduced = machine.sent(4 * parameters * share * (1 if layout.zero else 2), ranks, reach)
-        # a pipeline reduces in every microbatch from stage 2 on, and other layouts at stage 3
-        times = layout.count if layout.zero >= (2 if layout.pp > 1 else 3) else 1
-        gathered = machine.sent(2 * parameters * share, ranks, reach) if layout.zero else 0.0
-        if layout.zero == 3 and layout.pp == 1:
-            gathered = 0.0  # layer by layer, with what they compute
+        # behind the backward of the last layers of a microbatch; of ZeRO-3 without a pipeline see `_stalls`
         hidden = 0.9 * self._most * layout.chunks * backward
-        return {"data": times * max(reduced - hidden, 0.0) + gathered}
+        reduced = self._among_data(4 * parameters) * (1 if layout.zero else 2)
+        exposed = rounds.reduced * max(reduced - hidden, 0.0)
+        if layout.zero == 3 and layout.pp == 1:
+            exposed = layout.count * self._rates.layers * self._stalls
+        gathered = self._among_data(self._itemsize * parameters)
+        if layout.zero == 3:  # the first of a step is waited for; others come while chunks compute
+            whole = self._rates.rest.parameters if layout.pp == 1 else parameters / layout.chunks
+            gathered = self._among_data(self._itemsize * whole)
+        return {"data": exposed + (gathered if rounds.gathered else 0.0)}
 
     # Memory.
 

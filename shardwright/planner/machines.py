@@ -4,11 +4,14 @@ reach the shares below. Estimates, until `Machine` is made of what was measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ..utils.errors import one_of
+import torch
+
+from .gpus import gpu
 from .operators import Operator
 
 GIB = 2**30
@@ -18,7 +21,7 @@ GIB = 2**30
 class Machine:
     """A device and its links.
 
-    flops       of products in bf16, a second
+    flops       of products in `precision`, a second
     bandwidth   bytes of its memory, a second
     memory      bytes
     inside, between   bytes a second that a device sends within a node, and to other nodes
@@ -26,6 +29,8 @@ class Machine:
     product, attention, moving, sending    shares of the peaks that are reached
     kernel      seconds that a call takes at least
     latency     seconds that a collective or message takes at least
+    precision   that products are computed in, one of `gpus.PRECISIONS`
+    device      its type, which sizes of buckets and chunks go by
     cores       that all ranks share, where they compute on a CPU; 0: each has a device of its own
     """
 
@@ -42,6 +47,8 @@ class Machine:
     sending: float = 0.75
     kernel: float = 4e-6
     latency: float = 1.2e-5
+    precision: str = "bf16"
+    device: str = "cuda"
     cores: int = 0
 
     @property
@@ -67,29 +74,26 @@ class Machine:
         return {each.name: getattr(self, each.name) for each in fields(Machine)}
 
     def sent(self, size: float, ranks: int, reach: int) -> float:
-        """Seconds in which each of `ranks` sends so many bytes to the next; they lie within `reach` devices."""
+        """Seconds in which each of `ranks` sends so many bytes in a collective; they lie evenly within `reach` devices.
+
+        Between nodes every device has a link of its own, and rings go through all of them: of ranks that share a node
+        each sends but its part of what leaves the node.
+        """
         if ranks < 2 or not size:
             return 0.0
-        link = self.inside if reach <= self.per_node else self.between
+        if reach <= self.per_node:
+            link = self.inside
+        else:
+            link = min(self.inside, self.between * max(self.per_node * ranks // reach, 1))
         return size / (link * self.sending) + self.latency
+
+    def message(self, size: float, reach: int) -> float:
+        """Seconds in which a device sends so many bytes to another one; both lie within `reach` devices."""
+        link = self.inside if reach <= self.per_node else min(self.between, self.inside)
+        return size / (link * self.sending) + self.latency if size else 0.0
 
 
 COMPUTED = ("product", "attention", "other")
-
-_TABLE = (
-    # name, TFLOP/s bf16 dense, TB/s, GiB, GB/s inside, GB/s between
-    ("v100", 125, 0.9, 32, 150, 12.5),
-    ("a100-40", 312, 1.555, 40, 300, 25),
-    ("a100-80", 312, 2.039, 80, 300, 25),
-    ("h100", 989, 3.35, 80, 450, 50),
-    ("h200", 989, 4.8, 141, 450, 50),
-    ("b200", 2250, 8.0, 180, 900, 50),
-    ("mi300x", 1307, 5.3, 192, 448, 50),
-)
-GPUS = {
-    name: Machine(name, flops * 1e12, bandwidth * 1e12, memory * GIB, inside * 1e9, between * 1e9)
-    for name, flops, bandwidth, memory, inside, between in _TABLE
-}
 
 
 def machine(
@@ -98,37 +102,30 @@ def machine(
     per_node: int | None = None,
     inside: float | None = None,
     between: float | None = None,
+    precision: str = "bf16",
 ) -> Machine:
-    """A published one, with what is known better: memory in GiB, links in GB/s."""
-    if name not in GPUS:
-        raise one_of("gpu", name, list(GPUS))
+    """A published one (see `gpus.gpu`), with what is known better: memory in GiB, links in GB/s. Products are in
+    `precision`, one of `gpus.PRECISIONS`; those of fp32 in TF32 where torch is told so for this process
+    (`torch.set_float32_matmul_precision`).
+    """
     for option, value in (
         ("gpu_memory", memory),
         ("gpus_per_node", per_node),
         ("inside_bandwidth", inside),
         ("between_bandwidth", between),
     ):
-        if value is not None and not value > 0:
-            raise ValueError(f"{option}={value} must be above 0")
-    found = GPUS[name]
-    return replace(
-        found,
-        memory=found.memory if memory is None else memory * GIB,
-        per_node=per_node or found.per_node,
-        inside=found.inside if inside is None else inside * 1e9,
-        between=found.between if between is None else between * 1e9,
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option}={value} must be above 0, and a number")
+    row = gpu(name)
+    if precision == "fp32" and row.tf32 and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    return Machine(
+        row.name,
+        row.peak(precision),
+        row.bandwidth * 1e12,
+        (row.memory if memory is None else memory) * GIB,
+        (row.inside if inside is None else inside) * 1e9,
+        (row.between if between is None else between) * 1e9,
+        per_node or 8,
+        precision=precision,
     )
-
-
-def like_device(device: tuple[str, float] | None) -> tuple[str, float]:
-    """The published one, by the name and GiB that a driver tells ("NVIDIA H100 80GB HBM3", 79.1); and its GiB."""
-    if device is None:
-        raise ValueError(f"gpu=None: this process has no device to go by; give one of {', '.join(map(repr, GPUS))}")
-    said, memory = device[0].lower(), device[1]
-    alike = [name for name in GPUS if name.split("-")[0] in said.replace("-", " ").split()]
-    if not alike:
-        raise ValueError(
-            f"gpu=None: nothing is known of {device[0]!r}; give the one of {', '.join(map(repr, GPUS))} that is most "
-            "like it, and gpu_memory"
-        )
-    return min(alike, key=lambda name: abs(GPUS[name].memory / GIB - memory)), memory

@@ -8,7 +8,7 @@ of one sample, forward and backward, replayed for few layers and for one more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from .segments import Segment, Segments
 from .shorter import NotShorterError, kinds_of, shorten, stage_of
 
 Calls = Mapping[Operator, float]
+_ONE_BUCKET = 1e6  # megabytes: nothing is reduced here, and many buckets take long to fill
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def profile(source: Source, tensor_ranks: int = 1) -> Profile:
     if not base.further:
         raise NotShorterError("the model has no equal layers to tell what one takes")
     options: dict[str, Any] = {"tp_size": tensor_ranks, "precision": source.precision, "microbatch_size": 1}
+    options["ddp_bucket_cap_mb"] = _ONE_BUCKET
     along = tensor_ranks > 1
     first = None
     if along:
@@ -150,23 +152,34 @@ def _difference(one: _Measured, other: _Measured, layers: int) -> Part:
     """One of the `layers` that the other has more of."""
     kept = [float(_total(each.forward.end - each.forward.start)) for each in (one, other)]
     of_layer = (kept[1] - kept[0]) / layers
-    further = len(other.backward.grown) - len(one.backward.grown)
     points = _total(other.backward.points - other.backward.start)
     # the backward of the first layer is the last one: by then most of what is kept has gone
-    behind = points[-max(further // layers, 1) :]
-    before = float(points[-max(further // layers, 1) - 1]) if len(points) > len(behind) else 0.0
+    behind = _of_layer(one.backward.grown, other.backward.grown, layers, from_end=True)
+    before = float(points[behind.start - 1]) if behind.start else 0.0
     forward_points = _total(other.forward.points - other.forward.start)
-    place = len(other.forward.grown) // 2  # somewhere among the layers
-    near = forward_points[max(place - further, 0) : place + 1]
+    near = forward_points[_of_layer(one.forward.grown, other.forward.grown, layers, from_end=False)]
     forward_top = max(float((near - near[0]).max()) - of_layer, 0.0) if len(near) else 0.0
     return Part(
         of_layer,
         forward_top,
-        max(float(behind.max()) - before, 0.0),
+        max(float(points[behind].max(initial=0.0)) - before, 0.0),
         (other.parameters - one.parameters) / layers,
         _minus(other.calls["0F0"], one.calls["0F0"], layers),
         _minus(other.calls["0B0"], one.calls["0B0"], layers),
     )
+
+
+def _of_layer(grown: Sequence[int], more: Sequence[int], layers: int, from_end: bool) -> slice:
+    """Points of `more` that lie within a layer: the last one that both have done alike, counted from the start or from
+    the end.
+    """
+    length = max((len(more) - len(grown)) // layers, 1)
+    first, second = (grown[::-1], more[::-1]) if from_end else (grown, more)
+    alike = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+    stop = max(min(alike, len(more)), min(length, len(more)))
+    if from_end:
+        return slice(len(more) - stop, min(len(more) - stop + length, len(more)))
+    return slice(max(stop - length, 0), stop)
 
 
 def _rest(one: _Measured, layer: Part, layers: int) -> Part:

@@ -7,6 +7,7 @@ time (`estimate`), the best of them simulated.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,13 +17,14 @@ from torch import nn
 
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int, hidden_size
 from ..models.layer_chain import find_units
+from ..utils.device import planning_for
 from .batches import batch_of
 from .estimate import Estimate, Estimator, Layout, Task
 from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
 from .shorter import NotShorterError
-from .states import states_per_element
+from .states import optimizer_costs
 
 MOST_TENSOR_RANKS = 8
 _MOST_PIPELINE_RANKS = 64
@@ -73,10 +75,10 @@ class Found(NamedTuple):
 
 def search(question: Question) -> Found:
     """ValueError where nothing fits. This process must be in no process group."""
-    return _Search(question).found()
+    return Search(question).found()
 
 
-class _Search:
+class Search:
     def __init__(self, question: Question) -> None:
         _check(question)
         self._question = question
@@ -92,13 +94,18 @@ class _Search:
         source = Source(question.model, question.optimizer, batch, question.precision)
         tensor = [ranks for ranks in _powers(min(MOST_TENSOR_RANKS, question.machine.per_node)) if self._splits(ranks)]
         tensor = [ranks for ranks in tensor if question.world_size % ranks == 0]
+        gc.collect()
+        gc.freeze()  # what is there now need not be looked through behind every replay
         try:
-            profiles, tensor = _profiles(source, tensor)
+            with planning_for(question.machine.device):
+                profiles, tensor = _profiles(source, tensor)
         except NotShorterError as error:
             raise ValueError(
                 f"{error}: the search replays two layers and a third, so it needs three that do the same, in a list of "
                 "layers, each run once; shardwright plan --peak tells of a single layout of any model"
             ) from error
+        finally:
+            gc.unfreeze()
         few, many = profiles[0], profiles[-1] if len(profiles) > 1 else None
         self._tensor = tensor if many is not None or tensor == [1] else [few.tensor_ranks]
         self._profiles = few, many
@@ -108,8 +115,8 @@ class _Search:
         flops = 3 * self._tensor[0] * (one.layers * one.layer.flops + one.rest.flops)
         half = question.precision != "fp32"
         hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
-        states = states_per_element(question.optimizer(model))
-        self._task = Task(question.machine, hidden, half, states, flops, question.world_size)
+        states, step = optimizer_costs(question.optimizer(model))
+        self._task = Task(question.machine, hidden, half, states, flops, question.world_size, step)
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
 
@@ -123,7 +130,7 @@ class _Search:
         fitting, tried, least = [], 0, None
         for layout in self._layouts():
             tried += 1
-            estimate = self._estimate(layout, simulated=False)
+            estimate = self.estimate(layout, simulated=False)
             if estimate.memory <= self.limit:
                 fitting.append(estimate)
             elif least is None or estimate.memory < least.memory:
@@ -132,7 +139,7 @@ class _Search:
             raise ValueError(self._nothing(least))
         checked = self._checked(sorted(fitting, key=lambda one: one.seconds))
         neighbours = [
-            (what, self._estimate(layout, simulated=True)) for what, layout in self._neighbours(checked[0].layout)
+            (what, self.estimate(layout, simulated=True)) for what, layout in self._neighbours(checked[0].layout)
         ]
         return Found(checked, neighbours, tried, self.limit, self.along)
 
@@ -150,7 +157,7 @@ class _Search:
             for one in alike:
                 if one.memory * over > self.limit:
                     continue
-                simulated = self._estimate(one.layout, simulated=True)
+                simulated = self.estimate(one.layout, simulated=True)
                 if simulated.memory <= self.limit:
                     found.append(simulated)
                     break
@@ -174,7 +181,7 @@ class _Search:
             "more memory, or shorter sequences would help"
         )
 
-    def _estimate(self, layout: Layout, simulated: bool) -> Estimate:
+    def estimate(self, layout: Layout, simulated: bool) -> Estimate:
         return Estimator(self._task, self._rates_of(layout), layout).estimate(simulated)
 
     def _rates_of(self, layout: Layout) -> Rates:
@@ -218,7 +225,7 @@ class _Search:
         every = list(self._layouts())
         for what, own in _ASPECTS:
             others = sorted(
-                (one for one in every if _differs(best, one, own)), key=lambda one: self._estimate(one, False).seconds
+                (one for one in every if _differs(best, one, own)), key=lambda one: self.estimate(one, False).seconds
             )
             seen = set[tuple[Any, ...]]()
             for layout in others:

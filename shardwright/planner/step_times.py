@@ -23,6 +23,7 @@ from ..pipeline.planning.sliced_schedule import get_sliced
 from ..pipeline.schedules import Schedule
 from ..pipeline.timeline import MeasuredSpan, Timeline
 from ..plugins import HybridParallelPlugin
+from ..utils.device import planning_for
 from .batches import first_rows
 from .estimate import Estimator, Layout, Task
 from .machines import Machine
@@ -30,7 +31,7 @@ from .profile import Profile, Source, profile
 from .rates import rates
 from .replay import Job, joined
 from .shorter import NotShorterError
-from .states import states_per_element
+from .states import optimizer_costs
 
 _COMPUTED = ("computing", "pipeline")  # parts of a step that its actions are
 
@@ -145,13 +146,15 @@ def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine, foun
     layout, plan = shape.layout(), shape.plan
     precision = shape.plugin.settings.precision.precision
     if found is None:
-        found = profile(Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision), layout.tp)
+        with planning_for(machine.device):
+            found = profile(Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision), layout.tp)
     own = rates(found, None, machine, layout.tp, layout.samples / layout.sp)
     model = job.model()
     half = precision != "fp32"
     flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops)
     hidden = (hidden_size(model) or 0) * _length(job.batch) * (2 if half else 4)
-    task = Task(machine, hidden, half, states_per_element(job.optimizer(model)), flops, world_size)
+    states, step = optimizer_costs(job.optimizer(model))
+    task = Task(machine, hidden, half, states, flops, world_size, step)
     return Estimator(task, own, layout, [len(stage) for stage in plan.stages])
 
 

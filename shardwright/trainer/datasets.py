@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,21 +70,31 @@ class SampleStream(IterableDataset[Item]):
                 yield row
 
     def __iter__(self) -> Iterator[Item]:
-        if not self.packing:
-            for number, row in enumerate(self._own_rows()):
-                try:
-                    yield _item(self.encoder.one(row))
-                except RecipeError as error:
-                    raise RecipeError(placed(error, f"row {number + 1} of the stream")) from None
-            return
+        try:
+            yield from self._packed() if self.packing else self._single()
+        except RecipeError as error:
+            raise RowError(*error.args) from None
+
+    def _single(self) -> Iterator[Item]:
+        for row in self._own_rows():
+            with _naming(row):
+                item = _item(self.encoder.one(row))
+            yield item
+
+    def _packed(self) -> Iterator[Item]:
         waiting: dict[int, Sample] = {}
         for keys in fill(self._lengths(waiting), self.encoder.max_length):
             yield join([waiting.pop(key) for key in keys], self.encoder.max_length, self.padding)
 
     def _lengths(self, waiting: dict[int, Sample]) -> Iterator[tuple[int, int]]:
-        for key, piece in enumerate(_pieces(self._own_rows(), self.encoder)):
-            waiting[key] = piece
-            yield key, len(piece)
+        key = 0
+        for row in self._own_rows():
+            with _naming(row):
+                pieces = list(self.encoder.pieces(row))
+            for piece in pieces:
+                waiting[key] = piece
+                yield key, len(piece)
+                key += 1
 
 
 class Evened(Dataset[Item]):
@@ -141,6 +152,16 @@ def placed(error: RecipeError, place: str) -> str:
     """What is wrong, with the row in front of it."""
     said = str(error)
     return said if said.startswith(place) else f"{place}: {said}"
+
+
+@contextmanager
+def _naming(row: Row) -> Iterator[None]:
+    """A row of a stream is named in what is wrong with it."""
+    try:
+        yield
+    except RecipeError as error:
+        place = getattr(row, "place", None)
+        raise RecipeError(str(error) if place is None else placed(error, place)) from None
 
 
 def _pieces(rows: Iterable[Row], encoder: Encoder) -> Iterator[Sample]:

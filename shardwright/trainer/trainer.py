@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..booster import Booster
 from ..booster.profile import Profile
+from ..checkpoint import rng
 from ..checkpoint.preemption import SaveOnSignal
 from ..pipeline.snapshots import WARM_UP, Camera
 from ..pipeline.timeline import Timeline
@@ -72,6 +73,9 @@ class Trainer:
     timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json, and on every
                     rank in `timeline`
 
+    While the device computes a step the next batch is made and sent to it (`look_ahead`, which a `train_step` of yours
+    may call when its work has been launched). Checkpoints have the position behind the batches that were trained on.
+
     Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
     batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss.
     """
@@ -121,6 +125,9 @@ class Trainer:
         self.timeline: Timeline | None = None
         self.progress = Progressed()
         self.accuracy: float | None = None
+        self._supply: Any = None  # the iterator over the running pass
+        self._pass_ended = False
+        self._random: dict[str, torch.Tensor] | None = None  # states of generators before the next batch was made
         self.interrupted = False
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
@@ -205,6 +212,7 @@ class Trainer:
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Forward, backward and the optimizer's step on one batch of every rank. The loss is that of all of them."""
         result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, self.optimizer)
+        self.look_ahead()
         self.optimizer.step()
         norm = self.optimizer.get_grad_norm()
         self.optimizer.zero_grad()
@@ -218,6 +226,32 @@ class Trainer:
             "grad_norm": None if norm is None else float(norm),
             "tokens": tokens,
         }
+
+    def look_ahead(self) -> None:
+        """Make the next batch now, unless an evaluation or a checkpoint comes before it."""
+        step = self.progress.step + 1
+        make = getattr(self._supply, "look_ahead", None)
+        if make is None or step == self.total_steps or self._pauses(step, self._pass_ended):
+            return
+        self._random = rng.get_states()
+        make()
+
+    def _pauses(self, step: int, pass_ended: bool) -> bool:
+        evaluates = self.evaluation is not None and self.evaluate_when.is_now(step, pass_ended)
+        return evaluates or self.save_when.is_now(step, pass_ended)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Generators as they were before the next batch was made, which a run that goes on makes again."""
+        if self._random is None:
+            yield
+            return
+        now = rng.get_states()
+        rng.set_states({name: state for name, state in self._random.items() if name != "cuda"})
+        try:
+            yield
+        finally:
+            rng.set_states(now)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -253,17 +287,18 @@ class Trainer:
 
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
         """A checkpoint that a run at any layout can go on from."""
-        self.booster.save(
-            str(path or self.checkpoints / f"step-{self.progress.step}"),
-            model=self.model,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            dataloader=self.data,
-            step=self.progress.step,
-            extra={**asdict(self.progress), "must_match": self.must_match},
-            keep_last=keep or self.keep,
-            use_async=True,
-        )
+        with self._as_before():
+            self.booster.save(
+                str(path or self.checkpoints / f"step-{self.progress.step}"),
+                model=self.model,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                dataloader=self.data,
+                step=self.progress.step,
+                extra={**asdict(self.progress), "must_match": self.must_match},
+                keep_last=keep or self.keep,
+                use_async=True,
+            )
 
     def _load(self, path: str | Path, dataloader: Any = None) -> dict[str, Any]:
         state = self.booster.load(
@@ -285,15 +320,19 @@ class Trainer:
     def _batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches of pass after pass, and whether one is the last of its pass, which of a stream nobody knows.
 
-        No batch is asked for before it is used: the loader's position is part of a checkpoint.
+        The loader counts a batch when it is asked for, which is when it is used, also where it was made before.
         """
         empty = 0
         while empty < 2:  # a pass that was saved at its end is empty
             empty += 1
             left = _length(self.data)
-            for batch in self.data:
+            self._supply = iter(self.data)
+            for batch in self._supply:
                 empty, left = 0, left - 1
                 self.progress.epoch += left == 0
+                self._pass_ended, self._random = left == 0, None
+                if hasattr(self._supply, "send"):
+                    self._supply.send(batch)
                 yield batch, left == 0
         raise ValueError("the loader has no batches; give it more samples, or smaller batches")
 

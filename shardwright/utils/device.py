@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +13,29 @@ from torch import nn
 def accelerator_type() -> str:
     """ "cuda" where a CUDA device is present, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_planned: str | None = None  # type of the devices of a job that is planned
+
+
+@contextmanager
+def planning_for(device_type: str) -> Iterator[None]:
+    """Inside, what goes by the type of a device (sizes of buckets and chunks, in whose memory sums are made) is chosen
+    as for this one, whatever this process computes on: a job of GPUs is planned on a laptop.
+    """
+    global _planned
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type={device_type!r} must be 'cpu' or 'cuda'")
+    before, _planned = _planned, device_type
+    try:
+        yield
+    finally:
+        _planned = before
+
+
+def chosen_as_for(device: torch.device | str) -> str:
+    """Type of the device that choices are made for: that of `device`, or of what is planned."""
+    return _planned or (device if isinstance(device, str) else device.type)
 
 
 def get_current_device() -> torch.device:

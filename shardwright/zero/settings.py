@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..utils.argument_types import is_whole
+from ..utils.device import chosen_as_for
 from .collectives import SUMMED, can_be_summed
 from .layout import BUCKET_SIZE_IN_M, bucket_numel
 
@@ -80,8 +81,8 @@ class ZeroSettings:
             )
 
     def bucket_numel(self, device: str) -> int:
-        """Elements per bucket on a device of that type."""
-        return bucket_numel(self.bucket_size_in_m, device, self.communication_dtype or torch.float32)
+        """Elements per bucket on a device of that type, or on those that are planned for."""
+        return bucket_numel(self.bucket_size_in_m, chosen_as_for(device), self.communication_dtype or torch.float32)
 
 
 def check_bucket_size(name: str, size: float, usual: int) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwright import Booster
 from shardwright.cluster.launch import launch
-from shardwright.planner.machines import like_device
-from shardwright.planner.states import states_per_element
+from shardwright.planner.gpus import like_device
+from shardwright.planner.states import optimizer_costs
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.hybrid.found_layout import with_lazy_weights, without_weights
 from shardwright.testing import compare_models, keep_float64, run_ranks, zoo
@@ -110,8 +110,8 @@ def test_devices_are_known_by_their_names() -> None:
 def test_what_optimizers_keep_is_counted() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
     params = list(model.parameters())
-    assert states_per_element(torch.optim.AdamW(params)) == 2
-    assert states_per_element(torch.optim.SGD(params)) == 0
-    assert states_per_element(torch.optim.SGD(params, momentum=0.9)) == 1
-    assert states_per_element(torch.optim.Adam(params, amsgrad=True)) == 3
+    assert optimizer_costs(torch.optim.AdamW(params))[0] == 2
+    assert optimizer_costs(torch.optim.SGD(params))[0] == 0
+    assert optimizer_costs(torch.optim.SGD(params, momentum=0.9))[0] == 1
+    assert optimizer_costs(torch.optim.Adam(params, amsgrad=True))[0] == 3
     assert not any(param.grad is not None for param in params)

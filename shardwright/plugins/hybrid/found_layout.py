@@ -15,7 +15,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 
 from ...files.huggingface import HfSource
 from ...lazy.notes import Notes, Step, set_notes
+from ...optim.trial import without_states
 from ...pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..agreement import agree_on_arguments, exchange_facts, several
 from ..base import require_process_group
@@ -140,14 +140,6 @@ def with_lazy_weights(written: bytes) -> tuple[nn.Module, Optimizer | None]:
     """What `without_weights` has written, anew for each call: a model as a `LazyInitContext` builds it."""
     model, optimizer = pickle.loads(written)
     return model, optimizer
-
-
-def without_states(optimizer: Optimizer) -> Optimizer:
-    """One like it that has not stepped, for the same parameters."""
-    found = object.__new__(type(optimizer))
-    found.__dict__.update(optimizer.__dict__)
-    found.state = defaultdict(dict)
-    return found
 
 
 class _WithoutWeights(pickle.Pickler):

@@ -15,7 +15,6 @@ bytes are what `zero.bucket` allocates, those of traffic are the ring formulas.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,12 +28,11 @@ from torch.optim import Optimizer
 
 from ...cluster.mesh import ParallelMesh
 from ...lazy.weights import LazyWeights
+from ...optim.trial import states_of_small
 from ...pipeline.batch.microbatch import microbatch_sizes
 from ...pipeline.cut.balance import by_rank
 from ...pipeline.cut.partition import chain_costs
 from ...pipeline.cut.plan import CutPlan, plan_cut
-from ...pipeline.planning.actions import Kind
-from ...pipeline.planning.lowering import with_gathers
 from ...pipeline.planning.simulate import Costs, simulate
 from ...pipeline.planning.sliced_schedule import get_sliced
 from ...pipeline.schedules import Schedule, splits_backward
@@ -55,15 +53,14 @@ from ...zero.layout import (
     BucketPlan,
     Entry,
     Shards,
-    closed_form_bytes,
     family_of,
     plan_buckets,
     plan_unit_buckets,
 )
-from ...zero.units import find_param_units
+from ...zero.units import ParamUnit, find_param_units
 from ..base import require_trainable
 from ..settings import HybridSettings
-from .chunks import chunks_gathered
+from .data_traffic import data_traffic, gathers_of_chunks, gathers_of_units
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
 from .resolved import RankShape, ResolvedLayout, StageShape, Traffic
@@ -71,7 +68,7 @@ from .sequence_memory import kept_attention, with_parts
 from .sequence_tensor import along_tensor, with_sequences
 from .sequence_traffic import part_length, sequence_traffic
 from .step_memory import Held, held_activations, leaving_note
-from .traffic import Tokens, pipeline_traffic, sizes_on_wire, tensor_traffic
+from .traffic import Tokens, pipeline_traffic, tensor_traffic
 
 
 @dataclass(frozen=True)
@@ -146,6 +143,14 @@ def preflight(
     return Preflight(plan, with_parts(with_sequences(layout, settings), settings, batch.length), job)
 
 
+class _Buckets(NamedTuple):
+    """Of a rank: those that are trained, those of frozen weights at stage 3, and the units that number both."""
+
+    trained: list[BucketPlan]
+    frozen: list[BucketPlan]
+    units: list[ParamUnit]
+
+
 def _small_copies(model: nn.Module) -> Iterator[nn.Module]:
     """Small models like this one, with numbers; none of a model that is not built from a config."""
     native = native_model(model)
@@ -206,7 +211,7 @@ class _Resolver:
         )
         split = along_tensor(self.settings)
         traffic = [
-            *self._data_traffic(shapes[busiest][1], microbatches),
+            *self._data_traffic([buckets for _, buckets in shapes], busiest, microbatches),
             *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes(), split),
             *expert_traffic(self.model, held, self.mesh, tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens, 1 if split is None else self.mesh.size("tp")),
@@ -310,7 +315,7 @@ class _Resolver:
 
     def _rank_shape(
         self, rank: int, names: Sequence[str], params: Mapping[str, nn.Parameter]
-    ) -> tuple[RankShape, list[BucketPlan]]:
+    ) -> tuple[RankShape, _Buckets]:
         """What the fullest tensor-parallel rank at this position keeps."""
         tp = self.mesh.size("tp")
         specs = [self.specs.get(id(params[name])) or ParamSpec(name, tuple(params[name].shape)) for name in names]
@@ -348,17 +353,20 @@ class _Resolver:
 
     def _bucket_shape(
         self, rank: int, parameters: int, entries: Mapping[nn.Parameter, Entry]
-    ) -> tuple[RankShape, list[BucketPlan]]:
+    ) -> tuple[RankShape, _Buckets]:
         """Bytes by bucket. `entries` by the parameters of the whole model."""
         options = self.settings.zero
         whole = not self.job.elementwise
         trained = [entry for entry in entries.values() if entry.group != FROZEN]
         others = [entry for entry in entries.values() if entry.group == FROZEN]
+        units: list[ParamUnit] = []
+        kept: list[BucketPlan] = []
         if options.stage == 3:
             sections = {param: entry.family.section for param, entry in entries.items()}
-            units = [[entries[param] for param in unit.params] for unit in find_param_units(self.model, sections)]
-            plans = plan_unit_buckets([[e for e in unit if e.group != FROZEN] for unit in units], self._shards, whole)
-            kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in units], self._shards, False)
+            units = find_param_units(self.model, sections)
+            held = [[entries[param] for param in unit.params] for unit in units]
+            plans = plan_unit_buckets([[e for e in unit if e.group != FROZEN] for unit in held], self._shards, whole)
+            kept = plan_unit_buckets([[e for e in unit if e.group == FROZEN] for unit in held], self._shards, False)
             weights = sum(plan.shard_numel * plan.family.dtype.itemsize for plan in kept)
         else:
             size = options.bucket_numel(get_current_device().type)
@@ -372,9 +380,10 @@ class _Resolver:
             gradients += (plan.numel if options.stage < 2 else plan.shard_numel) * master.itemsize
             copied = options.stage == 3 or options.cpu_offload or master != working
             masters += plan.shard_numel * master.itemsize if copied else 0
-            state_bytes += states * plan.shard_numel * master.itemsize
+            state_bytes += round(states * plan.shard_numel * master.itemsize)
         numel, shard = sum(entry.numel for entry in trained), sum(plan.shard_numel for plan in plans)
-        return RankShape(rank, parameters, numel, shard, weights, gradients, masters, state_bytes), plans
+        shape = RankShape(rank, parameters, numel, shard, weights, gradients, masters, state_bytes)
+        return shape, _Buckets(plans, kept, units)
 
     # One step.
 
@@ -458,44 +467,23 @@ class _Resolver:
             if any(id(decision.site.module.get_parameter(name)) in ids for name in decision.specs)
         ]
 
-    def _data_traffic(self, plans: Sequence[BucketPlan], microbatches: int | None) -> list[Traffic]:
+    def _data_traffic(self, held: Sequence[_Buckets], busiest: int, microbatches: int | None) -> list[Traffic]:
+        """Of the pipeline position that has most of it."""
         if self.mesh.size("dp_sp") == 1 or not self.job.groups:
             return []
-        options = self.settings.zero
+        options, ranks = self.settings.zero, range(len(held))
+        several = options.stage == 3 and len(ranks) > 1 and microbatches is not None  # how often, a schedule says
+        schedule = self._actions(microbatches or 1) if several else None
         found = []
-        rounds = microbatches if options.stage >= 2 else 1
-        totals = {"reduce_scatter": 0.0, "all_gather": 0.0, "all_reduce": 0.0}
-        for plan in plans:
-            everyone = "expert_dp" if plan.family.experts else "dp_sp"
-            replicas = self.mesh.size("zero_replica" if options.stage else everyone)
-            for kind, amount in closed_form_bytes([plan], replicas, *sizes_on_wire(plan, options)).items():
-                totals[kind] += amount
-        what = {
-            "reduce_scatter": "gradients, reduce-scatter",
-            "all_reduce": "gradients, all-reduce" + (" of shards over sub-groups" if options.stage else ""),
-            "all_gather": "updated weights, all-gather" if options.stage < 3 else "weights, all-gather before use",
-        }
-        gathers = self._gathers(microbatches) if options.stage == 3 else 1
-        for kind, amount in totals.items():
-            if amount:
-                times = {"reduce_scatter": rounds, "all_gather": gathers}.get(kind, 1)
-                found.append(Traffic("dp", what[kind], _times(times, len(plans)), _times(times, int(amount))))
-        return found
-
-    def _gathers(self, microbatches: int | None) -> int | None:
-        """How often stage 3 gathers weights in a step: for the forward and the backward of every microbatch; in a
-        pipeline as the schedule says, on the rank and chunk that does it most often."""
-        if self.mesh.size("pp") == 1 or microbatches is None:
-            return _times(microbatches, 2)
-        counts = [
-            Counter(
-                action.stage
-                for action in with_gathers(actions, chunks_gathered(self.settings.zero.gather_ahead))
-                if action.kind is Kind.GATHER
-            )
-            for actions in self._actions(microbatches).actions
-        ]
-        return max(max(count.values()) for count in counts)
+        for rank in ranks if several else (busiest,):
+            buckets = held[rank]
+            every, gathers = [*buckets.trained, *buckets.frozen], None
+            if schedule is not None:
+                gathers = gathers_of_chunks(every, schedule, self.plan.placement, rank, options.gather_ahead)
+            elif options.stage == 3 and microbatches is not None:
+                gathers = gathers_of_units(every, buckets.units, self.model, microbatches)
+            found.append(data_traffic(buckets.trained, buckets.frozen, self.mesh, options, microbatches, gathers))
+        return max(found, key=lambda traffic: sum(each.sent or 0 for each in traffic))
 
     def _notes(self, microbatches: int | None, held: Held | None) -> list[str]:
         options, ranks = self.settings.pipeline, self.mesh.size("pp")
@@ -572,23 +560,22 @@ def _over_mean(costs: NDArray[np.float64]) -> float | None:
     return None if len(costs) < 2 else float(costs.max() / costs.mean()) if costs.any() else 1.0
 
 
-def _times(factor: int | None, amount: int) -> int | None:
-    return None if factor is None else factor * amount
-
-
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "ASGD": 1, "Muon": 1, "Adafactor": 0, "Adadelta": 2, "Rprop": 2}
 
 
-def _states_per_element(optimizer: Optimizer | None) -> int:
-    """Numbers that the optimizer keeps per element; two, as Adam's, for those that are not known."""
+def _states_per_element(optimizer: Optimizer | None) -> float:
+    """Numbers of four bytes that the optimizer keeps per element: torch's by name, others by a step of them."""
     if optimizer is None:
         return 0
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    states = next((_STATES[name] for name in names if name in _STATES), 2)
     group: dict[str, Any] = optimizer.param_groups[0]
+    bases = type(optimizer).__mro__
+    kinds = [cls for cls in bases if cls.__module__.startswith("torch.optim") and cls is not Optimizer]
+    if not kinds or ("step" in vars(bases[0]) and kinds[0] is not bases[0]):
+        return states_of_small(optimizer, group)
+    name = kinds[0].__name__
     return (
-        states
+        _STATES.get(name, 2)
         + bool(group.get("amsgrad"))
         + bool(group.get("centered"))
-        + (bool(group.get("momentum")) and names[0] != "Muon")
+        + (bool(group.get("momentum")) and name != "Muon")
     )
