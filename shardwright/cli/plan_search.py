@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 _TOKENS = 4 * 2**20  # of a step, where no batch is given
 _LENGTH = 4096
 _GPU = "h100"
-_DEVICE = ("gpu", "gpu_memory", "gpus_per_node", "inside_bandwidth", "between_bandwidth")  # of --html, too
+_DEVICE = (
+    "calibration",
+    "gpu",
+    "gpu_memory",
+    "gpus_per_node",
+    "inside_bandwidth",
+    "between_bandwidth",
+)  # of --html, too
 # Of one layout, beside the arguments of the plugin.
 _OF_A_LAYOUT = ("batch_size", "config", "check", "peak", "html", "dp_inside", "recompute", "selective")
 
@@ -24,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("searching", "for the fastest layout that fits, in place of checking one")
     group.add_argument("--search", action="store_true", help="try all layouts on --world-size devices")
     group.add_argument("--gpu", metavar="NAME", help="kind of device, for its published peaks, else h100")
+    group.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="what shardwright calibrate has measured, in place of published peaks",
+    )
     group.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a device, else that of --gpu")
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of a node, else 8")
     group.add_argument("--inside-bandwidth", type=float, metavar="GB/S", help="that a device sends within its node")
@@ -57,10 +69,18 @@ def without_effect(args: argparse.Namespace, of_plugin: Iterable[str]) -> str:
 
 def device(args: argparse.Namespace) -> Machine:
     """What the options say; ValueError where there is none such."""
-    from ..planner.machines import machine
+    from ..planner.devices import device_of
 
-    links = args.inside_bandwidth, args.between_bandwidth
-    return machine(args.gpu or _GPU, args.gpu_memory, args.gpus_per_node, *links, _precision(args))
+    return device_of(
+        args.calibration,
+        args.gpu if args.calibration else args.gpu or _GPU,
+        _precision(args),
+        args.world_size,
+        memory=args.gpu_memory,
+        per_node=args.gpus_per_node,
+        inside=args.inside_bandwidth,
+        between=args.between_bandwidth,
+    )
 
 
 def _precision(args: argparse.Namespace) -> str:

@@ -182,7 +182,10 @@ class Estimator:
     def _rest(self) -> tuple[float, float]:
         rest = self._rates.rest
         sent = [self._tensor(rest.sent, rest.calls), self._tensor(rest.sent_back, rest.calls_back)]
-        return self._samples(rest.forward) + sent[0], self._samples(rest.backward) + sent[1]
+        return (
+            self._samples(rest.forward) + rest.start + sent[0],
+            self._samples(rest.backward) + rest.start_back + sent[1],
+        )
 
     @cached_property
     def _counts(self) -> list[int]:
@@ -212,6 +215,9 @@ class Estimator:
         parts["optimizer"] = shared * (
             moved / (machine.bandwidth * machine.moving) + step.flops / (machine.flops * machine.product)
         )
+        if machine.cores:  # which all ranks share
+            busy = self._task.world_size * (computing + parts["optimizer"]) / machine.cores
+            parts["sharing cores"] = max(busy - sum(parts.values()), 0.0)
         seconds = sum(parts.values())
         samples = layout.samples * layout.count * layout.dp
         mfu = self._task.flops * samples / (seconds * self._task.world_size * machine.flops)

@@ -23,10 +23,11 @@ from ..pipeline.planning.sliced_schedule import get_sliced
 from ..pipeline.schedules import Schedule
 from ..pipeline.timeline import MeasuredSpan, Timeline
 from ..plugins import HybridParallelPlugin
+from ..utils.device import planning_for
 from .batches import first_rows
 from .estimate import Estimator, Layout, Task
 from .machines import Machine
-from .profile import Source, profile
+from .profile import Profile, Source, profile
 from .rates import rates
 from .replay import Job, joined
 from .shorter import NotShorterError
@@ -67,11 +68,11 @@ class StepTimes:
         return self.computed + sum(self.behind.values())
 
 
-def step_times(job: Job, world_size: int, machine: Machine) -> StepTimes:
-    """This process must be in no process group."""
+def step_times(job: Job, world_size: int, machine: Machine, found: Profile | None = None) -> StepTimes:
+    """This process must be in no process group. `found` is the model's profile, where that is known."""
     shape = shape_of(job, world_size)
     try:
-        estimator = estimator_of(job, shape, world_size, machine)
+        estimator = estimator_of(job, shape, world_size, machine, found)
         costs, relative = estimator.costs, ""
         parts = estimator.estimate(simulated=True).parts
         behind = {what: seconds for what, seconds in parts.items() if what not in _COMPUTED}
@@ -140,12 +141,14 @@ def shape_of(job: Job, world_size: int) -> Shape:
         return Shape(plugin, plan, len(find_units(model)), max(sizes), len(sizes), options.num_sequence_slices)
 
 
-def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine) -> Estimator:
+def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine, found: Profile | None = None) -> Estimator:
     """Of the layout as it is cut; ValueError or NotShorterError for models of which too little is known."""
     layout, plan = shape.layout(), shape.plan
     precision = shape.plugin.settings.precision.precision
-    found = profile(Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision), layout.tp)
-    own = rates(found, None, machine, layout.tp)
+    if found is None:
+        with planning_for(machine.device):
+            found = profile(Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision), layout.tp)
+    own = rates(found, None, machine, layout.tp, layout.samples / layout.sp)
     model = job.model()
     half = precision != "fp32"
     flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops)
