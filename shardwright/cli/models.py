@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check is not None:
         if texts:
             print(
-                f"shardwright models: --check {args.check} looks at one model, and {' '.join(texts)} filters the table; "
+                f"shardwright models: --check {args.check} is of one model, and {' '.join(texts)} filters the table; "
                 "give one of them",
                 file=sys.stderr,
             )
