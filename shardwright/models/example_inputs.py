@@ -333,9 +333,11 @@ class _Maker:
     def pictures(self) -> Iterator[Batch]:
         """[B, C, H, W], and as one of several images of each sample where texts have places for them."""
         made = self.images()
+        if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size
+            made["image_sizes"] = torch.tensor([_image_size(self.vision)] * SAMPLES)
         yield made
         if "input_ids" in self.arguments and any(hasattr(self.config, name) for name in _PLACEHOLDERS):
-            yield {"pixel_values": made["pixel_values"][:, None]}
+            yield {**made, "pixel_values": made["pixel_values"][:, None]}
 
     def images(self, zeros: bool = False) -> Batch:
         """[B, C, H, W]"""
@@ -344,8 +346,8 @@ class _Maker:
 
     def videos(self) -> Batch:
         """[B, F, C, H, W]"""
-        frames = getattr(self.vision, "num_frames", None)
-        if not isinstance(frames, int):
+        frames = _size(self.vision, "num_frames") or _size(self.vision, "frames_per_clip")
+        if frames is None:
             return {}
         name = "pixel_values" if "pixel_values" in self.arguments else "pixel_values_videos"
         return {name: self._noise(SAMPLES, frames, _channels(self.vision), *_image_size(self.vision))}
@@ -529,7 +531,8 @@ def _channels(config: Any) -> int:
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    return _pair(getattr(config, "image_size", None) or getattr(config, "input_size", None) or 64)
+    known = (getattr(config, name, None) for name in ("image_size", "input_size", "crop_size"))
+    return _pair(next(filter(None, known), 64))
 
 
 def _pair(size: Any) -> tuple[int, int]:

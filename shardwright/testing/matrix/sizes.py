@@ -119,7 +119,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "width_coefficient": 1.0,
         "depth_coefficient": 1.0,
         "kernel_sizes": [3, 5, 3],
-        "in_channels": [16, 16, 24],
+        "in_channels": [32, 16, 24],
         "out_channels": [16, 24, 40],
         "strides": [1, 2, 2],
         "num_block_repeats": [1, 2, 2],
