@@ -197,6 +197,9 @@ class _Maker:
                 counted = self._counted(seen) if places else None
                 if counted is not None and set(counted) != {places}:
                     yield {**seen, **self._worded(counted, _PLACEHOLDERS)}
+                for other in (places // 4, places // 16, 2 * places):  # a projector may read several patches at once
+                    if other:
+                        yield {**seen, **self.words(other)}
                 yield {**seen, **self.words()}
             for asked in self.prompts():
                 yield {**seen, **asked}
@@ -338,6 +341,13 @@ class _Maker:
         yield made
         if "input_ids" in self.arguments and any(hasattr(self.config, name) for name in _PLACEHOLDERS):
             yield {**made, "pixel_values": made["pixel_values"][:, None]}
+        if "aspect_ratio_ids" in self.arguments:  # tiles of one image [B, 1, T, C, H, W]
+            tiles = _size(self.vision, "max_num_tiles") or 1
+            yield {
+                "pixel_values": made["pixel_values"][:, None, None].expand(-1, -1, tiles, -1, -1, -1).contiguous(),
+                "aspect_ratio_ids": torch.ones(SAMPLES, 1, dtype=torch.long),
+                "aspect_ratio_mask": torch.ones(SAMPLES, 1, tiles, dtype=torch.long),
+            }
 
     def images(self, zeros: bool = False) -> Batch:
         """[B, C, H, W]"""

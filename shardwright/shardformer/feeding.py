@@ -221,7 +221,7 @@ class _Trace:
         ]
 
     def _note_call(self, name: str) -> None:
-        now = sum(map(len, self.ends.values())) + sum(map(len, self.passed.values()))
+        now = sum(len(calls) for kind in (self.begins, self.ends, self.passed) for calls in kind.values())
         self._order[name] = (self._order.get(name, (now, now))[0], now)
 
     def _end(self, name: str) -> Any:
@@ -246,6 +246,8 @@ class _Trace:
 
     def _begin(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if not args:
+                self._note_call(name)
             leaf = output.detach().requires_grad_()
             self.begins.setdefault(name, []).append(leaf)
             return leaf.clone()  # which may be changed in place

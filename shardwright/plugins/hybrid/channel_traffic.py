@@ -86,17 +86,8 @@ def _collectives(decision: Decision, sizes: Sizes | None) -> tuple[list[float | 
 
 def sizes_of_channels(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, Sizes]:
     """By name, of the convolutions that a forward reaches; none where no batch runs."""
-    with contextlib.suppress(Exception):  # of the model's own code, on a batch that was guessed
-        for each in (batch,) if batch is not None else training_batches(model):
-            with contextlib.suppress(Exception):
-                return _seen(model, names, each)
-    return {}
-
-
-def _seen(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, Sizes]:
-    copied, found = meta_copy(model), dict[str, Sizes]()
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    rows = max(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
+    found: dict[str, Sizes] = {}
+    rows = 1
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -106,7 +97,15 @@ def _seen(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, Sizes
 
         return hook
 
-    for name in names:
-        copied.get_submodule(name).register_forward_hook(note(name))
-    run_dry(copied, batch)
-    return found
+    with contextlib.suppress(Exception):  # of the model's own code, on batches that were guessed
+        copied = meta_copy(model)
+        for name in names:
+            copied.get_submodule(name).register_forward_hook(note(name))
+        for each in (batch,) if batch is not None else training_batches(copied):
+            found.clear()
+            leaves = tree_leaves(dict(each) if isinstance(each, Mapping) else each)
+            rows = min(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim)
+            with contextlib.suppress(Exception):
+                run_dry(copied, each)
+                return found
+    return {}

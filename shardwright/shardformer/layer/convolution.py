@@ -37,7 +37,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_grouped(module: nn.Module) -> bool:
-    return is_convolution(module) and module.groups > 1  # type: ignore[operator]
+    return is_convolution(module) and int(module.groups) > 1  # type: ignore[arg-type]
 
 
 def channel_dim(module: nn.Module) -> int:

@@ -116,7 +116,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mobilenet_v2": {"depth_multiplier": 0.25, "image_size": 64},
     "efficientnet": {
         "image_size": 64,
-        "width_coefficient": 1.0,
+        "width_coefficient": 0.25,
         "depth_coefficient": 1.0,
         "kernel_sizes": [3, 5, 3],
         "in_channels": [32, 16, 24],
@@ -124,7 +124,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "strides": [1, 2, 2],
         "num_block_repeats": [1, 2, 2],
         "expand_ratios": [1, 4, 4],
-        "hidden_dim": 64,
+        "hidden_dim": 320,
     },
     "pp_lcnet": {"scale": 0.25, "class_expand": 64},
     "swiftformer": {"embed_dims": [16, 24, 32, 48], "depths": [1, 1, 2, 1], "image_size": 64, **_SCALED},
