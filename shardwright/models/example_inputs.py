@@ -197,6 +197,9 @@ class _Maker:
                 counted = self._counted(seen) if places else None
                 if counted is not None and set(counted) != {places}:
                     yield {**seen, **self._worded(counted, _PLACEHOLDERS)}
+                for other in (places // 4, places // 16, 2 * places):  # a projector may read several patches at once
+                    if other:
+                        yield {**seen, **self.words(other)}
                 yield {**seen, **self.words()}
             for asked in self.prompts():
                 yield {**seen, **asked}
@@ -333,9 +336,18 @@ class _Maker:
     def pictures(self) -> Iterator[Batch]:
         """[B, C, H, W], and as one of several images of each sample where texts have places for them."""
         made = self.images()
+        if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size
+            made["image_sizes"] = torch.tensor([_image_size(self.vision)] * SAMPLES)
         yield made
         if "input_ids" in self.arguments and any(hasattr(self.config, name) for name in _PLACEHOLDERS):
-            yield {"pixel_values": made["pixel_values"][:, None]}
+            yield {**made, "pixel_values": made["pixel_values"][:, None]}
+        if "aspect_ratio_ids" in self.arguments:  # tiles of one image [B, 1, T, C, H, W]
+            tiles = _size(self.vision, "max_num_tiles") or 1
+            yield {
+                "pixel_values": made["pixel_values"][:, None, None].expand(-1, -1, tiles, -1, -1, -1).contiguous(),
+                "aspect_ratio_ids": torch.ones(SAMPLES, 1, dtype=torch.long),
+                "aspect_ratio_mask": torch.ones(SAMPLES, 1, tiles, dtype=torch.long),
+            }
 
     def images(self, zeros: bool = False) -> Batch:
         """[B, C, H, W]"""
@@ -344,8 +356,8 @@ class _Maker:
 
     def videos(self) -> Batch:
         """[B, F, C, H, W]"""
-        frames = getattr(self.vision, "num_frames", None)
-        if not isinstance(frames, int):
+        frames = _size(self.vision, "num_frames") or _size(self.vision, "frames_per_clip")
+        if frames is None:
             return {}
         name = "pixel_values" if "pixel_values" in self.arguments else "pixel_values_videos"
         return {name: self._noise(SAMPLES, frames, _channels(self.vision), *_image_size(self.vision))}
@@ -526,7 +538,8 @@ def _channels(config: Any) -> int:
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    return _pair(getattr(config, "image_size", None) or getattr(config, "input_size", None) or 64)
+    known = (getattr(config, name, None) for name in ("image_size", "input_size", "crop_size"))
+    return _pair(next(filter(None, known), 64))
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def find_feedings(model: nn.Module, batch: Any, taken: Callable[[str], bool]) ->
     taken   whether something else was decided about the linear of a name
     """
     traced = _Trace(model, batch)
-    hops = _Hops(traced)
+    hops = _Hops(traced, taken)
     found = Found(outputs=sorted(hops.escaping))
     found.of_pixels = [
         name for name, ends in traced.ends.items() if traced.dims[name] == -1 and any(end.ndim > 3 for end in ends)
@@ -221,7 +221,7 @@ class _Trace:
         ]
 
     def _note_call(self, name: str) -> None:
-        now = sum(map(len, self.ends.values())) + sum(map(len, self.passed.values()))
+        now = sum(len(calls) for kind in (self.begins, self.ends, self.passed) for calls in kind.values())
         self._order[name] = (self._order.get(name, (now, now))[0], now)
 
     def _end(self, name: str) -> Any:
@@ -246,6 +246,8 @@ class _Trace:
 
     def _begin(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if not args:
+                self._note_call(name)
             leaf = output.detach().requires_grad_()
             self.begins.setdefault(name, []).append(leaf)
             return leaf.clone()  # which may be changed in place
@@ -259,7 +261,8 @@ class _Hops:
     escaping    linears whose output reaches what the model returns without another linear
     """
 
-    def __init__(self, traced: _Trace) -> None:
+    def __init__(self, traced: _Trace, taken: Callable[[str], bool]) -> None:
+        """taken: what is looked at only where something else feeds it too"""
         self._traced = traced
         self._leaves = [leaf for leaves in traced.begins.values() for leaf in leaves]
         self._names = [name for name, leaves in traced.begins.items() for _ in leaves]
@@ -269,7 +272,8 @@ class _Hops:
         reached = self._reached([each for each in traced.returned if each.requires_grad])
         self.escaping = {name for name, features in reached if len(features)}
         for name in traced.ends:
-            self._look(name)
+            if not taken(name):
+                self._look(name)
 
     def _look(self, name: str) -> None:
         traced, sources = self._traced, self._sources.setdefault(name, [])
@@ -292,7 +296,7 @@ class _Hops:
         return self._sources[row]
 
     def fed_by(self, column: str) -> list[str]:
-        return [row for row, sources in self._sources.items() if column in sources and row in self._traced.ends]
+        return [row for row in self._traced.ends if column in self.feeding(row)]
 
     def mixes(self, row: str) -> bool:
         """Whether a feature that `row` reads depends on all features of an output."""
@@ -321,11 +325,11 @@ class _Hops:
 
     def reason(self, name: str) -> str:
         """Why a linear is in no feeding, as far as it is known."""
-        rows = self.fed_by(name)
         if self._traced.shared(name):
             return "its weight is that of another module too"
         if name in self.escaping:
             return "what it computes reaches the model's outputs, not only linears"
+        rows = self.fed_by(name)
         if not rows:
             return "no other linear reads what it computes"
         mixing = [row for row in rows if self.mixes(row)]

@@ -12,15 +12,19 @@ from torch import nn
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.shardformer import Plan
+from shardwright.plugins.hybrid.channel_traffic import channel_traffic
+from shardwright.plugins.hybrid.traffic import Tokens
+from shardwright.shardformer import ModelSharder, Plan, ShardConfig
 from shardwright.shardformer.channels import _apart_from
 from shardwright.shardformer.convolution import ChannelNorms, ConvColumn, ConvGroups, ConvRow
 from shardwright.shardformer.feeding import find_feedings
 from shardwright.shardformer.layer.parallel_module import ParallelGroup
+from shardwright.shardformer.policies.inferred import InferredPolicy
 from shardwright.shardformer.self_check import SelfCheck
 from shardwright.spec import get_spec
 from shardwright.testing import adamw, compare_models, run_ranks
 from shardwright.testing.matrix import Subject, pick_axes, run_cells
+from tests.ranks.counting import CountCollectives
 
 WIDTH = 10
 
@@ -158,6 +162,25 @@ def test_what_feeds_what_among_channels() -> None:
     assert known["other.d"].blocks == 5
     assert known["out"].columns == {"last": 1}
     assert "other.e" in found.reasons
+
+
+def counted(rank: int, world: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Collectives of one step as planned, and as they were called."""
+    model, pictures = made(Pictures), batch(Pictures, 1)
+    sharder = ModelSharder(model, InferredPolicy(), ShardConfig(example_inputs=pictures))
+    tokens = Tokens(None, 1, None, 8)
+    planned = channel_traffic(model, [sharder.prepare()], tokens, len(pictures), pictures)
+    sharder.shard()
+    with CountCollectives() as count:
+        loss_of(model(pictures)).backward()
+    return {row.what.rpartition(" ")[2]: (row.count, row.sent) for row in planned}, dict(count.calls)
+
+
+def test_the_plan_counts_what_convolutions_send() -> None:
+    for planned, called in run_ranks(counted, 2):
+        assert planned["all-reduce"][0] == called["allreduce_"] - 1  # the last linear sums, too
+        assert planned["all-gather"][0] == called["_allgather_base_"]
+        assert planned["all-reduce"][1] > 3 * 4 * WIDTH * 36 * 8  # three blocks of four samples with 36 pixels
 
 
 def test_patterns_tell_what_is_dealt_in_another_way() -> None:

@@ -60,6 +60,7 @@ from ...zero.layout import (
 from ...zero.units import ParamUnit, find_param_units
 from ..base import require_trainable
 from ..settings import HybridSettings
+from .channel_traffic import channel_traffic
 from .data_traffic import data_traffic, gathers_of_chunks, gathers_of_units
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
@@ -210,9 +211,12 @@ class _Resolver:
             self.settings.precision.fp8_communication,
         )
         split = along_tensor(self.settings)
+        decided = [self._decisions_of(names, params) for names in held]
+        example = self.settings.sharding.example_inputs
         traffic = [
             *self._data_traffic([buckets for _, buckets in shapes], busiest, microbatches),
-            *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes(), split),
+            *tensor_traffic(decided, tokens, self._recomputes(), split),
+            *channel_traffic(self.model, decided, tokens, self.batch.samples, example),
             *expert_traffic(self.model, held, self.mesh, tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens, 1 if split is None else self.mesh.size("tp")),
             *sequence_traffic(self.settings, self.model, tokens, self._recomputes()),

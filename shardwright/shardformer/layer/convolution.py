@@ -42,7 +42,7 @@ def is_grouped(module: nn.Module) -> bool:
 
 def channel_dim(module: nn.Module) -> int:
     """Where the channels of what a convolution reads and writes are, with samples in front or without."""
-    return 1 - module.get_parameter("weight").ndim
+    return -1 - len(module.kernel_size)  # type: ignore[arg-type]
 
 
 class _Convolution(ParallelModule):
