@@ -38,6 +38,7 @@ from .checkpoint.preemption import SaveOnSignal
 from .cluster import launch_from_torch
 from .cluster.ending import exit_together
 from .files.errors import CheckpointError, CheckpointNotFound
+from .interface import NonFiniteLoss
 from .logging import get_dist_logger
 from .utils.errors import one_of
 
@@ -57,9 +58,12 @@ class Run:
     resumed   what `booster.load` returned; None where there was no checkpoint
     """
 
-    def __init__(self, directory: Path, save_every: int | None, keep_last: int | None, on_save_error: str) -> None:
+    def __init__(
+        self, directory: Path, save_every: int | None, keep_last: int | None, on_save_error: str, rollbacks: int
+    ) -> None:
         self.directory, self.save_every, self.keep_last = directory, save_every, keep_last
-        self.on_save_error = on_save_error
+        self.on_save_error, self.rollbacks = on_save_error, rollbacks
+        self._behind: dict[str, Any] | None = None  # where data goes on after steps that were left out
         self.step = 0
         self.saved = 0  # the step of the last save that was begun
         self.resumed: dict[str, Any] | None = None
@@ -102,6 +106,9 @@ class Run:
                 "wrote, or that booster.save(path, ..., step=step) did"
             )
         self.step = self.saved = step
+        if self._behind is not None:
+            dataloader.load_state_dict(self._behind)
+            self._behind = None
         return self.step
 
     def completed(self) -> None:
@@ -136,6 +143,25 @@ class Run:
             self.save()
         self._guarded(booster.wait)
 
+    def roll_back(self, error: Exception) -> bool:
+        """After a loss that is not finite, raised on all ranks before the step was taken: whether to begin again at the
+        last checkpoint, without the data of the steps since. There is no going back where nothing was saved.
+        """
+        booster = self._require()
+        self._guarded(booster.wait)
+        if self.rollbacks == 0 or not candidates(self.directory)[0]:
+            return False
+        self.rollbacks -= 1
+        loader = self._trained["dataloader"]
+        self._behind = None if loader is None else loader.state_dict()
+        get_dist_logger().warning(
+            f"{error}\nback to the last checkpoint, without the data of the steps since: {self.rollbacks} more times",
+            ranks=[0],
+        )
+        self._booster, self._trained = None, {}
+        self.step = self.saved = 0
+        return True
+
     def _require(self) -> Booster:
         if self._booster is None:
             raise ValueError(
@@ -156,6 +182,15 @@ class Run:
             )
 
 
+def _trained_by(train: Callable[[Run], Any], me: Run) -> Any:
+    while True:
+        try:
+            return train(me)
+        except NonFiniteLoss as error:
+            if not me.roll_back(error):
+                raise
+
+
 def run(
     train: Callable[[Run], Any],
     directory: str | Path,
@@ -163,6 +198,7 @@ def run(
     save_every: int | None = 100,
     keep_last: int | None = 2,
     on_save_error: str = "warn",
+    rollbacks: int = 0,
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1),
     **launch: Any,
 ) -> Any:
@@ -172,6 +208,8 @@ def run(
     save_every     steps between two saves; None saves at the end and on signals alone
     keep_last      of the newest checkpoints; None: all
     on_save_error  "warn": a full or vanished disk costs that checkpoint; "raise" ends the job
+    rollbacks      how often a `NonFiniteLoss`, which Booster(on_nan="stop") raises, calls `train` once more: it goes on
+                   at the last checkpoint, and its dataloader behind the batch that failed
     signals        that let all ranks save and end with exit code 143
     launch         arguments of `launch_from_torch`
     """
@@ -180,6 +218,8 @@ def run(
     for name, value in (("save_every", save_every), ("keep_last", keep_last)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1, or None")
+    if rollbacks < 0:
+        raise ValueError(f"rollbacks={rollbacks} must be at least 0")
     if not dist.is_initialized():
         launch_from_torch(**launch)
     elif launch:
@@ -187,10 +227,10 @@ def run(
             f"elastic.run({', '.join(launch)}=...) in a job that was launched before: give these to launch, or leave "
             "launch to elastic.run"
         )
-    me = Run(Path(directory), save_every, keep_last, on_save_error)
+    me = Run(Path(directory), save_every, keep_last, on_save_error, rollbacks)
     try:
         with SaveOnSignal(*signals) as me._signalled:
-            result = train(me)
+            result = _trained_by(train, me)
             me.finish()
     except Preempted:
         get_dist_logger().warning(f"a signal came: step {me.step} is saved, all ranks end", ranks=[0])

@@ -33,6 +33,7 @@ from ..utils.device import get_current_device
 from ..utils.errors import nearest
 from ..utils.labels import labelled
 from . import own_steps
+from .anomaly import Namer, require_nameable
 from .checkpoints import Checkpoints, StrPath
 from .mixed_precision import AutocastModel, MixedPrecision, resolve
 from .profile import Profile
@@ -83,6 +84,8 @@ class Booster(metaclass=ExplainedArguments):
     device           where the model goes when there is no plugin; the current CUDA device or the CPU by default
     on_nan           what a loss that is nan or inf does: "warn" says so in the log, "skip" leaves the step out and
                      "stop" raises `shardwright.interface.NonFiniteLoss`, on all ranks
+    detect_anomaly   "name" says where a loss or gradient that is not finite came from, by running that step once more:
+                     rank, stage, microbatch, rows, module, operator and line. With on_nan="skip" or "stop"
     check_replicas   steps after which ranks compare checksums of the parameters that several of them hold, learning
                      rates and loss scales; None never does. Plugins only
     """
@@ -94,6 +97,7 @@ class Booster(metaclass=ExplainedArguments):
         plugin: Plugin | str | None = None,
         on_nan: str = "warn",
         check_replicas: int | None = 100,
+        detect_anomaly: str | None = None,
     ) -> None:
         if isinstance(plugin, str):
             plugin = make_plugin(plugin)
@@ -122,6 +126,7 @@ class Booster(metaclass=ExplainedArguments):
                 f"on_nan='skip' with {type(plugin).__name__}: it clears gradients in its step only; use "
                 "'warn' or 'stop'"
             )
+        self.detect_anomaly = require_nameable(detect_anomaly, on_nan, plugin)
         self._checkpoints = Checkpoints(plugin)
         self._boosted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -182,6 +187,8 @@ class Booster(metaclass=ExplainedArguments):
             if self.plugin is not None and self.check_replicas is not None:
                 plain = unwrapped(boosted.model)
                 guard_of_losses.each_step = ReplicaCheck(self.plugin, plain, boosted.optimizer, self.check_replicas)
+            if self.detect_anomaly is not None:
+                guard_of_losses.witness = Namer(self.plugin, boosted.model, boosted.optimizer)
         self._checkpoints.note(boosted.model, boosted.optimizer)
         self._boosted.add(boosted.model)
         tell_of(boosted.model, boosted.optimizer, self.plugin)
@@ -245,8 +252,13 @@ class Booster(metaclass=ExplainedArguments):
                     "execute_pipeline with an optimizer under torch.no_grad(): there would be no gradients for it to "
                     "step on. Leave the optimizer out to evaluate, or call it outside of no_grad to train"
                 )
-        batches = CheckedBatches(data_iter, model, training=optimizer is not None)
-        return self.plugin.execute_pipeline(batches, model, criterion, optimizer, return_loss, return_outputs)
+        plugin, batches = self.plugin, CheckedBatches(data_iter, model, training=optimizer is not None)
+
+        def run(batches: Any) -> dict[str, Any]:
+            return plugin.execute_pipeline(batches, model, criterion, optimizer, return_loss, return_outputs)
+
+        witness = optimizer.loss_guard.witness if optimizer is not None and optimizer.loss_guard is not None else None
+        return witness.pipeline(run, batches) if isinstance(witness, Namer) else run(batches)
 
     def _require_boosted(self, model: nn.Module, what: str) -> nn.Module:
         """The model that boost returned; torch.compile around it is looked through."""

@@ -285,7 +285,7 @@ def at_exit(job: Job) -> None:
         return
     job.ending = True
     code, where = _script_exit or (0, "")
-    if code == _agreed_code:
+    if code in (0, _agreed_code):
         job.tell(f"left/{job.rank}", "left: its script had ended")
         job.tell(f"gone/{job.rank}")
         if job.rank == 0 and not _under_torchrun():  # the store ends with this process

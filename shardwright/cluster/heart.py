@@ -6,8 +6,11 @@ into words before somebody asks. How long calls of a kind take is learned here, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 # Of the job's timeout, what a learned budget grants at least: a script may let others wait for its rank 0, and what it
@@ -105,6 +108,15 @@ class Heart:
         """The process was stopped in between, on the monotonic clock, and a call that had begun with it."""
         if self.since <= start:
             self.since += stop - start
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What takes longer than a step inside of one; the rest of it begins anew."""
+        self.since = math.inf
+        try:
+            yield
+        finally:
+            self.since = time.monotonic()
 
     def overdue(self) -> float | None:
         """Seconds that the call has run, if these are more than its budget."""

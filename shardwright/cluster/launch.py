@@ -26,6 +26,7 @@ from ..utils.errors import nearest
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
+from .determinism import check_deterministic, make_deterministic
 from .heart import LEAST, Budgets, heart
 from .watch import Watch
 from .watchdog import Watchdog
@@ -64,6 +65,7 @@ def launch(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     verbose: bool = False,
     step_timeout: StepTimeout = "auto",
+    deterministic: bool = False,
 ) -> None:
     """Join the job of `world_size` processes as `rank`; rank 0 listens at `host:port`.
 
@@ -80,6 +82,8 @@ def launch(
                 which one takes longer ends with exit code 79 and says which rank the others waited for, and where it
                 stood. "auto" learns it from the steps before: 20 times the longest, and at least 9/10 of
                 `timeout`; None: for ever
+    deterministic  two runs of one script on one layout give the same bits: operators that could not are refused by
+                their names. False leaves torch as it is
 
     A second call with the same rank and world size only sets the seed and the configuration, and step_timeout where it
     names another than "auto", which leaves what was set and learned before.
@@ -91,7 +95,10 @@ def launch(
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
     budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds())
+    check_deterministic(deterministic)
     is_watched = dist.is_initialized() and job.current() is not None  # by what an earlier call has set up
+    if deterministic:
+        make_deterministic()
     groups.keep_out_of_forks()
     if dist.is_initialized():
         _check_same_job(rank, world_size, backend, limit)
@@ -125,9 +132,10 @@ def launch_from_torch(
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     step_timeout: StepTimeout = "auto",
+    deterministic: bool = False,
 ) -> None:
     """Join the job that torchrun, srun or mpirun started; under plain python become a job of one process."""
-    _launch_as(environment.detect(), backend, seed, config, timeout, verbose, step_timeout)
+    _launch_as(environment.detect(), backend, seed, config, timeout, verbose, step_timeout, deterministic)
 
 
 @explained({})
@@ -140,11 +148,21 @@ def launch_from_slurm(
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     step_timeout: StepTimeout = "auto",
+    deterministic: bool = False,
 ) -> None:
     """Join the job that srun started. `host` defaults to the first node of the step, `port` to one derived from the
     job id.
     """
-    _launch_as(environment.from_slurm(host=host, port=port), backend, seed, config, timeout, verbose, step_timeout)
+    _launch_as(
+        environment.from_slurm(host=host, port=port),
+        backend,
+        seed,
+        config,
+        timeout,
+        verbose,
+        step_timeout,
+        deterministic,
+    )
 
 
 @explained({})
@@ -157,11 +175,21 @@ def launch_from_openmpi(
     config: Config = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     step_timeout: StepTimeout = "auto",
+    deterministic: bool = False,
 ) -> None:
     """Join the job that OpenMPI's mpirun started. `host` is where rank 0 runs; without it, MASTER_ADDR or this
     machine.
     """
-    _launch_as(environment.from_openmpi(host=host, port=port), backend, seed, config, timeout, verbose, step_timeout)
+    _launch_as(
+        environment.from_openmpi(host=host, port=port),
+        backend,
+        seed,
+        config,
+        timeout,
+        verbose,
+        step_timeout,
+        deterministic,
+    )
 
 
 def _launch_as(
@@ -172,10 +200,10 @@ def _launch_as(
     timeout: timedelta | float,
     verbose: bool,
     step_timeout: StepTimeout,
+    deterministic: bool,
 ) -> None:
-    launch(
-        me.rank, me.world_size, me.host, me.port, backend, seed, me.local_rank, config, timeout, verbose, step_timeout
-    )
+    place = me.rank, me.world_size, me.host, me.port
+    launch(*place, backend, seed, me.local_rank, config, timeout, verbose, step_timeout, deterministic)
 
 
 def resolve_backend(backend: str | None) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,16 @@ POLICIES = ("warn", "skip", "stop")
 
 class NonFiniteLoss(FloatingPointError):
     """A loss or a gradient norm was nan or inf, and `on_nan="stop"`."""
+
+
+class Witness(Protocol):
+    """Of steps that are not taken: what says where the number came from."""
+
+    def note_loss(self, loss: torch.Tensor) -> None: ...
+
+    def explain(self) -> str: ...
+
+    def forget(self) -> None: ...
 
 
 class LossGuard:
@@ -50,10 +60,13 @@ class LossGuard:
         self._room: torch.Tensor | None = None  # for it, on the host
         self._generation = job.generation()
         self._counted_in = self._generation
+        self.witness: Witness | None = None
         self.each_step: Callable[[int], None] | None = None  # called by all ranks at the beginning of every step
 
     def note(self, loss: torch.Tensor) -> None:
         """`loss` is about to be differentiated."""
+        if self.witness is not None:
+            self.witness.note_loss(loss)
         loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
         # the job has recovered, and left out the step that the last ones were of
         if self._generation != job.generation():
@@ -62,6 +75,12 @@ class LossGuard:
             self._losses, self._since = loss, self.step + 1
         else:
             self._losses = self._losses + loss.to(self._losses)
+
+    def drop(self) -> None:
+        """The gradients were cleared, and with them what the losses since the last step were of."""
+        self._losses = None
+        if self.witness is not None:
+            self.witness.forget()
 
     def withholds(self, optimizer: Any) -> bool:
         """Called first in every step: whether the step must not be taken. All ranks answer alike."""
@@ -76,19 +95,33 @@ class LossGuard:
         losses, self._losses = self._losses, None
         what = self._agree(losses, optimizer)
         if what is None:
+            if self.witness is not None:
+                self.witness.forget()
             return False
         if self.policy == "stop":
             raise NonFiniteLoss(
                 f"{what} of step {self.step} is not finite, and on_nan='stop': the weights are those of step "
-                f"{self.step - 1}. Look at the data of this step, the learning rate and the number format; "
-                "on_nan='skip' would leave the step out"
+                f"{self.step - 1}. {self._explained()}on_nan='skip' would leave the step out"
             )
         self.skipped += 1
+        why = "" if self.witness is None else f". {self._explained()}" if self._is_told(self._found + 1) else ""
         self._say(
-            f"{what} of step {self.step} is not finite: the step is left out on all ranks, {self.skipped} so far",
+            f"{what} of step {self.step} is not finite: the step is left out on all ranks, {self.skipped} so far{why}",
             ranks=[0],
         )
+        self.drop()
         return True
+
+    def _explained(self) -> str:
+        """Where it came from, where somebody has seen that; else where to look."""
+        if self.witness is None:
+            return "Look at the data of this step, the learning rate and the number format; "
+        try:
+            return f"{self.witness.explain()}. "
+        except Exception as error:  # what it was called for is the better story
+            return f"Where it came from could not be found: {type(error).__name__}: {error}. "
+        finally:
+            self.drop()
 
     def _look(self) -> None:
         """Say what is known by now, and send off what is not. What cannot be sent yet waits for a later step."""
@@ -145,6 +178,10 @@ class LossGuard:
     def _say(self, message: str, ranks: list[int] | None = None) -> None:
         """The 1st, 10th, 100th ... time, so that a run that is lost does not fill the log."""
         self._found += 1
-        if math.log10(self._found).is_integer():
+        if self._is_told(self._found):
             times = "" if self._found == 1 else f" ({self._found} steps so far)"
             get_dist_logger().warning(message + times, ranks=ranks)
+
+    @staticmethod
+    def _is_told(time: int) -> bool:
+        return math.log10(time).is_integer()

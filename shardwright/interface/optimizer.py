@@ -182,6 +182,8 @@ class OptimizerWrapper(Optimizer):
         return nullcontext() if self._inner is None else self._inner.plain_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.loss_guard is not None:
+            self.loss_guard.drop()
         self.optim.zero_grad(set_to_none=set_to_none)
 
     @labelled("optimizer: clip")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster import job
+from ..cluster.heart import heart
 from ..cluster.same_batch import SameBatch, describe
 from ..comm.p2p import PipeComm
 from ..comm.payload import Header
@@ -38,6 +39,7 @@ from .hoisting.message_shapes import MessageShapes
 from .loss.check import LossCheck
 from .loss.router_loss import RouterLoss
 from .loss.weight import GlobalLoss, check_grad
+from .planning.actions import Action, Kind
 from .planning.lowering import lower
 from .planning.simulate import Costs
 from .planning.sliced_schedule import get_sliced
@@ -303,10 +305,12 @@ class PipelineExecutor:
     def _run_alone(self, step: Step) -> None:
         with torch.set_grad_enabled(step.training):
             for index in range(len(step.microbatches)):
+                heart.action = Action(Kind.F, 0, index)
                 with label(f"microbatch {index}: forward"):
                     loss = self.forward(0, None, index)
                 if step.training:
                     assert step.optimizer is not None
+                    heart.action = Action(Kind.B, 0, index)
                     last = index == len(step.microbatches) - 1
                     with self._accumulating(step.optimizer, last), label(f"microbatch {index}: backward"):
                         self._backward(loss)

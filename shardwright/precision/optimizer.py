@@ -237,6 +237,8 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         raise ValueError(NO_COPY)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.loss_guard is not None:
+            self.loss_guard.drop()
         self.grad_state = GradState.ACCUMULATING
         self._clip = None
         self._raw_norm = None

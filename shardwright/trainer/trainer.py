@@ -15,13 +15,17 @@ import torch.distributed as dist
 from ..booster import Booster
 from ..booster.profile import Profile
 from ..checkpoint import rng
+from ..checkpoint.directory import candidates
 from ..checkpoint.preemption import SaveOnSignal
+from ..interface import NonFiniteLoss
+from ..logging import get_dist_logger
 from ..pipeline.snapshots import WARM_UP, Camera
 from ..pipeline.timeline import Timeline
 from ..utils.device import get_current_device
 from .counting import labels_of, tokens_of
 from .progress import Clock, Listener, peak_memory
 from .resuming import Options, require_match
+from .spikes import LossSpike, SpikeWatch
 
 Batch = Mapping[str, Any]
 
@@ -68,6 +72,9 @@ class Trainer:
     keep_best      keep the one of the best evaluation besides, in best/, and end with its weights
     patience       evaluations without a lower loss after which training ends
     must_match     plain values that a checkpoint must have, too, to be gone on from: how batches are made
+    rollbacks      how often a loss that is not finite (of a booster with on_nan="stop") or that jumps sends the run
+                   back to its last checkpoint, without the data of the steps since; behind the last time it is raised
+    spike_factor   of the median of the last 50 losses, above which one has jumped; None: none does
     listeners      told about it on the first rank
     profile_steps   steps that torch's profiler records behind the first ones; traces come to profile/
     timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json, and on every
@@ -104,6 +111,8 @@ class Trainer:
         keep_best: bool = False,
         patience: int | None = None,
         must_match: Mapping[str, Any] | None = None,
+        rollbacks: int = 0,
+        spike_factor: float | None = None,
         listeners: Sequence[Listener] = (),
         timeline_steps: int = 0,
         profile_steps: int = 0,
@@ -122,6 +131,9 @@ class Trainer:
         self.evaluation, self.evaluate_when, self.save_when = evaluation, evaluate, save
         self.keep, self.keep_best, self.patience = keep, keep_best, patience
         self.must_match = dict(must_match or {})
+        if rollbacks < 0:
+            raise ValueError(f"rollbacks={rollbacks} must be at least 0")
+        self.rollbacks, self._spikes = rollbacks, SpikeWatch(spike_factor)
         self.listeners = listeners if dist.get_rank() == 0 else ()
         self.evaluate_at_ends = evaluate_at_ends
         self.timeline_steps, self.profile_steps = timeline_steps, profile_steps
@@ -177,8 +189,15 @@ class Trainer:
             while self.progress.step < self.total_steps and not self._is_worse():
                 clock.restart()
                 batch, pass_ended = next(supply)
-                with camera.watching():
-                    metrics = self.train_step(batch)
+                try:
+                    with camera.watching():
+                        metrics = self.train_step(batch)
+                    self._spikes.note(self.progress.step + 1, metrics["loss"])
+                except (NonFiniteLoss, LossSpike) as error:
+                    if not self._roll_back(error):
+                        raise
+                    saved = self.progress.step
+                    continue
                 self._tell("step", self._finish(metrics, clock.lap()))
                 if profile is not None:
                     profile.step()
@@ -203,6 +222,26 @@ class Trainer:
             done["best_step"] = self.progress.best_step
         self._tell("finished", {**done, "total_steps": self.total_steps})
         return self.progress
+
+    def _roll_back(self, error: Exception) -> bool:
+        """To the last checkpoint, and on behind the batch that was used last; False where there is none, or it was done
+        often enough. On all ranks alike.
+        """
+        self.booster.wait()
+        if self.rollbacks == 0 or not candidates(self.checkpoints)[0]:
+            return False
+        self.rollbacks -= 1
+        epoch = self.progress.epoch
+        self.optimizer.zero_grad()
+        extra = self._load(self.checkpoints)
+        del extra["must_match"]
+        self.progress = Progressed(**{**extra, "epoch": epoch})
+        get_dist_logger().warning(
+            f"{error}\nback to step {self.progress.step}, without the data of the steps since: {self.rollbacks} more "
+            "times",
+            ranks=[0],
+        )
+        return True
 
     def _profile(self, left: int) -> AbstractContextManager[Profile | None]:
         """Of so many steps that are left; all of them where there are few."""

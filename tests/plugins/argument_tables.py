@@ -19,6 +19,13 @@ def launch_table() -> dict[str, list[Any]]:
         shardwright.launch(**{"rank": 0, "world_size": 1, "host": None, "port": None, "backend": None, **given})
         return torch.initial_seed(), dict(get_launch_config() or {})
 
+    def deterministic(value: bool) -> bool:
+        try:
+            launched(deterministic=value)
+            return torch.are_deterministic_algorithms_enabled()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
     def options(name: str) -> See:
         return lambda value: launched(**{name: value})
 
@@ -40,6 +47,10 @@ def launch_table() -> dict[str, list[Any]]:
             Said(options("timeout"), timedelta(seconds=7), "timeout=0:00:07) has no effect"),
         ],
         "verbose": [Said(options("verbose"), True, "1 rank(s)")],
+        "deterministic": [  # what follows: tests/reliability/test_deterministic.py
+            Changes(deterministic, False, True),
+            Refused(options("deterministic"), "yes", "use False"),
+        ],
         "step_timeout": [
             Changes(lambda value: (launched(step_timeout=value), heart.budgets.of("Model.forward"))[1], "auto", 5.0),
             Refused(options("step_timeout"), 0, "step_timeout=0 must be a positive number of seconds, 'auto'"),

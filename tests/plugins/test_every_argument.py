@@ -83,6 +83,15 @@ def _booster(tmp_path: Path) -> dict[str, list[Any]]:
             Refused(lambda plugin: Booster(plugin=plugin), "ddp", "plugin='ddp' is not one of"),
         ],
         "on_nan": [Changes(nan, "warn", "skip")],
+        "detect_anomaly": [  # what it finds: tests/plugins/test_anomaly.py
+            Changes(
+                lambda value: Run(tmp_path, on_nan="stop", detect_anomaly=value).optimizer.loss_guard.witness is None,
+                None,
+                "name",
+            ),
+            Refused(lambda value: Booster(on_nan="stop", detect_anomaly=value), "all", "is not one of 'name'"),
+            Refused(lambda value: Booster(detect_anomaly=value), "name", "with on_nan='warn'"),
+        ],
         "check_replicas": [  # what it finds: tests/plugins/test_replica_check.py
             Changes(lambda value: Run(tmp_path, check_replicas=value).optimizer.loss_guard.each_step is None, 1, None),
             Refused(lambda value: Booster(check_replicas=value), 0, "check_replicas=0 must be a number of steps"),

@@ -121,7 +121,7 @@ CASES = [
         _gone("nan", layout, 1, RAISED, words, "NaN in a weight of one rank, on_nan='stop'")
         for layout, words in (
             ("pp2", "NonFiniteLoss"),
-            ("tp2", "NonFiniteLoss"),
+            ("tp2", "mlp.down_proj.weight on rank 1 (dp 0, pp 0, tp 1) held nan in 1 of"),
             (
                 "zero2",
                 "ranks differ that must hold the same",
@@ -162,10 +162,20 @@ CASES = [
         for layout in ("dp2", "pp2")
     ),
     *(
-        _gone("nan gradient", layout, 1, RAISED, "the norm of the gradients of step 4", "NaN in a gradient of one rank")
-        for layout in ("tp2", "zero2")
+        _gone("nan gradient", layout, 1, RAISED, words, "NaN in a gradient of one rank")
+        for layout, words in (
+            ("tp2", "in aten.mul in the backward of microbatch 0 on stage 0, at faulty_script.py"),
+            ("zero2", "the norm of the gradients of step 4"),
+        )
     ),
-    _gone("nan batch", "dp2", 1, RAISED, "the loss of step 4 is not finite", "NaN in the batch of one rank"),
+    _gone(
+        "nan batch",
+        "dp2",
+        1,
+        RAISED,
+        "inputs_embeds of the batch that rank 1 (dp 1, pp 0, tp 0) was given has nan",
+        "NaN in the batch of one rank",
+    ),
     *(
         _gone("kill in step", layout, 1, KILLED, "died without a word (killed?)", "SIGKILL in the middle of a step")
         for layout in ("pp2", "tp2")

@@ -1,6 +1,7 @@
 """Trains a tiny model by `elastic.run` and is hit once, or every few steps, by what its environment names.
 
-    python elastic_script.py LAYOUT DIRECTORY        FAULT=kill|stop|terminate RANK=1 AT=5 [EVERY=2]
+    python elastic_script.py LAYOUT DIRECTORY        FAULT=kill|stop|terminate|nan RANK_HIT=1 AT=5 [EVERY=2]
+    python elastic_script.py LAYOUT DIRECTORY        SOAK=7:0.2        faults drawn from seed 7, one in five steps
 
 Rank 0 writes the final weights to DIRECTORY/final.pt and appends a line per step to DIRECTORY/steps.
 """
@@ -8,6 +9,7 @@ Rank 0 writes the final weights to DIRECTORY/final.pt and appends a line per ste
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from pathlib import Path
@@ -52,7 +54,7 @@ def train(run: elastic.Run) -> None:
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, **sizes)
     plugin = plugin_of(sys.argv[1])
     replicas, _ = plugin.data_parallel
-    booster, model = Booster(plugin=plugin), LlamaForCausalLM(config)
+    booster, model = Booster(plugin=plugin, on_nan="stop"), LlamaForCausalLM(config)
     loader = plugin.prepare_dataloader(Texts(), batch_size=BATCH // replicas, shuffle=True, seed=3, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
@@ -60,11 +62,11 @@ def train(run: elastic.Run) -> None:
     run.resume(booster, model, optimizer, dataloader=loader)
     while run.step < STEPS:
         for batch in loader:
-            _be_hit(run.step + 1, directory)
+            factor = float("nan") if _be_hit(run.step + 1, directory) == "nan" else 1.0
             if isinstance(plugin, HybridParallelPlugin):
                 booster.execute_pipeline(iter([batch]), model, None, optimizer)
             else:
-                booster.backward(model(**batch).loss, optimizer)
+                booster.backward(model(**batch).loss * factor, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0:
@@ -76,8 +78,21 @@ def train(run: elastic.Run) -> None:
     booster.save_model(model, directory / "final.safetensors")
 
 
-def _be_hit(step: int, directory: Path) -> None:
-    """Once, or at every `EVERY`-th step at which this rank has not been hit before."""
+def _drawn(step: int) -> str | None:
+    """The fault that `SOAK` has for this step and rank, if it has one."""
+    seed, _, chance = os.environ.get("SOAK", "0:0").partition(":")
+    draw = random.Random(f"{seed} {step} {dist.get_rank()}")
+    return draw.choice((*SIGNALS, "nan")) if draw.random() < float(chance) else None
+
+
+def _be_hit(step: int, directory: Path) -> str | None:
+    """Once, or at every `EVERY`-th step at which this rank has not been hit before. Returns what it is to do itself."""
+    drawn = _drawn(step)
+    if drawn is not None and not (mark := directory / f"hit-{step}-{dist.get_rank()}").exists():
+        mark.write_text(drawn)
+        if drawn == "nan":
+            return drawn
+        os.kill(os.getpid(), SIGNALS[drawn])
     fault = os.environ.get("FAULT")
     every = int(os.environ.get("EVERY", "0"))
     due = step % every == 0 if every else step == int(os.environ.get("AT", "0"))
@@ -85,6 +100,7 @@ def _be_hit(step: int, directory: Path) -> None:
     if fault and due and dist.get_rank() == int(os.environ.get("RANK_HIT", "1")) and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), SIGNALS[fault])
+    return None
 
 
 if __name__ == "__main__":

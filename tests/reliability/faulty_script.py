@@ -145,7 +145,8 @@ def main() -> None:
     if is_culprit:
         begin_badly(fault)
     plugin = LAYOUTS[layout]()
-    booster = Booster(plugin=plugin, on_nan="stop", check_replicas=1)
+    names = "name" if fault.startswith("nan") else None
+    booster = Booster(plugin=plugin, on_nan="stop", check_replicas=1, detect_anomaly=names)
     model, batch_of = model_and_batch()
     rate = 0.02 if is_culprit and fault == "argument" else 0.01
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=rate))

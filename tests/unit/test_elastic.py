@@ -4,6 +4,7 @@ processes: tests/reliability/test_elastic_jobs.py.
 
 from __future__ import annotations
 
+import copy
 import errno
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from shardwright import Booster, elastic
 from shardwright.checkpoint.lock import NAME
 from shardwright.files import disk
 from shardwright.files.errors import CheckpointNotFound
+from shardwright.interface import NonFiniteLoss
 from shardwright.plugins import LowLevelZeroPlugin
 
 
@@ -38,20 +40,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Training:
     """Six steps of a linear layer; `after(step)` is called behind each."""
 
-    def __init__(self, after: Any = None) -> None:
+    def __init__(self, after: Any = None, bad: Any = ()) -> None:
         self.after, self.steps, self.weights = after, list[int](), torch.empty(0)
+        self.bad, self.seen = (
+            bad,
+            list[torch.Tensor](),
+        )  # batches that come to nothing, by their number, and all batches
+        self.first: Any = None  # the layer before it is trained
 
     def __call__(self, run: elastic.Run) -> str:
         plugin = LowLevelZeroPlugin(stage=1, precision="fp32")
-        booster, model = Booster(plugin=plugin), torch.nn.Linear(3, 2)
+        booster, model = Booster(plugin=plugin, on_nan="stop"), torch.nn.Linear(3, 2)
         samples = torch.arange(36.0).view(12, 3) / 36
+        self.first = self.first or copy.deepcopy(model)
         loader = plugin.prepare_dataloader(list(samples), batch_size=4, shuffle=True, seed=5)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
         model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
         run.resume(booster, model, optimizer, dataloader=loader)
         while run.step < 6:
             for batch in loader:
-                booster.backward(model(batch).square().sum(), optimizer)
+                self.seen.append(batch)
+                loss = model(batch).square().sum()
+                booster.backward(loss * (float("nan") if len(self.seen) in self.bad else 1.0), optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
                 self.steps.append(run.step + 1)
@@ -94,6 +104,28 @@ def test_a_run_that_is_told_to_end_goes_on(tmp_path: Path) -> None:
     run(again, tmp_path / "hit", save_every=None, keep_last=None)
     assert (hit.steps, again.steps) == ([1, 2, 3, 4], [5, 6])
     assert torch.equal(again.weights, well.weights)
+
+
+def test_a_batch_that_fails_is_left_out(tmp_path: Path) -> None:
+    """From the last checkpoint on, without the data of the steps since, and not more often than was asked for."""
+    well = Training()
+    run(well, tmp_path / "well", save_every=2)
+    hit = Training(bad=(4,))
+    assert run(hit, tmp_path / "hit", save_every=2, rollbacks=1) == "done"
+    assert hit.steps == [1, 2, 3, 3, 4, 5, 6]
+    assert all(torch.equal(one, other) for one, other in zip(hit.seen, well.seen, strict=False))
+    optimizer = torch.optim.AdamW(hit.first.parameters(), lr=0.1)
+    for number in (0, 1, 4, 5, 6, 7):  # which plain torch is trained on
+        optimizer.zero_grad()
+        hit.first(hit.seen[number]).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(torch.cat([param.detach().flatten() for param in hit.first.parameters()]), hit.weights)
+    lost = Training(bad=(4, 7))
+    with pytest.raises(NonFiniteLoss):
+        run(lost, tmp_path / "lost", save_every=2, rollbacks=1)
+    assert lost.steps == [1, 2, 3, 3, 4]
+    with pytest.raises(NonFiniteLoss, match="the loss of step 2 is not finite"):
+        run(Training(bad=(2,)), tmp_path / "nothing", rollbacks=3)  # there is nothing to go back to
 
 
 def test_a_full_disk_costs_a_checkpoint(tmp_path: Path) -> None:
@@ -144,6 +176,8 @@ def test_nothing_begins_anew_over_what_is_damaged(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rollbacks=-1 must be at least 0"):
+        run(Training(), tmp_path, rollbacks=-1)
     for options, words in (
         ({"on_save_error": "ignore"}, "on_save_error='ignore' is not one of 'warn', 'raise'"),
         ({"save_every": 0}, "save_every=0 must be at least 1, or None"),

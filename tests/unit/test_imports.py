@@ -65,6 +65,7 @@ PRIVATE_TORCH_ALLOWED = {
     "plugins/torch_ddp": "which backward is running, and the buckets of DistributedDataParallel, which have no public "
     "name",
     "plugins/data/input_limits": "asserting on the device without waiting for it, which has no public name",
+    "booster/anomaly/place": "the number of a node of the backward, and which one runs: no public name",
     "ops/layer_graphs": "errors of dynamo, backends and their edits of graphs, modes in effect: no public name",
     "ops/compiled_numbers": "the order of nodes for inductor, and operators as nodes name them: no public name",
     "ops/hooks_inside": "hooks of all modules, of which no public name says whether there are any",

@@ -92,6 +92,9 @@ def test_calls_inside_of_calls_are_one() -> None:
     assert heart.overdue() is not None
     heart.excuse(heart.since, heart.since + 60)
     assert heart.overdue() is None
+    with heart.untimed():
+        assert heart.overdue() is None
+    assert heart.overdue() is not None
     heart.leave()
     assert heart.overdue() is None
     assert heart.number == 1

@@ -1,0 +1,115 @@
+"""A loss that is not finite, or that jumps, sends a run back to its last checkpoint, on behind the data that did it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright
+from shardwright import Booster
+from shardwright.interface import NonFiniteLoss
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.trainer import Trainer
+from shardwright.trainer.spikes import LossSpike, SpikeWatch
+from shardwright.trainer.trainer import Every
+
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    shardwright.launch_from_torch(seed=1)
+    yield
+    dist.destroy_process_group()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+class Squares(Trainer):
+    """`factors`: what the losses of some batches are multiplied by, by their number."""
+
+    factors: dict[int, float] = {}
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        self.seen = [*getattr(self, "seen", []), batch["x"]]
+        return super().train_step(batch)
+
+    def criterion(self, outputs: Any, inputs: Any) -> torch.Tensor:
+        return outputs.square().mean() * self.factors.get(len(self.seen), 1.0)
+
+    def count_tokens(self, batch: Any) -> int:
+        return len(batch["x"])
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def trained(directory: Path, factors: dict[int, float], **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = Layer(4, 2)
+    plain = Layer(4, 2)
+    plain.load_state_dict(model.state_dict())
+    samples = [{"x": torch.randn(4) + 1} for _ in range(16)]
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32"), on_nan="stop")
+    loader = booster.plugin.prepare_dataloader(samples, batch_size=4, shuffle=True, seed=3)  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)  # type: ignore[assignment]
+    trainer = Squares(
+        booster, model, optimizer, loader, total_steps=STEPS, directory=directory, save=Every(steps=5), **options
+    )
+    trainer.factors = factors
+    trainer.train()
+    return trainer, plain
+
+
+def expect(trainer: Any, plain: nn.Module, left_out: set[int]) -> None:
+    """The weights are those of plain torch without some batches, counted from 1."""
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    batches = [batch for number, batch in enumerate(trainer.seen, start=1) if number not in left_out]
+    assert len(batches) == STEPS
+    for batch in batches:
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+    for one, other in zip(trainer.model.unwrap().parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_bad_batches_are_left_out(tmp_path: Path) -> None:
+    trainer, plain = trained(tmp_path / "nan", {8: float("nan")}, rollbacks=1)
+    assert trainer.progress.step == STEPS
+    expect(trainer, plain, {6, 7, 8})  # since the save of step 5
+    trainer, plain = trained(tmp_path / "jump", {14: 50.0, 23: 50.0}, rollbacks=2, spike_factor=10.0)
+    # 14 is in step 14; of 19 steps since 23 is in step 19, behind the save of step 15
+    expect(trainer, plain, {11, 12, 13, 14, 20, 21, 22, 23})
+    with pytest.raises(LossSpike, match=r"the loss of step 14 is .*, more than spike_factor=10 times the median"):
+        trained(tmp_path / "end", {14: 50.0}, spike_factor=10.0)
+    with pytest.raises(NonFiniteLoss):
+        trained(tmp_path / "again", {8: float("nan"), 9: float("inf")}, rollbacks=1)
+    with pytest.raises(NonFiniteLoss):
+        trained(tmp_path / "early", {3: float("nan")}, rollbacks=5)  # there is nothing to go back to
+
+
+def test_what_a_jump_is() -> None:
+    watch = SpikeWatch(3.0)
+    for step in range(10):
+        watch.note(step, 100.0 if step == 4 else 1.0)  # too few are known
+    with pytest.raises(LossSpike):
+        watch.note(11, 3.1)
+    watch.note(12, 2.9)
+    SpikeWatch(None).note(1, float("inf"))
+    negative = SpikeWatch(2.0)
+    for step in range(30):
+        negative.note(step, 3.0 if step == 20 else -5.0)  # a median below 0 is no measure
+    for factor in (1.0, -2.0):
+        with pytest.raises(ValueError, match=f"spike_factor={factor} must be more than 1"):
+            SpikeWatch(factor)
