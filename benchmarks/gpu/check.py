@@ -4,13 +4,16 @@
     scripts/gpu-check --only tests staged nccl    some parts
     scripts/gpu-check --cpu                       a rehearsal: the same code on a CPU at tiny sizes
 
-Every part is a process with a budget, and none stops the others: what fails, what a part had no time for, and parts
-that did not begin are named in the report. The exit status is 1 where anything failed.
+Every part is a process with a budget, and none stops the others: one that takes longer is ended, with all that it has
+started. Budgets add up to less than the limit, and what a part leaves of its own the next ones may use. What fails,
+what a part had no time for, and parts that did not begin are named in the report, also where this process is ended. The
+exit status is 1 where anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -31,8 +34,14 @@ from report import as_json, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURE = str(Path(__file__).with_name("measure.py"))
-GRACE = 5.0  # seconds that a part gets to end once its budget is spent
+GRACE = 3.0  # seconds that a part gets to end once its budget is spent
 LAST = 8.0  # for the report
+TOTAL = 525.0  # for everything, of nine minutes
+REHEARSAL = 7.0  # times the budget on a CPU
+LEAST = 8.0  # seconds, in which no part comes to anything
+ENDED_WELL = "ended well"
+ENDED_EARLY = "this run was ended before"
+MARK = "SHARDWRIGHT_GPU_PART"  # in the environment of all that a part starts
 
 
 @dataclass(frozen=True)
@@ -63,19 +72,26 @@ class Part:
 
 # The dearest tests first, so that their budgets hold; measurements with nothing beside them.
 PARTS = (
-    Part("tests", 110, ("test_gpu_kernels", "test_gpu_plugins"), workers=8),
-    Part("nccl", 30, ("test_gpu_nccl",), workers=4),
-    Part("staged", 75, ("test_gpu_staged",), workers=4, settings={"SHARDWRIGHT_GPU_SECONDS": "45"}),
-    Part("ceilings", 18, measured="ceilings"),
-    Part("llama", 70, measured="llama"),
-    Part("optimizer", 25, measured="optimizer"),
-    Part("moe", 40, measured="moe"),
-    Part("llama compiled", 55, measured="llama_compiled"),
-    Part("levers", 60, measured="levers"),
-    Part("encoders", 50, measured="encoders"),
-    Part("shard of 70B", 30, measured="shard"),
-    Part("operators", 25, measured="operators"),
+    Part("tests", 95, ("test_gpu_kernels", "test_gpu_plugins"), workers=8),
+    Part("nccl", 25, ("test_gpu_nccl",), workers=4),
+    Part("staged", 65, ("test_gpu_staged",), workers=4, settings={"SHARDWRIGHT_GPU_SECONDS": "40"}),
+    Part("ceilings", 15, measured="ceilings"),
+    Part("llama", 55, measured="llama"),
+    Part("optimizer", 22, measured="optimizer"),
+    Part("moe", 30, measured="moe"),
+    Part("llama compiled", 45, measured="llama_compiled"),
+    Part("levers", 45, measured="levers"),
+    Part("encoders", 35, measured="encoders"),
+    Part("shard of 70B", 20, measured="shard"),
+    Part("operators", 20, measured="operators"),
 )
+
+
+def shares(parts: Sequence[Part], total: float, times: float) -> list[float]:
+    """Seconds of each part: its budget, `times` as long, or less where all of them would not fit into `total`."""
+    room = total - LAST - GRACE * len(parts)
+    wanted = times * sum(part.budget for part in parts)
+    return [times * part.budget * min(1.0, room / wanted) for part in parts]
 
 
 def run(part: Part, options: argparse.Namespace, budget: float, folder: Path) -> dict[str, Any]:
@@ -87,6 +103,7 @@ def run(part: Part, options: argparse.Namespace, budget: float, folder: Path) ->
         **part.settings,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "SHARDWRIGHT_GPU_RESULTS": str(out),
+        MARK: str(out),
         "SHARDWRIGHT_GPU_REHEARSAL": "1" if options.cpu else "0",
         "HF_HUB_OFFLINE": "1",
     }
@@ -99,8 +116,10 @@ def run(part: Part, options: argparse.Namespace, budget: float, folder: Path) ->
             status: int | None = process.wait(budget)
         except subprocess.TimeoutExpired:
             status = None
+        finally:  # also where this process is interrupted
             end(process)
-    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+            end_others(str(out))
+    rows, unread = read(out)
     tail = log.read_text(errors="replace")[-4000:]
     found: dict[str, Any] = {
         "name": part.name,
@@ -109,43 +128,74 @@ def run(part: Part, options: argparse.Namespace, budget: float, folder: Path) ->
         "seconds": time.monotonic() - begin,
         "tail": tail,
     }
+    wrong = [f"exit status {status}"] if status else []
+    wrong += [f"{unread} lines of its results cannot be read"] if unread else []
     if part.measured:
         found["figures"] = rows
-        bad = any("error" in row for row in rows)
-        found["outcome"] = (
-            "stopped at its budget" if status is None else "ended well" if status == 0 and not bad else "failed"
-        )
-        return found
-    tests = {row["name"]: row for row in rows if "outcome" in row}
-    collected = {name for row in rows for name in row.get("collected", [])}
-    found |= {"tests": list(tests.values()), "not_run": sorted(collected - tests.keys())}
-    found["outcome"] = "stopped at its budget" if status is None else "ended well" if status == 0 else "failed"
+        bad = sum("error" in row for row in rows)
+        wrong += [f"{bad} figures failed"] if bad else []
+        wrong += ["it took no figure"] if not rows else []
+    else:
+        # setting up, running and clearing away may each have failed
+        tests: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            if "outcome" in row and tests.get(row["name"], row)["outcome"] != "failed":
+                tests[row["name"]] = row
+        collected = {name for row in rows for name in row.get("collected", [])}
+        found |= {"tests": list(tests.values()), "not_run": sorted(collected - tests.keys())}
+        bad = sum(test["outcome"] == "failed" for test in tests.values())
+        wrong += [f"{bad} tests failed"] if bad else []
+        wrong += [f"{len(found['not_run'])} tests were not run"] if found["not_run"] else []
+        wrong += ["it ran no test"] if not tests else []
+    found["status"] = status
+    found["outcome"] = "**stopped at its budget**" if status is None else ENDED_WELL
+    if wrong and status is not None:
+        found["outcome"] = f"**failed** ({', '.join(wrong)})"
     return found
 
 
+def read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Lines of results, and how many cannot be read, as the last one where a process was ended while it wrote it."""
+    rows, unread = [], 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            unread += 1
+    return rows, unread
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started, which is its own session."""
+    """With all that it has started in its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
+        except (ProcessLookupError, PermissionError):  # nobody is left, or none but the dead
+            break
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-            if number == signal.SIGTERM:
-                continue
-        except subprocess.TimeoutExpired:
+    process.wait()
+
+
+def end_others(mark: str) -> None:
+    """What a part has started in sessions of their own: they would sit on the device beside the next part."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:  # gone, or somebody else's
             continue
 
 
-def not_run(part: Part) -> dict[str, Any]:
+def not_run(part: Part, budget: float, why: str) -> dict[str, Any]:
     return {
         "name": part.name,
         "command": "",
-        "budget": part.budget,
+        "budget": budget,
         "seconds": 0.0,
         "tail": "",
-        "outcome": "**not run: no time was left**",
+        "status": None,
+        "outcome": f"**not run: {why}**",
         "not_run": [f"{part.name}, all of it"],
     }
 
@@ -161,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cpu", action="store_true", help="a rehearsal on the CPU, at tiny sizes")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="parts to run")
-    parser.add_argument("--seconds", type=float, help="for everything; left out: 525, for a rehearsal 3600")
+    parser.add_argument("--seconds", type=float, help=f"for everything; left out: {TOTAL:.0f}, for a rehearsal 3600")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the report")
     options = parser.parse_args(argv)
     if not options.cpu and not torch.cuda.is_available():
@@ -170,8 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tiny sizes that say nothing about speed"
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    total = options.seconds or (3600.0 if options.cpu else 525.0)
+    total = options.seconds or (3600.0 if options.cpu else TOTAL)
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what is to be cleared away
     report: dict[str, Any] = {
         "begun": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "rehearsed": options.cpu,
@@ -180,18 +231,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parts": [],
     }
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    budgets = shares(parts, total, REHEARSAL if options.cpu else 1.0)
+    report["parts"] = [not_run(part, budget, ENDED_EARLY) for part, budget in zip(parts, budgets, strict=True)]
+    write(report, options.out)  # what there is, should this process be ended
     with tempfile.TemporaryDirectory(prefix="shardwright-gpu-") as folder:
-        for part in parts:
-            left = total - LAST - (time.monotonic() - begin)
-            budget = min(left, 8 * part.budget if options.cpu else part.budget)
-            done = not_run(part) if left < 15 else run(part, options, budget, Path(folder))
+        for number, part in enumerate(parts):
+            later = sum(budgets[number + 1 :]) + GRACE * (len(parts) - number)
+            left = total - LAST - (time.monotonic() - begin) - later
+            budget = min(left, 2 * budgets[number])
+            if budget < LEAST:
+                done = not_run(part, budgets[number], "no time was left")
+            else:
+                done = run_or_say_why(part, options, budget, Path(folder))
             done["clocks"] = clocks()
-            report["parts"].append(done)
+            report["parts"][number] = done
             report["seconds"] = time.monotonic() - begin
-            write(report, options.out)  # what there is, should this process be ended
+            write(report, options.out)
             print(f"{part.name}: {done['outcome']}, {done['seconds']:.0f} s", flush=True)
     print(f"report: {options.out / 'gpu-report.md'}")
-    return int(any(part["outcome"] != "ended well" for part in report["parts"]))
+    return int(any(part["outcome"] != ENDED_WELL for part in report["parts"]))
+
+
+def run_or_say_why(part: Part, options: argparse.Namespace, budget: float, folder: Path) -> dict[str, Any]:
+    """What goes wrong here, and not in the part, stops no other part either."""
+    try:
+        return run(part, options, budget, folder)
+    except Exception as error:
+        return not_run(part, budget, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

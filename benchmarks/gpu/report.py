@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_LINES = 15  # of a failure
+_LINES = 40  # of a failure
 # Columns of figures: key, heading, how it is written.
 _COLUMNS = (
     ("ms", "ms", "{:.2f}"),
@@ -40,26 +40,25 @@ def markdown(report: Mapping[str, Any]) -> str:
     failed = [test for part in parts for test in part.get("tests", []) if test["outcome"] == "failed"]
     lines += ["", f"### {len(failed)} failed checks", ""]
     for test in failed:
-        lines += [f"**{test['name']}**", "", "```", *test["text"].splitlines()[-_LINES:], "```", ""]
+        lines += [f"**{test['name']}**", "", *_quoted(test["text"]), ""]
     for part in parts:
-        if (
-            part["outcome"] != "ended well"
-            and part["tail"]
-            and not any(test["outcome"] == "failed" for test in part.get("tests", []))
-        ):
-            lines += [
-                f"**{part['name']}: {part['outcome']}**",
-                "",
-                "```",
-                *part["tail"].splitlines()[-_LINES:],
-                "```",
-                "",
-            ]
+        # 1 is what pytest says where tests failed, which have been shown
+        explained = part["status"] == 1 and any(test["outcome"] == "failed" for test in part.get("tests", []))
+        if part["outcome"] != "ended well" and part["tail"] and not explained:
+            lines += [f"**{part['name']}**: {part['outcome']}", "", *_quoted(part["tail"]), ""]
     lines += _left_out(parts)
     for part in parts:
         if "figures" in part:
             lines += [f"### {part['name']}", "", f"`{part['command']}`", "", *_table(part["figures"]), ""]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _quoted(text: str) -> list[str]:
+    """The end of `text`, and how much of it is left out."""
+    lines = text.splitlines()
+    left_out = len(lines) - _LINES
+    before = [f"({left_out} lines before these: gpu-report.json)"] if left_out > 0 else []
+    return ["```", *before, *lines[-_LINES:], "```"]
 
 
 def _machine(facts: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("plugins", "
 
 from place import DEVICE, REHEARSED
 
+_MOST = 30_000  # characters of a failure, which may be that of many layouts
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     ours = [item for item in session.items if item.get_closest_marker("gpu")]
@@ -43,7 +45,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     text = str(report.longrepr or "")
     if report.skipped and isinstance(report.longrepr, tuple):
         text = report.longrepr[2].removeprefix("Skipped: ")
-    _say({"name": report.nodeid, "outcome": report.outcome, "text": text[-6000:], "seconds": report.duration})
+    if len(text) > _MOST:
+        text = f"({len(text) - _MOST} characters are left out)\n{text[-_MOST:]}"
+    _say({"name": report.nodeid, "outcome": report.outcome, "text": text, "seconds": report.duration})
 
 
 def _say(line: dict[str, Any]) -> None:
