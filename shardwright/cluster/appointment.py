@@ -50,7 +50,7 @@ class Appointment:
             if wanted and self._promise is None:
                 self._promise, asks = self._arrived, True
         if asks:
-            self._job.tell(f"{self._name}/asked")
+            self._job.announce(f"{self._name}/asked")
             self._tell()
         if self._promise is None or self._arrived < self._promise:
             return False

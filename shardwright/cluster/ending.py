@@ -42,10 +42,10 @@ def excepthook(job: Job, kind: type[BaseException], error: BaseException, tb: Tr
     job.ending = True
     if isinstance(error, KeyboardInterrupt):
         job.learn(job.first(interrupted(job)))
-        job.tell("ended")
+        job.announce("ended")
         leave_interrupted(job)
     failure = job.failure if job.failure is not None else job.fail(error, _where(job))
-    job.tell("ended")
+    job.announce("ended")
     if failure.kind == TIMEOUT:
         everyone = [f"stack/{rank}" for rank in range(job.world_size) if rank != failure.rank]
         job.wait_for(everyone, _STACKS)
@@ -189,7 +189,7 @@ def leave_terminated(job: Job) -> NoReturn:
     first = Failure(job.rank, job.rank, job.place, "", LEFT, "was ended by SIGTERM", when=time.time())
     failure = job.failure or job.find_dead() or job.first(first)
     if failure == first:
-        job.tell("ended")
+        job.announce("ended")
     if not _under_torchrun():
         _leave(128 + signal.SIGTERM)
     if failure.speaker == job.rank and failure.kind == DIED:
@@ -286,7 +286,7 @@ def at_exit(job: Job) -> None:
     job.ending = True
     code, where = _script_exit or (0, "")
     if code in (0, _agreed_code):
-        job.tell(f"left/{job.rank}", "left: its script had ended")
+        job.announce(f"left/{job.rank}", "left: its script had ended")
         job.tell(f"gone/{job.rank}")
         if job.rank == 0 and not _under_torchrun():  # the store ends with this process
             job.wait_for([f"left/{rank}" for rank in range(job.world_size)], _OTHERS)
@@ -295,7 +295,7 @@ def at_exit(job: Job) -> None:
         Failure(job.rank, job.rank, job.place, "", LEFT, f"called sys.exit({code}) at {where}", when=time.time())
     )
     job.learn(failure)
-    job.tell("ended")
+    job.announce("ended")
     _tell(job, failure)
     _exit_code = code if failure.rank == job.rank else _exit_code
 

@@ -13,6 +13,7 @@ the next one):
                       still has died
     stalled           who asks where the ranks stand since its step takes too long, and standing/<n>/<rank> the answers
                       (`watchdog`)
+    news              counts what every rank is to hear of: a look that finds it unchanged asks for nothing else
 
 A job of one rank has no store to watch, and nothing here does anything.
 """
@@ -42,6 +43,7 @@ R = TypeVar("R")
 
 POLL = 0.5  # seconds between two looks at the store
 _BLAME = 4.0  # seconds to find out which rank a lost connection is due to
+_NEWS = "news"
 _AGREE = 2.0  # seconds in which ranks that make the same mistake are expected to raise the same error
 
 
@@ -152,7 +154,9 @@ class Job:
         """Publish `mine` unless another was first; returns the first."""
         if not self._store_is_gone:
             with self._while_it_lasts():
-                return Failure.from_json(self.store.compare_set(self.key("failure"), "", mine.to_json()))
+                first = Failure.from_json(self.store.compare_set(self.key("failure"), "", mine.to_json()))
+                self.store.add(self.key(_NEWS), 1)
+                return first
         return mine
 
     def tell(self, name: str, value: str = "1") -> bool:
@@ -162,11 +166,26 @@ class Job:
                 self.store.set(self.key(name), value)
         return not self._store_is_gone
 
-    def replace(self, name: str, before: str, after: str) -> bool:
-        """Set a key to `after` if it is `before`, "" where it is not there yet; whether this rank has done so."""
+    def announce(self, name: str, value: str = "1") -> None:
+        """Tell it to every rank's watching thread."""
+        if self.tell(name, value):
+            with self._while_it_lasts():
+                self.store.add(self.key(_NEWS), 1)
+
+    def news(self) -> int | None:
+        """How much was announced; None where there is nobody to ask."""
         if not self._store_is_gone:
             with self._while_it_lasts():
-                return bytes(self.store.compare_set(self.key(name), before, after)).decode() == after
+                return self.store.add(self.key(_NEWS), 0)
+        return None
+
+    def replace(self, name: str, before: str, after: str) -> bool:
+        """Announce `after` if the key is `before`, "" where it is not there yet; whether this rank has done so."""
+        if not self._store_is_gone:
+            with self._while_it_lasts():
+                mine = bytes(self.store.compare_set(self.key(name), before, after)).decode() == after
+                self.store.add(self.key(_NEWS), 1)
+                return mine
         return False
 
     def ask(self, name: str) -> str | None:

@@ -31,6 +31,7 @@ from .watchdog import answer, kill_stopped, last_inquiry
 
 # seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
 _TO_END = 3.0
+_WITHOUT_NEWS = 5  # looks from one that asks for everything to the next
 _TO_RAISE = 1.5  # seconds for the main thread to raise KeyboardInterrupt by itself
 
 
@@ -40,10 +41,10 @@ class Watch(threading.Thread):
         self._job = job
         self._stopping = False
         self._end_at: float | None = None
-        self._answered = (
-            0,
-            0,
-        )  # the last inquiry that was answered, with the generation of the job that it was made in
+        # the last inquiry that was answered, with the generation of the job that it was made in
+        self._answered = 0, 0
+        self._heard: tuple[int, int | None] = 0, None  # generation of the job, and what was announced in it
+        self._looks_without_news = 0
         self._interrupted_at: float | None = None
         self._interrupt_raised = False
         self._listens = False
@@ -123,7 +124,15 @@ class Watch(threading.Thread):
             self._end_at = time.monotonic() + _TO_END
 
     def _look(self) -> None:
+        """Hear what the others have to say, and do what follows; now and then also where nothing was announced, by a
+        rank that has died between saying it and announcing it.
+        """
         job = self._job
+        heard = job.generation, job.news()
+        self._looks_without_news = 0 if heard != self._heard else self._looks_without_news + 1
+        if self._looks_without_news % _WITHOUT_NEWS:
+            return
+        self._heard = heard
         job.note_server()
         if job.failure is None:
             told = job.ask("failure")

@@ -131,7 +131,7 @@ def _inquire(job: Job, took: float) -> None:
         _close(job, inquiry)
         return
     failure = job.first(_failure(job, {job.rank: mine, **standings}, f"{call} had taken {took:.0f} s", call))
-    job.tell("ended")
+    job.announce("ended")
     kill_stopped(job, failure)
     job.learn(failure)
 
