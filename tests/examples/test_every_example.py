@@ -111,10 +111,12 @@ def test_a_run_that_is_taken_away_goes_on(tmp_path: Path) -> None:
     options = ("--tiny", "--directory", "run")
     codes, printed = run_forked(2, EXAMPLES / "restarts.py", *options, "--taken-at", "3", cwd=tmp_path)
     assert codes == [143, 143], printed
-    assert list(losses(printed)) == [1, 2, 3]
+    done = len(losses(printed))
+    assert done in range(3, 8), printed  # the step that ranks agree on after the signal
+    assert list(losses(printed)) == list(range(1, done + 1))
     again = run(1, "restarts.py", *options, cwd=tmp_path)
-    assert "3 steps are done\n" in again
-    assert list(losses(again)) == [4, 5, 6, 7, 8]
+    assert f"{done} steps are done\n" in again
+    assert list(losses(again)) == list(range(done + 1, 9))
 
 
 def test_preferences_are_learned_from_where_the_reference_is(tmp_path: Path) -> None:
