@@ -42,8 +42,8 @@ class SilentTensors:
             if before and not now:
                 raise ValueError(
                     f"a tensor of shape {tuple(leaf.shape)} that an earlier pipeline stage returned is read by this "
-                    "microbatch, but was not by the first one with its entries, and stages agree on that once; give the "
-                    "plugin enable_metadata_cache=False: every message then tells what it is"
+                    "microbatch, but was not by the first one with the same entries, and stages agree on that once; "
+                    "give the plugin enable_metadata_cache=False: every message then tells what it is"
                 )
         return back
 
