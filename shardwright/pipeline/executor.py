@@ -326,6 +326,7 @@ class PipelineExecutor:
         if self._generation != job.generation():
             self._generation = job.generation()  # after a recovery, what was agreed on in the failed step is uncertain,
             self.comm.forget_headers()
+            runtime.silent.forget()
             self.comm.learn = None  # and a shape that did not follow may be why it failed
         inputs = step.inputs
         slices = inputs.num_slices if isinstance(inputs, SlicedInputs) else 1

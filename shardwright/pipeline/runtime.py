@@ -41,6 +41,7 @@ from .planning.actions import COMPUTE, Kind, table
 from .planning.placement import Placement
 from .saved_bytes import measure
 from .schedules import Schedule
+from .silent import SilentTensors
 from .timeline import Labels, Recorder
 from .two_at_once import TwoAtOnce
 
@@ -199,6 +200,7 @@ class PipelineRuntime:
         self._parameters = parameters
         self.weight_grads: WeightGradStore | None = None
         self._graph_bytes: dict[Hashable, int] = {}  # of one microbatch on one stage, by shape
+        self.silent = SilentTensors()
         self.pairs = TwoAtOnce()
         self._handlers: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self._run_forward,
@@ -304,7 +306,7 @@ class PipelineRuntime:
         self._outgoing_grads: dict[tuple[int, int], list[Tensor]] = {}
         # Between two chunks of this rank nothing is sent: the turn of a V.
         self._handed_over: dict[tuple[int, int], tuple[Header, list[Tensor]]] = {}
-        self._handed_back: dict[tuple[int, int], list[Tensor]] = {}
+        self._handed_back: dict[tuple[int, int], list[Tensor | None]] = {}
 
     # Compute ---------------------------------------------------------------------------------------------------------
 
@@ -443,12 +445,13 @@ class PipelineRuntime:
     def _backward_of(self, stage: int, microbatch: int, defer: bool) -> None:
         leaves, outputs, _, loss, gradients = self._live.pop((stage, microbatch))
         self._live_bytes -= self._bytes_of(stage, microbatch)
-        grads: list[Tensor] = gradients() if gradients is not None else []
+        grads: list[Tensor | None] = [*gradients()] if gradients is not None else []
         if stage < self._last:
             if self._rank_of[stage + 1] == self.comm.rank:
                 grads = self._handed_back.pop((stage, microbatch))
             else:
-                _, grads = self._take((Kind.B, stage, microbatch))
+                _, arrived = self._take((Kind.B, stage, microbatch))
+                grads = self.silent.taken(self._key(stage + 1, microbatch).kind, arrived, len(outputs))
                 if self._overlap:
                     # let go of the outputs
                     self.comm.has_arrived(self._sent.pop((stage, microbatch)), self._rank_of[stage + 1])
@@ -463,14 +466,15 @@ class PipelineRuntime:
         ):
             if loss is not None:
                 self._backward(loss)
-            elif outputs:  # else every parameter up to here is frozen
-                self._backward_by_grad(outputs, grads)
+            else:  # without any, every parameter up to here is frozen, or what they make is not read
+                read = [(edge, grad) for edge, grad in zip(outputs, grads, strict=True) if grad is not None]
+                if read:
+                    self._backward_by_grad([edge for edge, _ in read], [grad for _, grad in read])
         if stage > 0:
-            # A received tensor that the stage did not use has no gradient; the stage before expects one for each.
-            back = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
             if self._rank_of[stage - 1] == self.comm.rank:
-                self._handed_back[stage - 1, microbatch] = back
+                self._handed_back[stage - 1, microbatch] = [leaf.grad for leaf in leaves]
             else:
+                back = self.silent.answer(self._key(stage, microbatch).kind, leaves, not self.comm.caches)
                 self._outgoing_grads[stage, microbatch] = back
 
     def _reduce(self, stage: int, microbatch: int) -> None:
@@ -516,7 +520,8 @@ class PipelineRuntime:
             sent.wait()
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        metas = self._live[stage, microbatch].metas
+        key = self._key(stage + 1, microbatch).kind
+        metas = self.silent.expected(key, self._live[stage, microbatch].metas, not self.comm.caches)
         self._keep(self.comm.irecv_tensors(metas, self._rank_of[stage + 1]), (Kind.B, stage, microbatch))
 
     def _take(self, key: tuple[Kind, int, int]) -> tuple[Header, list[Tensor]]:

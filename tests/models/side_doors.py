@@ -276,3 +276,24 @@ RIGHT: tuple[type[Net], ...] = (
     *(WrittenBetween, DataWrite, ViewWrite, KeptBefore, DataRead, Mapped, NumberRead, ShapeRead, NoGradient),
     WritesAside,
 )
+
+
+class SometimesRead(Net):
+    """What the first block returns beside the hidden states is read only where the batch has a `scale`."""
+
+    class block(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(number)
+            self.aside = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, beside: Any = None) -> Any:
+            return super().forward(x), self.aside(x)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        x, first = self.layers[0](self.words(input_ids))
+        for layer in self.layers[1:]:
+            x, _ = layer(x)
+        if scale is not None:
+            x = x + first * scale[:, None, None]
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}

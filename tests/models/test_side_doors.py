@@ -11,7 +11,7 @@ import torch
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, compare_models, run_ranks
-from tests.models.side_doors import REFUSED, RIGHT, Net, batch
+from tests.models.side_doors import REFUSED, RIGHT, SAMPLES, Net, SometimesRead, batch
 
 
 def made(net: type[Net]) -> Net:
@@ -79,3 +79,35 @@ def test_every_other_way_is_followed() -> None:
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_every_other_way_is_followed_over_more_stages(ranks: int) -> None:
     run_ranks(trained, ranks, layouts=[{}])
+
+
+def trained_with_and_without(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
+    """Zeros in place of no gradient would have AdamW decay what nobody reads."""
+    scaled = {"scale": torch.linspace(0.5, 2, SAMPLES, dtype=torch.float64)}
+    for layout in layouts:
+        plugin = HybridParallelPlugin(
+            pp_size=world,
+            num_microbatches=2,
+            precision="fp32",
+            example_inputs=batch(5) | scaled,
+            custom_policy="auto",
+            **layout,
+        )
+        plain = made(SometimesRead)
+        model = copy.deepcopy(plain)
+        booster = Booster(plugin=plugin)
+        steps: list[Any] = [torch.optim.AdamW(one.parameters(), lr=0.02, weight_decay=0.3) for one in (plain, model)]
+        boosted, optimizer, *_ = booster.boost(model, steps[1])
+        for seed in range(4):
+            inputs = batch(seed) | (scaled if seed % 2 else {})
+            plain(**inputs)["loss"].backward()
+            booster.execute_pipeline(iter([inputs]), boosted, None, optimizer)
+            for each in (steps[0], optimizer):
+                each.step()
+                each.zero_grad()
+        compare_models(plain, boosted, coordinate=plugin.mesh.coordinate, gradients=False)
+
+
+def test_what_a_batch_does_not_read_has_no_gradient() -> None:
+    interleaved = {"pp_style": "interleaved", "num_model_chunks": 2}
+    run_ranks(trained_with_and_without, 2, layouts=[{}, interleaved, {"enable_metadata_cache": False}])

@@ -31,9 +31,9 @@ def find_towers(model: nn.Module, outside: tuple[str, ...], example: Any) -> fro
     """Those of the modules `outside` the layers that run for images alone; None where `example` has no patches."""
     if not has_patches(example):
         return None
-    ways: list[Callable[[nn.Module, Any], Any] | None] = [run_dry, run_knowing]
-    if not any(param.is_meta for param in model.parameters()):
-        ways.append(None)
+    ways: list[Callable[..., Any] | None] = (
+        [run_dry, run_knowing] if any(param.is_meta for param in model.parameters()) else [run_dry, run_knowing, None]
+    )
     for run in ways:
         try:
             return _ran(model, outside, example, run) - _ran(model, outside, without_patches(example), run)
@@ -42,9 +42,7 @@ def find_towers(model: nn.Module, outside: tuple[str, ...], example: Any) -> fro
     return frozenset()
 
 
-def _ran(
-    model: nn.Module, names: tuple[str, ...], example: Any, run: Callable[[nn.Module, Any], Any] | None
-) -> frozenset[str]:
+def _ran(model: nn.Module, names: tuple[str, ...], example: Any, run: Callable[..., Any] | None) -> frozenset[str]:
     """run: without data; None: with the weights"""
     copied, ran = meta_copy(model) if run is not None else weight_sharing_copy(model), set[str]()
     for name in names:

@@ -73,14 +73,12 @@ class Region:
 
     atom      of what is made in it; 0: it leaves no mark
     on_write  of what is written in it, besides
-    alone     whether what it reads off tensors turns nothing but itself, until it is over
-    numbers   what it has read off tensors
+    numbers   what it has read off tensors, which turns what comes later in it
     reaches_out  whether it has written to what was there before it
     """
 
     atom: int = 0
     on_write: int = 0
-    alone: bool = True
     numbers: int = 0
     reaches_out: bool = False
     start: int = 0
@@ -99,7 +97,7 @@ class Flows(pytree.TorchDispatchMode):
         self._born: dict[int, int] = {}
         self._clock = 0
         self._kept: list[StorageWeakRef] = []  # so that no storage gets the address of another one
-        self._regions: list[Region] = [Region(alone=False)]
+        self._regions: list[Region] = [Region()]
         self._inner = self._on_write = 0
         self._paused = False
         self._python = _PastOperators(self)
@@ -195,15 +193,15 @@ class Flows(pytree.TorchDispatchMode):
 
     @property
     def numbers(self) -> int:
-        """What turns all that comes from now on."""
-        return self._regions[0].numbers
+        """What turns what comes now, in all regions that run."""
+        found = 0
+        for region in self._regions:
+            found |= region.numbers
+        return found
 
     def note_numbers(self, mask: int) -> None:
         """The forward reads numbers off what has this mask."""
-        for region in reversed(self._regions):
-            region.numbers |= mask
-            if region.alone:
-                return
+        self._regions[-1].numbers |= mask
 
     # Operators -------------------------------------------------------------------------------------------------------
 

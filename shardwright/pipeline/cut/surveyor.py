@@ -233,7 +233,7 @@ class _Surveyor:
 
     def _begin_gate(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            self.regions[number] = self.flows.enter(Region(self.flows.bit(Inside(number, of_gate=True)), alone=False))
+            self.regions[number] = self.flows.enter(Region(self.flows.bit(Inside(number, of_gate=True))))
 
         return hook
 
@@ -277,7 +277,8 @@ class _Surveyor:
             leaves, spec = pytree.tree_flatten(output)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
-            self.made[index] = self.flows.union(tensors) | self.flows.numbers | self.numbers.get(index, 0)
+            read = self.flows.numbers | self.numbers.get(index, 0) | region.numbers
+            self.made[index] = self.flows.union(tensors) | read
             self.passed_on[index] = []
             for number, tensor in enumerate(tensors):
                 fresh = self._fresh(tensor, Returned(index, number))
