@@ -89,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay one step of every pipeline rank without data: the peak of memory, when, and what holds it; needs "
         "--batch-size, and --seq-len for text",
     )
+    model.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="type of the ranks' devices, which sizes of buckets and chunks go by, else cuda, wherever this runs",
+    )
     model.add_argument("--json", action="store_true", help="the report as one JSON document")
     plan_search.add_arguments(parser)
     layout = parser.add_argument_group(
@@ -177,10 +182,13 @@ def run(args: argparse.Namespace) -> int:
         args.fail(str(error))  # nothing was learnt about the layout
     if args.search:
         return plan_search.run(args, lambda: _lazy(config), lambda model: _optimizer(args.optimizer, model))
+    from ..utils.device import planning_for
+
     try:
         given = _given(args)
-        layout, attention = _resolve(args, config, form, given)
-        peaks, note = _replay(args, config, form, given) if args.peak else ([], "")
+        with planning_for(args.device or "cuda"):
+            layout, attention = _resolve(args, config, form, given)
+            peaks, note = _replay(args, config, form, given) if args.peak else ([], "")
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1

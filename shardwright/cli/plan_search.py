@@ -14,7 +14,7 @@ _LENGTH = 4096
 _GPU = "h100"
 _OWN = ("gpu", "gpu_memory", "gpus_per_node", "inside_bandwidth", "between_bandwidth", "global_batch_size")
 # Of one layout, beside the arguments of the plugin.
-_OF_A_LAYOUT = ("batch_size", "config", "check", "peak", "dp_inside", "recompute", "selective")
+_OF_A_LAYOUT = ("batch_size", "config", "check", "peak", "device", "dp_inside", "recompute", "selective")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

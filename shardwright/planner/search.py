@@ -24,6 +24,7 @@ from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
 from .shorter import NotShorterError
+from .stages import Ends, table_size
 from .states import optimizer_costs
 
 MOST_TENSOR_RANKS = 8
@@ -83,7 +84,8 @@ class Search:
         _check(question)
         self._question = question
         self._model = model = question.model()
-        self._layers = len(find_units(model))
+        units = find_units(model)
+        self._layers = len(units)
         self.along = False  # whether tensor-parallel ranks split sequences
         batch = batch_of(model, 1, question.length)
         if not any(_is_text(value, question.length) for value in batch.values()):
@@ -115,7 +117,17 @@ class Search:
         half = question.precision != "fp32"
         hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
         states, step = optimizer_costs(question.optimizer(model))
-        self._task = Task(question.machine, hidden, half, states, self.model_flops, question.world_size, step)
+        self._task = Task(
+            question.machine,
+            hidden,
+            half,
+            states,
+            self.model_flops,
+            question.world_size,
+            step,
+            Ends.of(model, units),
+            table_size(model),
+        )
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
 
