@@ -176,6 +176,13 @@ def run(args: argparse.Namespace) -> int:
     if ignored:
         args.fail(ignored)
     try:
+        _check_numbers(args)
+    except ValueError as error:
+        if not args.search:
+            args.fail(str(error))  # nothing was learnt about the layout
+        print(f"No layout was found: {error}")
+        return 1
+    try:
         config = _load(args.model)
         form = _load_form(args)
     except ValueError as error:
@@ -208,9 +215,13 @@ def _show(args: argparse.Namespace, layout: Any, attention: str, peaks: list[Any
 
 
 def _load_form(args: argparse.Namespace) -> dict[str, Any]:
-    """The dict form that `--config` names; the numbers of the job are looked at too."""
+    """The dict form that `--config` names."""
     from ..cluster.config import load_config
 
+    return load_config(args.config)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
     for option, value in (
         ("--world-size", args.world_size),
         ("--batch-size", args.batch_size),
@@ -218,7 +229,6 @@ def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     ):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
-    return load_config(args.config)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
