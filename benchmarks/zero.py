@@ -141,7 +141,7 @@ def compare(ranks: int, hidden: int, layers: int, rows: int, repeats: int) -> di
 
 def optimizer_steps(millions: int) -> dict[str, Callable[[], Step]]:
     """What makes a step of norm + clip + AdamW on `millions` M parameters (fp32, and bf16 with masters), and of one
-    fused AdamW alone on as many; on the device of this process.
+    fused AdamW alone on as many; on the device of this process. Every step finds gradients and updates every element.
     """
     device = get_current_device()
 
@@ -151,19 +151,21 @@ def optimizer_steps(millions: int) -> dict[str, Callable[[], Step]]:
         optim = torch.optim.AdamW([param], fused=True)
         return lambda: (optim.step(), None)[1]
 
-    def ours(precision: str) -> Step:
+    def ours(precision: str, **options: object) -> Step:
         model = nn.ParameterList([torch.randn(1000, 1000, device=device) for _ in range(millions)])
         optim = ZeroOptimizer(
             torch.optim.AdamW(model.parameters(), fused=True),
             model,
             ParallelMesh(),
-            ZeroSettings(stage=1, max_norm=1.0),
+            ZeroSettings(stage=1, max_norm=1.0, **options),
             precision=PrecisionPolicy(precision),
         )
-        for bucket in optim.buckets:
-            assert bucket.grads is not None
-            bucket.grads.normal_()
+        # A parameter that no backward has reached is not stepped on.
+        optim.backward(torch.stack([param.float().mean() for param in model]).sum())
         optim._finish_gradients()
+        assert len(optim.segments.grads()) == len(optim.segments.items) > 0
+        for bucket in optim.buckets:
+            bucket.step_grad.normal_()
 
         def step() -> None:
             for bucket in optim.buckets:  # the gradients stay; only the step is timed
@@ -174,21 +176,27 @@ def optimizer_steps(millions: int) -> dict[str, Callable[[], Step]]:
 
         return step
 
-    return {"fused AdamW": plain, "ZeRO fp32": lambda: ours("fp32"), "ZeRO bf16": lambda: ours("bf16")}
+    return {
+        "fused AdamW": plain,
+        "ZeRO fp32": lambda: ours("fp32"),
+        "ZeRO bf16": lambda: ours("bf16"),
+    }
 
 
-def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {}
-    for name, build in optimizer_steps(millions).items():  # one at a time in memory
-        step = build()
-        step()
-        times[name] = []
-        for _ in range(repeats):
-            start = time.perf_counter()
+def step_alone(rank: int, world_size: int, millions: int, repeats: int) -> dict[str, dict[str, float]]:
+    """CPU milliseconds, medians of turns, and what they are of the first's."""
+    torch.set_num_threads(1)
+    steps = {name: build() for name, build in optimizer_steps(millions).items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 2):
+        for name, step in steps.items():
+            start = time.process_time()
             step()
-            times[name].append((time.perf_counter() - start) * 1e3)
-        del step
-    return {name: round(statistics.median(values), 1) for name, values in times.items()}
+            if turn >= 2:
+                times[name].append((time.process_time() - start) * 1e3)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    least = medians["fused AdamW"]
+    return {name: {"cpu_ms": round(taken, 1), "ratio": round(taken / least, 3)} for name, taken in medians.items()}
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ before the end, let all ranks finish their step, save it and end with exit code 
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from .booster import Booster
 from .checkpoint.directory import candidates
 from .checkpoint.preemption import SaveOnSignal
 from .cluster import launch_from_torch
+from .cluster.ending import exit_together
 from .files.errors import CheckpointError, CheckpointNotFound
 from .logging import get_dist_logger
 from .utils.errors import one_of
@@ -195,5 +195,5 @@ def run(
     except Preempted:
         get_dist_logger().warning(f"a signal came: step {me.step} is saved, all ranks end", ranks=[0])
         dist.destroy_process_group()
-        sys.exit(INTERRUPTED)
+        exit_together(INTERRUPTED)
     return result

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +17,8 @@ from ..logging import get_dist_logger
 from ..pipeline.clocks import ahead_of_first
 from ..utils.device import host_device
 from ..utils.memory_notes import write_snapshots_to
-from .traces import MERGED, merge, note_rank, trace_path
+from . import traces
+from .traces import MERGED, note_rank, trace_path
 
 _NOTHING = (
     "booster.profile: {taken} steps were taken, and recording begins behind wait={wait} + warmup={warmup}: there is no "
@@ -26,7 +29,8 @@ _NOTHING = (
 class Profile:
     """Records `steps` steps with torch's profiler; see `Booster.profile`.
 
-    directory  rank0.json, rank1.json, ... and merged.json come here
+    directory  rank0.json, rank1.json, ... and merged.json come here. The first rank lets a process of its own merge
+               them, beside the steps that follow, and waits for it when the profile is left
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: int, wait: int, warmup: int, memory: bool) -> None:
@@ -39,6 +43,7 @@ class Profile:
         self._memory = memory
         self._is_written = False
         self._profiler: Any = None
+        self._merging: subprocess.Popen[bytes] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -65,7 +70,7 @@ class Profile:
 
     def step(self) -> None:
         """A training step is over. Of the last one that is recorded this writes the traces, on all ranks together;
-        behind that it does nothing.
+        behind that it does nothing. The merged one is there when the profile is left, at the latest.
         """
         if self._profiler is None:
             raise ValueError("profile.step() outside of `with booster.profile(...) as profile:`")
@@ -82,6 +87,8 @@ class Profile:
         write_snapshots_to(None)
         if kind is None and not self.is_over:  # after an error the other ranks may not come
             self._finish()
+        if kind is None:
+            self._wait()
 
     def _write(self, profiler: Any) -> None:
         if self._taken > self.wait + self.warmup:
@@ -107,11 +114,29 @@ class Profile:
     def _merge(self, world_size: int) -> None:
         paths = {rank: trace_path(self.directory, rank) for rank in range(world_size)}
         missing = [rank for rank, path in paths.items() if not path.is_file()]
-        merge([path for rank, path in paths.items() if rank not in missing], self.directory / MERGED)
+        here = [str(path) for rank, path in paths.items() if rank not in missing]
+        self._merging = subprocess.Popen(
+            [sys.executable, "-I", str(Path(traces.__file__)), str(self.directory / MERGED), *here],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         if missing:
             get_dist_logger().warning(
                 f"{self.directory / MERGED} is without ranks {', '.join(map(str, missing))}, whose machines do not "
                 "write to this directory: name one that all machines share",
+                ranks=[0],
+            )
+
+    def _wait(self) -> None:
+        merging, self._merging = self._merging, None
+        if merging is None:
+            return
+        _, said = merging.communicate()
+        if merging.returncode:
+            last = (said.decode(errors="replace").strip().splitlines() or [f"exit status {merging.returncode}"])[-1]
+            get_dist_logger().warning(
+                f"{self.directory / MERGED} could not be made ({last}); the traces of the ranks lie beside it",
                 ranks=[0],
             )
 

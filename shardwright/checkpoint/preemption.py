@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..cluster import job as jobs
+from ..cluster.appointment import Appointment
 from .agreement import Agreement
 
 _active: weakref.WeakSet[SaveOnSignal] = weakref.WeakSet()
@@ -34,6 +36,8 @@ class SaveOnSignal:
         self.signals = signals or (signal.SIGTERM,)
         self._before: dict[int, Any] = {}
         self._agreement: Agreement | None = None
+        self._appointment: Appointment | None = None
+        self._job: jobs.Job | None = None
         self.received: int | None = None
 
     def __enter__(self) -> SaveOnSignal:
@@ -46,6 +50,9 @@ class SaveOnSignal:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         _active.discard(self)
+        if self._job is not None and self._appointment is not None:
+            self._job.answers.remove(self._appointment.look)
+            self._job = self._appointment = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -61,10 +68,24 @@ class SaveOnSignal:
         self.received = number
 
     def anywhere(self) -> bool:
-        """Whether any rank has got a signal. All ranks must call, at the same steps: one small message on the host."""
+        """Whether any rank has got a signal. All ranks must call, at the same steps, and are answered alike.
+
+        In a job that `launch` has joined that costs nothing before there is a signal, after which ranks agree on a step
+        that none of them has passed; in another, one small message on the host per call.
+        """
+        job = jobs.current()
+        if job is not None and job.world_size > 1:
+            return self._appointed(job).arrive(self.received is not None)
         if self._agreement is None:
             self._agreement = Agreement(dist.get_world_size() if dist.is_initialized() else 1, purpose="signals")
         return self._agreement.union([self.received is not None])[0]
+
+    def _appointed(self, job: jobs.Job) -> Appointment:
+        if self._appointment is None or self._job is not job:
+            job.appointed += 1
+            self._job, self._appointment = job, Appointment(job, f"signals/{job.appointed}")
+            job.answers.append(self._appointment.look)
+        return self._appointment
 
 
 _mask = threading.local()  # of signals, from before a fork

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import completion, config, doctor, env, models, plan, train
+from . import calibrate, completion, config, doctor, env, models, plan, train
 from .demo import command as demo
 from .generate import command as generate
 from .launch import command as launch
@@ -23,6 +23,7 @@ VERBS = {
     "generate": generate,
     "launch": launch,
     "plan": plan,
+    "calibrate": calibrate,
     "models": models,
     "config": config,
     "env": env,

@@ -15,7 +15,13 @@ _MARKS = {"verified": "yes", "not applicable": "-"}  # others by their own name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", "--filter", metavar="TEXT", default="", help="families, types or classes with TEXT")
+    parser.add_argument(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="families, types or classes with TEXT, with each where there are several",
+    )
+    parser.add_argument("--family", "--filter", metavar="TEXT", default="", help="the same as TEXT")
     parser.add_argument("--json", action="store_true", help="all results as one JSON document, reasons in full")
     parser.add_argument(
         "--check",
@@ -31,18 +37,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    texts = [text for text in (*args.text, args.family) if text]
     if args.check is not None:
+        if texts:
+            print(
+                f"shardwright models: --check {args.check} looks at one model, and {' '.join(texts)} filters the table; "
+                "give one of them",
+                file=sys.stderr,
+            )
+            return 2
         # In a process of its own: this one answers without torch.
         command = [sys.executable, "-m", "shardwright.testing.matrix", args.check, "--axes", args.axes]
         return subprocess.call([*command, "--timeout", str(args.timeout)])
     found = load()
-    rows = found.matching(args.family)
+    rows = found.matching(*texts)
+    if not rows:
+        near = list(dict.fromkeys(name for text in [*texts, " ".join(texts)] for name in found.nearest(text)))
+        alone = [text for text in texts if found.matching(text)] if len(texts) > 1 else []
+        said = f"; {' and '.join(alone)} alone would match" if alone else ""
+        said += f"; near are {', '.join(near)}" if near and not alone else ""
+        print(
+            f"no result for {' '.join(texts)!r}{said}; `shardwright models --check NAME` tries a model here",
+            file=sys.stderr,
+        )
+        return 2
     if args.json:
         print(json.dumps({"versions": dict(found.versions), "models": list(as_json(rows))}, indent=1))
         return 0
-    if not rows:
-        print(f"no result for {args.family!r}; `shardwright models --check NAME` tries a model here", file=sys.stderr)
-        return 2
     print(table(found, rows))
     return 0
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from . import plan_search
+from .plan_page import command as plan_page
 from .presets import PRESETS
 
 HELP = "check a layout against a model and show stages, bytes, schedule and collectives, without GPUs"
@@ -95,6 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the ranks' devices, which sizes of buckets and chunks go by, else cuda, wherever this runs",
     )
     model.add_argument("--json", action="store_true", help="the report as one JSON document")
+    model.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="what --peak tells as one page that needs no other file: the actions of every rank, and on the same time "
+        "scale its memory",
+    )
     plan_search.add_arguments(parser)
     layout = parser.add_argument_group(
         "arguments of HybridParallelPlugin", "left out, each has the plugin's own default"
@@ -191,15 +200,28 @@ def run(args: argparse.Namespace) -> int:
         return plan_search.run(args, lambda: _lazy(config), lambda model: _optimizer(args.optimizer, model))
     from ..utils.device import planning_for
 
+    if args.html is not None:
+        try:
+            plan_page.refuse(args.html)
+        except ValueError as error:
+            print(f"shardwright plan: {error}", file=sys.stderr)
+            return 1
     try:
         given = _given(args)
         with planning_for(args.device or "cuda"):
             layout, attention = _resolve(args, config, form, given)
-            peaks, note = _replay(args, config, form, given) if args.peak else ([], "")
+            peaks, note, text = _replay(args, config, form, given, layout) if args.peak or args.html else ([], "", "")
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
     _show(args, layout, attention, peaks, note)
+    if args.html is not None:
+        try:
+            plan_page.write(args.html, text)
+        except ValueError as error:
+            print(f"shardwright plan: {error}", file=sys.stderr)
+            return 1
+        print(f"wrote {args.html}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
@@ -277,24 +299,32 @@ def _optimizer(kind: str, model: Any) -> Any:
 
 
 def _replay(
-    args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any]
-) -> tuple[list[Any], str]:
-    """The `Peak` of every pipeline rank, and a word on how they were found."""
+    args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any], layout: Any
+) -> tuple[list[Any], str, str]:
+    """The `Peak` of every pipeline rank, a word on how they were found, and the page where one is asked for."""
     from ..planner.batches import batch_of
     from ..planner.peaks import peaks
     from ..planner.replay import Job
     from ..plugins import HybridParallelPlugin
 
     if args.batch_size is None or args.optimizer == "none":
-        raise ValueError("--peak replays a training step: it needs --batch-size, and an --optimizer")
+        option = "--html" if args.html else "--peak"
+        raise ValueError(f"{option} replays a training step: it needs --batch-size, and an --optimizer")
     job = Job(
         lambda **changes: HybridParallelPlugin.from_config(form, **{**given, **changes}),
         lambda: _lazy(config),
         lambda model: _optimizer(args.optimizer, model),
         batch_of(_lazy(config), args.batch_size, args.seq_len),
     )
-    found = peaks(job, args.world_size)
-    return found.peaks, found.note
+    if args.html is None:
+        found = peaks(job, args.world_size)
+        return found.peaks, found.note, ""
+    from .plan_page.page import chosen
+
+    machine = plan_search.device(args)
+    found = peaks(job, args.world_size, chosen)
+    text = plan_page.page_of(job, args.world_size, layout, found, machine, args.batch_size, args.seq_len)
+    return found.peaks, found.note, text
 
 
 def _lazy(config: Any) -> Any:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             read.recipe.profile_steps = args.profile
         return _train(args, read.recipe)
     except RecipeError as error:
-        if int(os.environ.get("RANK", 0)) == 0 or isinstance(error, RowError):
+        if not error.told if isinstance(error, RowError) else int(os.environ.get("RANK", 0)) == 0:
             said = str(error).strip().rpartition("RowError: ")[2]  # a worker puts its traceback in front of it
             print(f"shardwright train: {said}", file=sys.stderr, flush=True)
         return 2

@@ -4,7 +4,7 @@ from typing import Any
 
 from .._moved import missing_name
 from .coordinator import DistCoordinator
-from .job import BrokenJobError, JobError
+from .errors import BrokenJobError, JobError
 from .launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from .mesh import ParallelMesh
 from .recovery import recover

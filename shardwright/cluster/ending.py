@@ -33,6 +33,7 @@ _KINDS = 3  # of things that ranks were doing, in torchrun's report
 _exit_code: int | None = None  # what this process ends with, once that is decided
 _telling = threading.RLock()  # reentrant, since a signal may come while the main thread tells
 _told = False
+_agreed_code = 0  # of sys.exit, with which all ranks end alike
 _script_exit: _Exit | None = None  # the last sys.exit that nobody caught
 
 
@@ -227,6 +228,13 @@ def leave_interrupted(job: Job) -> NoReturn:
     _leave(0 if torchrun and not mine else 128 + signal.SIGINT)
 
 
+def exit_together(code: int) -> NoReturn:
+    """`sys.exit(code)`, which all ranks call: it is nobody's failure."""
+    global _agreed_code
+    _agreed_code = code
+    sys.exit(code)
+
+
 def remember_exits() -> None:
     """Let `sys.exit` note who called it with what, which no exit handler is told."""
     leave = sys.exit
@@ -277,7 +285,7 @@ def at_exit(job: Job) -> None:
         return
     job.ending = True
     code, where = _script_exit or (0, "")
-    if code == 0:
+    if code == _agreed_code:
         job.tell(f"left/{job.rank}", "left: its script had ended")
         job.tell(f"gone/{job.rank}")
         if job.rank == 0 and not _under_torchrun():  # the store ends with this process

@@ -45,6 +45,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .errors import without_store
+
 _NOBODY_SENDS = 0x7FFFFFF0  # a tag
 _SPARE_TYPES = ("CUSTOM", "UCC", "MPI", "XCCL")
 MOST_RECOVERIES = len(_SPARE_TYPES)
@@ -90,7 +92,10 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.Proces
     if _timeout is not None:
         options.setdefault("timeout", _timeout)
     keep_out_of_forks()
-    group = dist.new_group(list(ranks) if ranks is not None else None, **options)
+    try:
+        group = dist.new_group(list(ranks) if ranks is not None else None, **options)
+    except dist.DistNetworkError as error:
+        raise without_store("a process group could not be made", "the process of rank 0 or torchrun") from error
     assert isinstance(group, dist.ProcessGroup)
     return group
 

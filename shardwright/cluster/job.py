@@ -11,7 +11,8 @@ the next one):
     left/<rank>       the rank's script ended, without a failure that it knows of
     beat/<rank>       "<number> <checks passed> in <call, action>", written twice a second: a rank whose number stands
                       still has died
-    stalled           set when a rank's step takes too long; standing/<rank>: where a rank stood then (`watchdog`)
+    stalled           who asks where the ranks stand since its step takes too long, and standing/<n>/<rank> the answers
+                      (`watchdog`)
 
 A job of one rank has no store to watch, and nothing here does anything.
 """
@@ -32,6 +33,7 @@ import torch.distributed as dist
 
 from ..utils.memory_notes import note_memory
 from . import groups
+from .errors import BrokenJobError, JobError, without_store
 from .failure import DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
 from .heart import heart
 
@@ -41,14 +43,6 @@ R = TypeVar("R")
 POLL = 0.5  # seconds between two looks at the store
 _BLAME = 4.0  # seconds to find out which rank a lost connection is due to
 _AGREE = 2.0  # seconds in which ranks that make the same mistake are expected to raise the same error
-
-
-class JobError(RuntimeError):
-    """Another rank failed, and this one stopped because of it; the message is that rank's story."""
-
-
-class BrokenJobError(RuntimeError):
-    """An earlier step failed in the middle, so the ranks' communicators no longer fit together."""
 
 
 class Job:
@@ -65,6 +59,8 @@ class Job:
         self.updating = False  # whether one has begun to change weights
         self.lasting = ""  # what keeps a step that failed in the middle in mind, so that nothing can go on after it
         self.checks = 0  # of batches, passed (`same_batch`)
+        self.answers: list[Callable[[], None]] = []  # what the watching thread does besides, twice a second
+        self.appointed = 0  # steps that ranks have agreed on, or may (`appointment`)
         self.ending = False  # the main thread is on its way out and needs no help
         self._default_store = store
         self._clones = threading.local()
@@ -74,6 +70,7 @@ class Job:
         self._releases: list[Callable[[], None]] | None = []  # to be called when they are; None: they are
         self.local_ranks = _local_ranks(rank, world_size)
         self.server, self.served_by = ("", 0), "rank 0"  # host and process id
+        self.server_left = False  # its script had ended, and nothing is wrong when its store does, too
         self._introduce()
 
     def _introduce(self) -> None:
@@ -165,6 +162,13 @@ class Job:
                 self.store.set(self.key(name), value)
         return not self._store_is_gone
 
+    def replace(self, name: str, before: str, after: str) -> bool:
+        """Set a key to `after` if it is `before`, "" where it is not there yet; whether this rank has done so."""
+        if not self._store_is_gone:
+            with self._while_it_lasts():
+                return bytes(self.store.compare_set(self.key(name), before, after)).decode() == after
+        return False
+
     def ask(self, name: str) -> str | None:
         if not self._store_is_gone:
             with self._while_it_lasts():
@@ -181,10 +185,17 @@ class Job:
                 time.sleep(0.02)
         return not names
 
+    def require_store(self, what: str) -> None:
+        """BrokenJobError if the store is gone, of which `what` is what came of it."""
+        if self._store_is_gone:
+            raise without_store(what, self.served_by)
+
     def wait_a_little(self, name: str, patience: timedelta) -> None:
         """Until the key is there, or not much longer than `patience`."""
         with contextlib.suppress(RuntimeError):
             self.store.wait([self.key(name)], patience)
+        self.ask("failure")  # whether there is still somebody to ask
+        self.require_store("a rank did not hear of the others")
 
     # Finding out.
 
@@ -204,9 +215,7 @@ class Job:
                     return self._about(rank, DIED, "died without a word (killed?)", doing, error)
             time.sleep(0.1)
         if self._store_is_gone:
-            return self._about(
-                0, DIED, "died without a word (killed?), or its machine did: it served the job's store", doing, error
-            )
+            return self.lost_store()
         now = self._beats()
         for rank in range(self.world_size):
             if rank != self.rank and before[rank] is not None and before[rank] == now[rank]:
@@ -229,10 +238,20 @@ class Job:
 
     def note_server(self) -> None:
         """Who serves the store, for when it does not answer any more."""
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if not self.server[1]:
-            agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             self.server = (socket.gethostname(), os.getppid()) if agents else self.process_of(0)
             self.served_by = "torchrun" if agents else "rank 0"
+        if not agents and not self.server_left:
+            self.server_left = self.ask("left/0") is not None
+
+    def lost_store(self) -> Failure:
+        """The record of the end of the process that served the store, which nobody can be told of any more."""
+        if self.served_by != "rank 0":
+            what = f"lost the job's store: {self.served_by}, which served it, has died, or its machine has"
+            return Failure(self.rank, self.rank, self.place, "", DIED, what, when=time.time())
+        what = "died without a word (killed?), or its machine did: it served the job's store"
+        return Failure(0, self.rank, "", "", DIED, what, when=time.time())
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """(host, process id) of a rank; ("", 0) where it has not said so."""
@@ -265,15 +284,7 @@ class Job:
     def _has_died_here(self, rank: int) -> bool:
         """Whether a rank of this machine has no process any more, or one that only waits to be buried."""
         host, pid = self.process_of(rank)
-        if host != socket.gethostname():
-            return False
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "ZX"
-        except FileNotFoundError:
-            return os.path.exists("/proc/self/stat")
-        except OSError:
-            return False
+        return host == socket.gethostname() and os.path.exists("/proc/self/stat") and not is_running(host, pid)
 
     def all_raise(self, point: str) -> bool:
         """Whether every rank raises at this point of the job, so that none waits for another: called by a rank that is
@@ -507,6 +518,17 @@ def _tell_all(job: Job, error: Exception, where: str, doing: str) -> None:
         raise JobError(f"{failure.condensed()}\nrank {job.rank} stopped in {where} because of it") from (
             None if is_lost_connection(error) else error
         )
+
+
+def is_running(host: str, pid: int) -> bool:
+    """Whether a process of this machine runs, and does not only wait to be buried."""
+    if host != socket.gethostname():
+        return False
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
 
 
 def _local_ranks(rank: int, world_size: int) -> list[int]:

@@ -81,7 +81,8 @@ def launch(
                 stood. "auto" learns it from the steps before: 20 times the longest, and at least 9/10 of
                 `timeout`; None: for ever
 
-    A second call with the same rank and world size only sets the seed, the configuration and step_timeout.
+    A second call with the same rank and world size only sets the seed and the configuration, and step_timeout where it
+    names another than "auto", which leaves what was set and learned before.
     """
     global _member
     loaded = load_config(config)
@@ -90,6 +91,7 @@ def launch(
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
     budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds())
+    is_watched = dist.is_initialized() and job.current() is not None  # by what an earlier call has set up
     groups.keep_out_of_forks()
     if dist.is_initialized():
         _check_same_job(rank, world_size, backend, limit)
@@ -107,7 +109,8 @@ def launch(
         _member = os.getpid()
     if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
         _fail_together(limit)
-    heart.budgets = budgets
+    if step_timeout != "auto" or not is_watched:
+        heart.budgets = budgets
     set_seed(seed)
     set_launch_config(loaded)
     if verbose and rank == 0:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ..utils.random import set_seed
 from . import groups
 from . import job as jobs
-from .job import BrokenJobError, Job
+from .errors import BrokenJobError
+from .job import Job
 
 _RESTART = "restart the job from its last checkpoint"
 
@@ -52,10 +53,13 @@ def recover(timeout: float = 60) -> None:
 
 def _agree(job: Job, name: str, timeout: float) -> int:
     """Wait for all ranks, whose weights must fit together; returns the most checks of batches that any has passed."""
+    job.require_store("recover()")
     job.store.set(f"{name}{job.rank}", json.dumps([job.stepped, job.updating, job.checks]))
     try:
         job.store.wait([f"{name}{rank}" for rank in range(job.world_size)], timedelta(seconds=timeout))
     except RuntimeError as error:
+        job.ask("failure")  # whether there is still somebody to ask
+        job.require_store("recover()")
         missing = [rank for rank in range(job.world_size) if not job.store.check([f"{name}{rank}"])]
         raise BrokenJobError(
             f"recover() must be called by all {job.world_size} ranks, and within {timeout:g} s rank(s) {missing} did "

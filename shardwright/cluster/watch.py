@@ -21,11 +21,13 @@ import weakref
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from . import ending
 from .failure import Failure
 from .heart import heart
-from .job import POLL, Job
-from .watchdog import answer, kill_stopped, open_inquiry
+from .job import POLL, Job, is_running
+from .watchdog import answer, kill_stopped, last_inquiry
 
 # seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
 _TO_END = 3.0
@@ -38,7 +40,10 @@ class Watch(threading.Thread):
         self._job = job
         self._stopping = False
         self._end_at: float | None = None
-        self._answered = 0  # the last inquiry that was answered
+        self._answered = (
+            0,
+            0,
+        )  # the last inquiry that was answered, with the generation of the job that it was made in
         self._interrupted_at: float | None = None
         self._interrupt_raised = False
         self._listens = False
@@ -104,6 +109,18 @@ class Watch(threading.Thread):
             beats += 1
             if job.tell(f"beat/{job.rank}", f"{beats} {job.checks} in {heart.words()}"):
                 self._look()
+            else:
+                self._lose_store()
+
+    def _lose_store(self) -> None:
+        """Nobody hears of this rank any more, nor it of them: it ends, unless the store went with a script that was
+        through, or with a job that all ranks leave.
+        """
+        job = self._job
+        is_over = job.ending or job.server_left or not dist.is_initialized() or is_running(*job.server)
+        if job.failure is None and not is_over:
+            job.learn(job.lost_store())
+            self._end_at = time.monotonic() + _TO_END
 
     def _look(self) -> None:
         job = self._job
@@ -116,15 +133,18 @@ class Watch(threading.Thread):
                 kill_stopped(job, failure)
             else:
                 self._answer()
+                for answer_besides in tuple(job.answers):
+                    answer_besides()
         if job.failure is not None and self._end_at is None and job.ask("ended") is not None:
             self._end_at = time.monotonic() + _TO_END
 
     def _answer(self) -> None:
         """Tell where this rank stands, once to every inquiry."""
-        inquiry = open_inquiry(self._job)
-        if inquiry % 2 and inquiry != self._answered:
-            self._answered = inquiry
-            answer(self._job, inquiry)
+        inquiry = last_inquiry(self._job)
+        this = self._job.generation, inquiry.number
+        if inquiry.is_open and this != self._answered:
+            self._answered = this
+            answer(self._job, inquiry.number)
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()

@@ -5,8 +5,11 @@ When this rank's call is overdue it asks the others through the store: everybody
 from its watching thread (`watch`), so that a main thread that waits in C++ cannot keep it from that. From what comes in
 follows who is late (`verdict`). Then the job ends as it does by any failure (`ending`), with an exit code of its own.
 
-    stalled              the number of the last inquiry: odd while it is open, even when the job has gone on
+    stalled              "<n> <rank>": the last inquiry and who makes it; n is odd while it is open
     standing/<n>/<rank>  what the rank has answered to the n-th
+
+One rank inquires at a time. Others whose calls are overdue as well answer like everybody, and wait for what comes of
+it; they inquire next if the job has not ended, or if the one that did is gone.
 
 Where the store does not answer, because the rank that serves it is stopped, each rank says so for itself and ends.
 """
@@ -20,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from .ending import leave_alone
 from .failure import LEFT, STALLED, Failure
@@ -28,7 +32,9 @@ from .job import POLL, Job
 from .standing import COMPILATION, DEBUGGER, Standing, stand
 
 _ANSWERS = 3.0  # seconds for all ranks to say where they stand
+_DEALING = 1.0  # seconds more for who has asked to make something of it
 _STORE = 10.0  # seconds for the store to take part in that
+_INQUIRY = "stalled"
 _STOPPED = 10 * POLL  # between two looks of a process that was stopped
 
 
@@ -62,9 +68,27 @@ class Watchdog(threading.Thread):
             looked = time.monotonic()
 
 
-def open_inquiry(job: Job) -> int:
-    """The number of the inquiry that is open, or of none; see above."""
-    return int(job.ask("stalled") or 0)
+class Inquiry(NamedTuple):
+    """See `stalled` above. `number` 0: there was none."""
+
+    number: int
+    rank: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.number % 2 == 1
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.rank}"
+
+    @staticmethod
+    def read(text: str | None) -> Inquiry:
+        number, _, rank = (text or "0 0").partition(" ")
+        return Inquiry(int(number), int(rank))
+
+
+def last_inquiry(job: Job) -> Inquiry:
+    return Inquiry.read(job.ask(_INQUIRY))
 
 
 def answer(job: Job, inquiry: int) -> None:
@@ -72,27 +96,49 @@ def answer(job: Job, inquiry: int) -> None:
     job.tell(f"standing/{inquiry}/{job.rank}", stand(job.rank, job.place).to_json())
 
 
+def elect(job: Job) -> Inquiry | None:
+    """The inquiry that this rank is to make; None where another rank makes one, which has been waited for."""
+    last = last_inquiry(job)
+    if last.is_open:
+        deadline = time.monotonic() + _ANSWERS + _DEALING
+        while time.monotonic() < deadline:
+            if job.failure is not None or last_inquiry(job) != last:
+                return None
+            time.sleep(0.1)
+    # behind one that is closed, or in place of one whose rank is gone
+    mine = Inquiry(last.number + (2 if last.is_open else 1), job.rank)
+    return mine if job.replace(_INQUIRY, str(last) if last.number else "", str(mine)) else None
+
+
 def _inquire(job: Job, took: float) -> None:
     """End the job unless it has gone on meanwhile."""
     call, number = heart.call, heart.number
-    inquiry = open_inquiry(job) | 1
-    job.tell("stalled", str(inquiry))
-    mine = stand(job.rank, job.place)
-    job.tell(f"standing/{inquiry}/{job.rank}", mine.to_json())
-    job.wait_for([f"standing/{inquiry}/{rank}" for rank in range(job.world_size)], _ANSWERS)
-    if heart.number != number or heart.overdue() is None:  # just in time
-        job.tell("stalled", str(inquiry + 1))
+    inquiry = elect(job)
+    if inquiry is None or heart.number != number:
+        if inquiry is not None:
+            _close(job, inquiry)
         return
-    told = [job.ask(f"standing/{inquiry}/{rank}") for rank in range(job.world_size)]
+    mine = stand(job.rank, job.place)
+    job.tell(f"standing/{inquiry.number}/{job.rank}", mine.to_json())
+    job.wait_for([f"standing/{inquiry.number}/{rank}" for rank in range(job.world_size)], _ANSWERS)
+    if heart.number != number or heart.overdue() is None:  # just in time
+        _close(job, inquiry)
+        return
+    told = [job.ask(f"standing/{inquiry.number}/{rank}") for rank in range(job.world_size)]
     standings = {rank: Standing.from_json(text) for rank, text in enumerate(told) if text is not None}
     if is_excused(standings, learned=isinstance(heart.budgets.given, str)):
         heart.excuse(heart.since, time.monotonic())  # the budget anew
-        job.tell("stalled", str(inquiry + 1))
+        _close(job, inquiry)
         return
     failure = job.first(_failure(job, {job.rank: mine, **standings}, f"{call} had taken {took:.0f} s", call))
     job.tell("ended")
     kill_stopped(job, failure)
     job.learn(failure)
+
+
+def _close(job: Job, mine: Inquiry) -> None:
+    """Unless another rank has taken it over."""
+    job.replace(_INQUIRY, str(mine), str(mine._replace(number=mine.number + 1)))
 
 
 def is_excused(standings: Mapping[int, Standing], learned: bool) -> bool:

@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -138,10 +138,12 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch, **defaults) if isinstance(batch, list | tuple) else model(batch, **defaults)
 
 
-def run_dry(model: nn.Module, batch: Any, truth: bool = False) -> Any:
+def run_dry(
+    model: nn.Module, batch: Any, truth: bool = False, within: AbstractContextManager[Any] | None = None
+) -> Any:
     """Output of `model`, a `meta_copy`, for `batch` moved to the meta device; `truth` is the answer to `if mask.all()`
-    and its like.
+    and its like. within: a context that sees what the model does.
     """
     batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
-    with without_data(truth), torch.enable_grad():
+    with without_data(truth), torch.enable_grad(), within or nullcontext():
         return call_model(model, batch)

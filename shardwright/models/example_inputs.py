@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ..utils.tensors import map_tensors
-from .config import HIDDEN, first_int, native_model, text_part
+from .config import native_model, text_part
+from .cross_attention import made_up_states, states_argument
 from .placeholders import feature_counts
 
 Batch = dict[str, Any]
@@ -28,7 +29,6 @@ _FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token i
 _IGNORE = -100
 _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
 _BESIDES_TEXT = ("pixel", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
-_ACROSS = ("encoder_attn", "cross_attn", "crossattention", "cross_attention")
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 _SOUND_PLACEHOLDERS = ("audio_token_id", "audio_token_index")
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
@@ -150,7 +150,7 @@ class _Maker:
         self.samples = "sample" in parameters and parameters["sample"].default is True
         self.head = getattr(type(native), "native_class", type(native)).__name__
         self.keeps_numbers = False
-        self.looks_across = any(name.endswith(_ACROSS) for name, _ in model.named_modules())
+        self.states = states_argument(model)
         param = next(model.parameters())
         self.device = param.device
         self.dtype = next(
@@ -468,13 +468,10 @@ class _Maker:
 
     def _encoder_states(self, made: Batch) -> Batch | None:
         """What a decoder with cross-attention reads of an encoder that it is used without."""
-        width = first_int(self.text, ("cross_attention_hidden_size", "encoder_hidden_size", *HIDDEN))
-        if not self.looks_across or width is None or "encoder_hidden_states" not in self.arguments:
+        if self.states is None or "input_ids" not in made:
             return None
-        if "input_ids" not in made:
-            return None
-        states = torch.randn(len(made["input_ids"]), _PLAIN_LENGTH, width, generator=self._generator)
-        return {"encoder_hidden_states": states}
+        states = made_up_states(self.model, len(made["input_ids"]), _PLAIN_LENGTH, self._generator)
+        return None if states is None else {self.states: states}
 
     def _image_places(self, seen: Batch) -> int:
         """How many ids of a text stand for one image; 0 where none do."""

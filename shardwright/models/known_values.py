@@ -7,7 +7,7 @@ model can count the places of images in a text, or cut what it has made of them 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ def known(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to("meta") if tensor.is_floating_point() else tensor.cpu(), value)
 
 
-def run_knowing(model: nn.Module, batch: Any) -> Any:
-    """Output of `model`, a `meta_copy`, for a batch whose whole numbers are known."""
+def run_knowing(model: nn.Module, batch: Any, within: AbstractContextManager[Any] | None = None) -> Any:
+    """Output of `model`, a `meta_copy`, for a batch whose whole numbers are known. within: see `run_dry`."""
     batch = known(batch)
-    with knowing_whole_numbers(), torch.enable_grad():
+    with knowing_whole_numbers(), torch.enable_grad(), within or nullcontext():
         return call_model(model, batch)

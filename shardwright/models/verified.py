@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -63,14 +64,28 @@ class Verified:
     rows: tuple[Row, ...] = field(default=())
     one_step: int = 0
 
-    def matching(self, text: str) -> list[Row]:
-        """Rows whose family, model type or class has the text in it, in any case."""
-        wanted = text.lower()
-        return [
-            row
-            for row in self.rows
-            if any(wanted in name.lower() for name in (row.family, row.model_type, row.model_class))
-        ]
+    def matching(self, *texts: str) -> list[Row]:
+        """Rows whose family, model type or class has each of the texts in it, in letters of any case: "GPT-2" is gpt2,
+        and "qwen3 moe" qwen3_moe.
+        """
+        wanted = [_plain(text) for text in texts]
+        return [row for row in self.rows if all(any(one in _plain(name) for name in _names(row)) for one in wanted)]
+
+    def nearest(self, text: str, most: int = 5) -> list[str]:
+        """Model types and families whose names are the closest to a text that none has."""
+        known = {_plain(name): name for row in reversed(self.rows) for name in _names(row)}
+        known |= {_plain(row.model_type): row.model_type for row in self.rows}
+        found = difflib.get_close_matches(_plain(text), known, n=most, cutoff=0.5)
+        return list(dict.fromkeys(known[name] for name in found))
+
+
+def _names(row: Row) -> tuple[str, ...]:
+    return row.family, row.model_type, row.model_class
+
+
+def _plain(text: str) -> str:
+    """Small letters and digits alone."""
+    return "".join(letter for letter in text.lower() if letter.isalnum())
 
 
 def load(file: Path = FILE) -> Verified:

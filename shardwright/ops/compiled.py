@@ -99,6 +99,11 @@ def copy_in(x: Tensor, group: str) -> Tensor:
     return cast(Tensor, _copy(x, group))
 
 
+def sum_out(x: Tensor, group: str) -> Tensor:
+    """See `ops.collective.reduce_from_group`."""
+    return cast(Tensor, _sum(x, group))
+
+
 def sum_for_shards(x: Tensor, group: str) -> Tensor:
     """The sum over the ranks, which every rank reads for a part of the result: its gradient is summed too."""
     return cast(Tensor, _copy(_sum(x, group), group))

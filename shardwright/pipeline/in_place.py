@@ -5,6 +5,7 @@ keep their slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,10 +69,18 @@ def show_released(module: nn.Module, in_forward: Callable[[], bool]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Given:
+    """One of the leaves that a call was given."""
+
+    number: int
+
+
 def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Output of `module` as meta tensors, for inputs like these, and whether it follows from their shapes: its call
     runs once with every tensor on the meta device, or, where it asks for them, with whole numbers on the CPU, or, where
-    it looks at others, too, with zeros for its weights.
+    it looks at others, too, with zeros for its weights. In place of what the module hands on as it got it stands
+    `Given`.
     """
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (table, name, tensor)
@@ -88,19 +97,26 @@ def output_shapes(module: nn.Module, call: Callable[..., Any], args: Any, kwargs
             try:
                 given = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
                 with without_data():
-                    return call(*given[0], **given[1]), True
+                    return _with_given(call(*given[0], **given[1]), given), True
             except Exception:  # of a module whose shapes follow from sizes of images, say
                 try:
                     given = known((args, kwargs))
                     with knowing_whole_numbers():
-                        return call(*given[0], **given[1]), False
+                        return _with_given(call(*given[0], **given[1]), given), False
                 except Exception:  # of a module that counts, say, what is not a number
                     for table, name, tensor in places:
                         table[name] = _zeros(tensor)
-                    return call(*args, **kwargs), False
+                    return _with_given(call(*args, **kwargs), (args, kwargs)), False
     finally:
         for table, name, tensor in places:
             table[name] = tensor
+
+
+def _with_given(output: Any, given: Any) -> Any:
+    numbers = {id(leaf): number for number, leaf in enumerate(pytree.tree_leaves(given))}
+    return pytree.tree_map_only(
+        torch.Tensor, lambda leaf: Given(numbers[id(leaf)]) if id(leaf) in numbers else leaf, output
+    )
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ as parameters), and the modules on the way change their class in place:
     a gate before the stage      returns what the stage received in its place
     a layer of the stage         runs, through activation checkpointing if it is one of those that recompute
     the stage's last gate        ends the forward, which is left by an exception
-    a module outside the layers  whose output this stage does not read returns zeros (embeddings behind the first stage)
+    a module outside the layers  whose output this stage does not read returns NaN (embeddings behind the first stage)
 
 One model serves all stages (chunks) of a rank: `StagedModel.run(stage, ...)` says which one the modules play. A weight
 used by two stages of one rank is therefore one parameter.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -28,9 +28,7 @@ from torch import nn
 from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
 from ..models.layer_chain import Unit, numbers_by_module, paths_to
-from ..utils.tensors import map_tensors
 from ..utils.transfer import needs_transfer
-from .applications import Applications
 from .batch.images import without_patches
 from .batch.step_inputs import StepInputs
 from .checkpointing import Recomputation, run_checkpointed, run_selectively
@@ -45,6 +43,7 @@ from .hoisting.surroundings import Surroundings
 from .in_place import change_class, disable_own_checkpointing, keep_slices, release, show_released, stand_in
 from .loss.router_logits import RouterLogits
 from .slices.sequence_slices import Payload, SlicedInputs
+from .stage_run import StageExit, StageRun
 from .stubs import stub_call
 from .towers import Towers, is_nothing, nothing_of
 
@@ -55,45 +54,6 @@ PLAIN_CALL = (
     "with data_iter an iterator over batches and criterion(outputs, inputs) -> loss; leave the optimizer out to "
     "evaluate"
 )
-
-
-class StageExit(Exception):
-    """Leaves the model's forward behind the last layer of a stage."""
-
-
-@dataclass
-class StageRun:
-    """One stage's forward of one microbatch: what the modules consult while it runs."""
-
-    stage: int
-    low: int
-    high: int
-    is_last: bool
-    live: frozenset[str]  # modules outside the layers whose output this stage reads
-    received: dict[int, Any] = field(default_factory=dict)  # unit before the stage -> its output
-    written: frozenset[int] = frozenset()  # units whose outputs the model writes to
-    # unit of the stage, or entry -> its output, where a later stage reads it
-    outputs: dict[int, Any] = field(default_factory=dict)
-    wanted: frozenset[int] = frozenset()
-    # by their number, of the layers so far; None: nobody collects them
-    router_logits: dict[int, torch.Tensor] | None = None
-    enter_tail: Callable[[Any], None] | None = None
-    trace: Trace | None = None  # instead of layers
-    in_model: bool = True  # whether layers are called by the model's forward
-    begin: int = 0  # first unit that runs: what the ones before returned is there
-    reached: int = -1  # last unit that the model has called
-    watch: Watch | None = None  # of what the model's forward reads off tensors
-    past: Any = None  # keys and values of the slices before this one
-    applications: Applications = field(default_factory=Applications)
-
-    def output_before(self, unit: int) -> Any:
-        """What a gate before the stage returns: its own output, or like the next one that arrived when nobody reads
-        its own.
-        """
-        known = next(known for known in self.received if known >= unit)  # ascending
-        output = self.received[known]
-        # What the model writes to the outputs of several layers must not meet in one tensor.
-        return map_tensors(torch.Tensor.clone, output) if known != unit and {known, unit} & self.written else output
 
 
 class StagedModel:
@@ -139,9 +99,8 @@ class StagedModel:
         self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
         self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
         self._defaults = forward_defaults(model)
-        templates = survey.templates if survey is not None else ()
+        self._templates = dict(enumerate(survey.templates)) if survey is not None else {}
         self._towers = Towers(survey) if survey is not None else None
-        self._written = frozenset(unit for unit, template in enumerate(templates) if any(template.written))
         disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
         self._around = Surroundings(model, [unit.layer for unit in units])
@@ -269,7 +228,7 @@ class StagedModel:
             received = received[passed:] if received is not None else None
         if self.survey is not None:
             run.received = self._unpack(received, units.start)
-            run.written = self._written
+            run.templates = self._templates
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
         return run
 
@@ -516,7 +475,7 @@ class StagedModel:
             if not is_gate or not run.in_model:
                 return output
             if index in run.wanted and is_here:
-                run.outputs[index] = output
+                run.outputs[index] = output if index == run.high - 1 else run.templates[index].apart(output)
             if index == run.high - 1:
                 if run.watch is not None:
                     run.watch.finish()
@@ -547,7 +506,8 @@ class StagedModel:
         assert self.survey is not None
         assert self.survey.entry is not None
         if run.high:
-            return self.survey.entry.put(args, kwargs, run.received[ENTRY])
+            entry = self.survey.entry
+            return entry.put(args, kwargs, entry.template.apart(run.received[ENTRY]))
         run.outputs[ENTRY] = self.survey.entry.taken(args, kwargs)
         if run.watch is not None:
             run.watch.finish()

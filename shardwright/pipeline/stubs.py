@@ -1,4 +1,6 @@
-"""What stands for a module outside the layers on a stage that does not read what it returns: zeros of its shapes."""
+"""What stands for tensors that a stage does not read: NaN in their shapes, so that a stage that did read them could not
+go unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from ..utils import pytree
-from .in_place import output_shapes
+from .in_place import Given, output_shapes
 
 
 class _Run(Protocol):
@@ -34,7 +36,7 @@ def stub_call(name: str, module: nn.Module, known: bool, current: Callable[[], _
                 "gets it"
             )
         if run.trace is not None:
-            return run.trace.stub(lambda: imitate(call, args, kwargs))
+            return run.trace.stub(lambda: imitate(call, args, kwargs), (args, kwargs))
         return imitate(call, args, kwargs)
 
     def imitate(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -51,10 +53,25 @@ def stub_call(name: str, module: nn.Module, known: bool, current: Callable[[], _
             if follows:
                 shapes[key] = found, structure
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-        zeros = [
-            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in found
-        ]
-        return pytree.tree_unflatten(zeros, structure)
+
+        def made(leaf: Any) -> Any:
+            if isinstance(leaf, Given):  # who reads it does not read what the module makes
+                return leaves[leaf.number]
+            return _made_like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+
+        return pytree.tree_unflatten([made(leaf) for leaf in found], structure)
 
     return call_stub
+
+
+def absent_like(tensor: torch.Tensor) -> torch.Tensor:
+    """In the memory of one element, which nobody may write to. What is no floating number is known to all."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Of numbers that are indices, perhaps, zeros."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)

@@ -6,8 +6,9 @@ Both show what was measured and, below, what the simulator makes of the same cos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,10 +41,10 @@ LEGEND = {
     Kind.RELOAD: "reload activations",
 }
 
-_WIDTH, _LEFT, _ROW, _BAR = 1100, 60, 30, 24
+WIDTH, LEFT, ROW, BAR = 1100, 60, 30, 24
 
 
-class _Bar(NamedTuple):
+class Bar(NamedTuple):
     rank: int
     start: float
     end: float
@@ -52,16 +53,17 @@ class _Bar(NamedTuple):
     tip: str
     top: float = 0.0  # of the row's height, and how much of it: of a pair each has a half
     height: float = 1.0
+    later: bool = False  # of the second chunk, or a later one
 
 
-def _bars(timeline: Timeline) -> Iterator[_Bar]:
+def _bars(timeline: Timeline) -> Iterator[Bar]:
     """Everything that is drawn: the ranks' whole time as waiting, and what they do on top of it."""
     for rank, spans in enumerate(timeline.ranks):
-        yield _Bar(rank, 0.0, timeline.makespan, WAIT, "", "idle")
+        yield Bar(rank, 0.0, timeline.makespan, WAIT, "", "idle")
         joined = False
         for action, start, ready, end in spans:
             if action.kind in COMPUTE and ready > start and not joined:
-                yield _Bar(rank, start, ready, WAIT, "", f"wait for {action}: {1000 * (ready - start):.3f} ms")
+                yield Bar(rank, start, ready, WAIT, "", f"wait for {action}: {1000 * (ready - start):.3f} ms")
             if action.kind in COLORS:
                 chunk = timeline.placement.chunk_of(action.stage)
                 label = str(action.microbatch) if action.microbatch >= 0 else ""
@@ -69,24 +71,35 @@ def _bars(timeline: Timeline) -> Iterator[_Bar]:
                     f"{action}: {1000 * (end - ready):.3f} ms (rank {rank}, chunk {chunk}, from {1000 * ready:.3f} ms)"
                 )
                 half = {"top": 0.5 * joined, "height": 0.5} if joined or action.kind is Kind.FB else {}
-                yield _Bar(rank, ready, end, COLORS[action.kind], label, tip, **half)
+                yield Bar(rank, ready, end, COLORS[action.kind], label, tip, **half, later=chunk > 0)
             joined = action.kind is Kind.FB
 
 
-def _svg(timeline: Timeline, seconds: float) -> str:
-    """One row per rank; `seconds` is the time that the full width stands for."""
-    scale = (_WIDTH - _LEFT) / max(seconds, 1e-9)
+def svg(
+    timeline: Timeline,
+    seconds: float,
+    more: Iterable[Bar] = (),
+    numbers: Sequence[int] | None = None,
+    unit: str = "ms",
+) -> str:
+    """One row per rank; `seconds` is the time that the full width stands for.
+
+    more     bars beside those of the timeline, by row
+    numbers  of the ranks in the rows, where these are not all
+    unit     of a thousandth of a second's place, where times are no seconds
+    """
+    scale = (WIDTH - LEFT) / max(seconds, 1e-9)
     num_ranks = len(timeline.ranks)
-    whole = num_ranks * _ROW + 24
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {whole}" width="100%" xmlns="http://www.w3.org/2000/svg">']
+    whole = num_ranks * ROW + 24
+    parts = [f'<svg viewBox="0 0 {WIDTH} {whole}" width="100%" xmlns="http://www.w3.org/2000/svg">']
     for rank in range(num_ranks):
-        parts.append(f'<text x="4" y="{rank * _ROW + 17}" class="name">rank {rank}</text>')
-    for rank, start, end, color, label, tip, top, share in _bars(timeline):
+        parts.append(f'<text x="4" y="{rank * ROW + 17}" class="name">rank {numbers[rank] if numbers else rank}</text>')
+    for rank, start, end, color, label, tip, top, share, later in chain(_bars(timeline), more):
         # The second chunk and later ones are drawn with an outline, so that a V or an interleaving can be seen.
-        x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
-        y, height = rank * _ROW + 1 + top * _BAR, share * _BAR
+        x, width = LEFT + start * scale, max((end - start) * scale, 0.3)
+        y, height = rank * ROW + 1 + top * BAR, share * BAR
         look = f'fill="{color}"' if color != WAIT else 'class="wait"'
-        if "chunk 0" not in tip and color != WAIT:
+        if later:
             look += ' class="later"'
         parts.append(
             f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
@@ -95,13 +108,18 @@ def _svg(timeline: Timeline, seconds: float) -> str:
         if label and width > 7 * len(label):
             parts.append(f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" class="label">{label}</text>')
         parts.append("</g>")
-    step = _nice_step(1000 * seconds / 8)
-    for tick in range(int(1000 * seconds / step) + 1):
-        x = _LEFT + tick * step / 1000 * scale
-        place = f'x="{_WIDTH}" text-anchor="end"' if x > _WIDTH - 60 else f'x="{x:.1f}"'
-        parts.append(f'<text {place} y="{whole - 6}" class="tick">{tick * step:g} ms</text>')
+    parts += _ticks(seconds, whole - 6, unit)
     parts.append("</svg>")
     return "".join(parts)
+
+
+def _ticks(seconds: float, y: float, unit: str) -> Iterator[str]:
+    scale = (WIDTH - LEFT) / max(seconds, 1e-9)
+    step = _nice_step(1000 * seconds / 8)
+    for tick in range(int(1000 * seconds / step) + 1):
+        x = LEFT + tick * step / 1000 * scale
+        place = f'x="{WIDTH}" text-anchor="end"' if x > WIDTH - 60 else f'x="{x:.1f}"'
+        yield f'<text {place} y="{y}" class="tick">{tick * step:g} {unit}</text>'
 
 
 def _nice_step(rough: float) -> float:
@@ -133,9 +151,9 @@ STYLE = f"{_LIGHT}@media (prefers-color-scheme: dark) {{{_DARK}}}\n"
 
 def drawing(timeline: Timeline) -> str:
     """The timeline alone, as an SVG file that needs nothing beside it."""
-    svg = _svg(timeline, timeline.makespan)
-    start = svg.index(">") + 1
-    return f'{svg[:start]}<rect width="100%" height="100%" class="paper"/><style>{STYLE}</style>{svg[start:]}\n'
+    drawn = svg(timeline, timeline.makespan)
+    start = drawn.index(">") + 1
+    return f'{drawn[:start]}<rect width="100%" height="100%" class="paper"/><style>{STYLE}</style>{drawn[start:]}\n'
 
 
 def compared(timelines: Mapping[str, Timeline], scheme: str) -> str:
@@ -153,13 +171,13 @@ def compared(timelines: Mapping[str, Timeline], scheme: str) -> str:
     for name, timeline in timelines.items():
         told = f"{name}: a step of {1000 * timeline.makespan:.0f} ms, of which ranks wait {100 * timeline.bubble:.0f} %"
         parts.append(f'<text x="4" y="{top + 12}" class="name">{escape(told)}</text>')
-        height = len(timeline.ranks) * _ROW + 24
-        inner = _svg(timeline, seconds).replace('width="100%"', f'y="{top + 20}" width="{_WIDTH}" height="{height}"', 1)
+        height = len(timeline.ranks) * ROW + 24
+        inner = svg(timeline, seconds).replace('width="100%"', f'y="{top + 20}" width="{WIDTH}" height="{height}"', 1)
         parts.append(inner)
         top += height + 32
     style = _LIGHT + (_DARK if scheme == "dark" else "")
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {top}" width="100%" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg viewBox="0 0 {WIDTH} {top}" width="100%" xmlns="http://www.w3.org/2000/svg">'
         f'<rect width="100%" height="100%" class="paper"/><style>{style}</style>{"".join(parts)}</svg>\n'
     )
 
@@ -174,12 +192,7 @@ def figures(timelines: Mapping[str, Timeline]) -> str:
     pairs = {name: (timeline, timeline.ideal()) for name, timeline in timelines.items()}
     seconds = max(_end(drawn) for pair in pairs.values() for drawn in pair)
     kinds = {span.action.kind for timeline in timelines.values() for spans in timeline.ranks for span in spans}
-    keys = [
-        f'<span class="key" style="background:{COLORS[kind]}">{name}</span>'
-        for kind, name in LEGEND.items()
-        if kind in kinds
-    ]
-    keys.append('<span class="key wait">idle or waiting for input</span>')
+    keys = legend(kinds)
     chunks = max(timeline.placement.num_chunks for timeline in timelines.values())
     outlined = " outlined: second and later chunks," if chunks > 1 else ""
     parts = [f"<p>{' '.join(keys)}{outlined} numbers: microbatches</p>"]
@@ -188,8 +201,18 @@ def figures(timelines: Mapping[str, Timeline]) -> str:
         for what, drawn in (("Measured", measured), ("Ideal with the measured mean costs", ideal)):
             what = f"{title}{what.lower()}" if title else what
             told = f"{1000 * drawn.makespan:.1f} ms, bubble {100 * drawn.bubble:.1f} %"
-            parts.append(f'<h3>{what}: {told}</h3>\n<div class="wide">{_svg(drawn, seconds)}</div>')
+            parts.append(f'<h3>{what}: {told}</h3>\n<div class="wide">{svg(drawn, seconds)}</div>')
     return "\n".join(parts)
+
+
+def legend(kinds: Collection[Kind]) -> list[str]:
+    """Of these, and of waiting."""
+    keys = [key(COLORS[kind], name) for kind, name in LEGEND.items() if kind in kinds]
+    return [*keys, '<span class="key wait">idle or waiting for input</span>']
+
+
+def key(color: str, name: str) -> str:
+    return f'<span class="key" style="background:{color}">{escape(name)}</span>'
 
 
 def _end(timeline: Timeline) -> float:

@@ -4,7 +4,8 @@ they return.
     a batch without images     the layers of the vision tower do not run: a stage that ends among them sends tensors of
                                no elements in place of their outputs, and nobody reads those
     a stage behind a tower     the model calls the tower's layers again, but nothing of what they returned has arrived,
-                               as nothing here reads it: each returns what it was given, which has the right shape
+                               as nothing here reads it: each returns NaN in the shape of what it was given, which is
+                               the right one
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cut.survey import Survey, Template
+from .cut.survey import Survey
+from .cut.template import Template
 from .loss.router_logits import collecting_hooks
+from .stubs import absent_like
 
 
 class Towers:
@@ -50,10 +53,11 @@ class Towers:
         return any(known >= unit and self._lists[known] == self._lists[unit] for known in received if known >= 0)
 
     def unchanged(self, unit: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the unit was given, in the structure of what it returns."""
+        """In the structure of what the unit returns, tensors of the shape of what it was given."""
         template = self._survey.templates[unit]
         given = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-        return template.build([given] * template.num_tensors, [0] * template.num_numbers)
+        absent = template.build([absent_like(given)] * template.num_tensors, [0] * template.num_numbers)
+        return template.apart(absent)
 
     def collect(self, unit: int, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         """What a tower's layer returned on another stage goes where transformers collects hidden states: LLaVA reads

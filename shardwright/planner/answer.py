@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,18 +11,22 @@ from torch import nn
 
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins.hybrid.resolved import size, table
+from .devices import device_of
 from .estimate import Estimate
-from .machines import machine
+from .machines import Machine
 from .remade import remade
 from .search import Found, Question, describe, search
 
 _SHOWN = 8
 _MODES = {"1f1b": "1f1b", "zb": "zbh1", "zbv": "zbv", "interleaved": "interleaved"}
-SURE = (
-    "an estimate: times follow from published peaks and assumed shares of them, and may be off by a third; layouts "
-    "within 5 % of one another are as good as equal. Memory follows from a replay of few layers, with 5 % and 2 GiB "
-    "kept free; shardwright plan --peak replays the one that you choose"
-)
+
+
+def how_sure(machine: Machine) -> str:
+    return (
+        f"an estimate: times follow from {machine.source}, and may be off by a third; layouts within 5 % of one "
+        "another are as good as equal. Memory follows from a replay of few layers, with 5 % and 2 GiB kept free; "
+        "shardwright plan --peak replays the one that you choose"
+    )
 
 
 def plugin_arguments(found: Estimate, precision: str, along: bool) -> dict[str, Any]:
@@ -53,23 +58,35 @@ def search_arguments(
     world_size: int,
     global_batch_size: int,
     sequence_length: int,
-    gpu: str = "h100",
+    gpu: str | None = None,
     gpu_memory: float | None = None,
     gpus_per_node: int | None = None,
     inside_bandwidth: float | None = None,
     between_bandwidth: float | None = None,
     precision: str = "bf16",
+    calibration: str | Path | None = None,
 ) -> dict[str, Any]:
     """Arguments of `HybridParallelPlugin` for the best layout, the same in every process that asks. Call it before
     `launch`: the search plays ranks of jobs of its own.
 
     model       makes the model, in a `LazyInitContext`
     optimizer   makes the optimizer for a model
+    gpu         kind of device; None: that of the calibration, or "h100"
     gpu_memory and the others: GiB, devices, GB/s; None: what is published of `gpu`
+    calibration file of `shardwright calibrate`, in place of what is published
     """
     if dist.is_initialized():
         raise ValueError("search_arguments() comes before launch(): this process is in a process group already")
-    device = machine(gpu, gpu_memory, gpus_per_node, inside_bandwidth, between_bandwidth, precision)
+    device = device_of(
+        calibration,
+        gpu if calibration is not None else gpu or "h100",
+        precision,
+        world_size,
+        memory=gpu_memory,
+        per_node=gpus_per_node,
+        inside=inside_bandwidth,
+        between=between_bandwidth,
+    )
     found = search(
         Question(remade(model), optimizer, device, world_size, global_batch_size, sequence_length, precision)
     )
@@ -139,7 +156,7 @@ def as_text(found: Found, question: Question) -> str:
     ]
     lines += [*table(("fastest of each kind", "step", "longer", "memory"), rows), ""]
     others = [(what, why(one, found)) for what, one in found.neighbours]
-    lines += [*table(("instead", "it is not the best because"), others), "", f"how sure this is: {SURE}"]
+    lines += [*table(("instead", "it is not the best because"), others), "", f"how sure this is: {how_sure(device)}"]
     return "\n".join(lines)
 
 
@@ -189,7 +206,7 @@ def as_data(found: Found, question: Question) -> dict[str, Any]:
         }
 
     return {
-        "machine": vars(question.machine),
+        "machine": question.machine.plain(),
         "world_size": question.world_size,
         "global_batch": question.global_batch,
         "length": question.length,
@@ -197,5 +214,5 @@ def as_data(found: Found, question: Question) -> dict[str, Any]:
         "limit": found.limit,
         "layouts": [plain(one) for one in found.estimates],
         "neighbours": [{"instead": what, "why": why(one, found), **plain(one)} for what, one in found.neighbours],
-        "how_sure": SURE,
+        "how_sure": how_sure(question.machine),
     }

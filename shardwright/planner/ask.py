@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from ..plugins.hybrid.found_layout import with_lazy_weights
 from .answer import as_text, plugin_arguments, recompute_of
-from .gpus import like_device
-from .machines import machine
+from .devices import device_of
 from .search import Question, search
 
 
@@ -29,18 +28,17 @@ def answer(asked: Mapping[str, Any]) -> dict[str, str]:
     of the search.
     """
     job = _Job(asked["job"])
-    name, memory = asked["gpu"], asked["gpu_memory"]
     try:
-        if name is None:
-            name, own = like_device(asked["device"])
-            memory = own if memory is None else memory
-        device = machine(
-            name,
-            memory,
-            asked["gpus_per_node"],
-            asked["inside_bandwidth"],
-            asked["between_bandwidth"],
+        device = device_of(
+            asked["calibration"],
+            asked["gpu"],
             asked["precision"],
+            asked["world_size"],
+            memory=asked["gpu_memory"],
+            per_node=asked["gpus_per_node"],
+            inside=asked["inside_bandwidth"],
+            between=asked["between_bandwidth"],
+            own=asked["device"],
         )
         sizes = asked["world_size"], asked["global_batch_size"], asked["sequence_length"]
         question = Question(job.model, job.optimizer, device, *sizes, asked["precision"])

@@ -5,6 +5,7 @@ taken out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -111,10 +112,11 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Of one layout."""
+    """Of one layout; `counts` are layers of every stage, where it is known how the model is cut."""
 
-    def __init__(self, task: Task, rates: Rates, layout: Layout) -> None:
+    def __init__(self, task: Task, rates: Rates, layout: Layout, counts: Sequence[int] | None = None) -> None:
         self._task, self._rates, self._layout = task, rates, layout
+        self._given = counts
         self._exactly = False  # whether the stages are those that the cut makes
 
     # What stages hold and take. `stages` counts all chunks of all ranks.
@@ -187,7 +189,10 @@ class Estimator:
     def _rest(self) -> tuple[float, float]:
         rest = self._rates.rest
         sent = [self._tensor(rest.sent, rest.calls), self._tensor(rest.sent_back, rest.calls_back)]
-        return self._samples(rest.forward) + sent[0], self._samples(rest.backward) + sent[1]
+        return (
+            self._samples(rest.forward) + rest.start + sent[0],
+            self._samples(rest.backward) + rest.start_back + sent[1],
+        )
 
     @cached_property
     def _counts(self) -> list[int]:
@@ -195,6 +200,8 @@ class Estimator:
         fewer, for its head, and the first ones.
         """
         layers, stages, layout = self._rates.layers, self._stages, self._layout
+        if self._given is not None:
+            return list(self._given)
         if stages == 1:
             return [layers]
         if self._task.ends is not None and self._exactly:
@@ -221,6 +228,9 @@ class Estimator:
         parts["optimizer"] = shared * (
             moved / (machine.bandwidth * machine.moving) + step.flops / (machine.flops * machine.product)
         )
+        if machine.cores:  # which all ranks share
+            busy = self._task.world_size * (computing + parts["optimizer"]) / machine.cores
+            parts["sharing cores"] = max(busy - sum(parts.values()), 0.0)
         seconds = sum(parts.values())
         samples = layout.samples * layout.count * layout.dp
         mfu = self._task.flops * samples / (seconds * self._task.world_size * machine.flops)
@@ -253,7 +263,8 @@ class Estimator:
         return self._task.machine.message(size, layout.pp * layout.tp * layout.sp)
 
     @cached_property
-    def _costs(self) -> Costs:
+    def costs(self) -> Costs:
+        """Seconds of every stage's actions."""
         forward, backward, late = self._actions
         rest = self._rest
         counts = self._counts
@@ -272,13 +283,13 @@ class Estimator:
 
     @cached_property
     def _run(self) -> Simulation:
-        return simulate(self._schedule[0], self._costs)
+        return simulate(self._schedule[0], self.costs)
 
     def _simulated(self) -> float:
         layout = self._layout
         schedule, count = self._schedule
         makespan = self._run.makespan
-        totals = np.array(self._costs.forward) + np.array(self._costs.input_grad) + np.array(self._costs.weight_grad)
+        totals = np.array(self.costs.forward) + np.array(self.costs.input_grad) + np.array(self.costs.weight_grad)
         placement = schedule.placement
         dearest = max(float(sum(totals[stage] for stage in placement.stages_of(rank))) for rank in range(layout.pp))
         return makespan + (layout.count - count) * dearest

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class Machine:
     latency     seconds that a collective or message takes at least
     precision   that products are computed in, one of `gpus.PRECISIONS`
     device      its type, which sizes of buckets and chunks go by
+    cores       that all ranks share, where they compute on a CPU; 0: each has a device of its own
     """
 
     name: str
@@ -47,6 +49,12 @@ class Machine:
     latency: float = 1.2e-5
     precision: str = "bf16"
     device: str = "cuda"
+    cores: int = 0
+
+    @property
+    def source(self) -> str:
+        """Where its figures come from, in words."""
+        return f"published peaks of {self.name}, and the shares of them that are assumed to be reached"
 
     def computing(self, calls: Mapping[Operator, float]) -> float:
         """Seconds of the kernels among them, for as many samples as they were counted for."""
@@ -57,9 +65,13 @@ class Machine:
                 total += count * max(flops / (self.flops * rate), moved / (self.bandwidth * self.moving))
         return total
 
-    def starting(self, calls: Mapping[Operator, float]) -> float:
-        """Seconds that starting them takes at least, however many samples there are."""
+    def starting(self, calls: Mapping[Operator, float], samples: float = 1.0, backward: bool = False) -> float:
+        """Seconds that starting them takes at least, beside `computing` for so many samples; here the same for all."""
         return self.kernel * sum(count for call, count in calls.items() if call.kind in COMPUTED)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(Machine)}
 
     def sent(self, size: float, ranks: int, reach: int) -> float:
         """Seconds in which each of `ranks` sends so many bytes in a collective; they lie evenly within `reach` devices.

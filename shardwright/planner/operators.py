@@ -77,8 +77,12 @@ def _bytes(tree: Any) -> int:
 
 
 def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
-    """Two products forward and five backward; of causal ones half, which is what kernels compute."""
     backward = "backward" in name
     query, key = args[1:3] if backward else args[:2]
+    return attention_flops(query, key, backward, any(arg is True for arg in args))
+
+
+def attention_flops(query: torch.Tensor, key: torch.Tensor, backward: bool, causal: bool) -> int:
+    """Two products forward and five backward; of causal ones half, which is what kernels compute."""
     full = 2 * (5 if backward else 2) * query.numel() * key.shape[-2]
-    return int(full // 2 if any(arg is True for arg in args) else full)
+    return int(full // 2 if causal else full)

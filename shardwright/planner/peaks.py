@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from ..pipeline.planning.sliced_schedule import get_sliced
 from ..plugins import HybridParallelPlugin
 from ..plugins.hybrid.chunks import chunks_gathered
 from .batches import first_rows
+from .curves import Curve, Stretch, by_holder
 from .fakes import Fakes
 from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
@@ -42,11 +43,13 @@ class Found(NamedTuple):
     """peaks    by pipeline rank
     replayed  why the layout was replayed as it is; empty where a shorter one stood for it
     rough     actions whose layers do not do the same one after the other, so that their peak is drawn on a line
+    curves    of the ranks for which they were asked
     """
 
     peaks: list[Peak]
     replayed: str = ""
     rough: tuple[str, ...] = ()
+    curves: tuple[Curve, ...] = ()
 
     @property
     def note(self) -> str:
@@ -81,18 +84,28 @@ class _Real:
         return _actions(self.plugin, self.plan, self.count, rank)
 
 
-def peaks(job: Job, world_size: int) -> Found:
+# Of which ranks curves are wanted, chosen when the peaks of all are known.
+Chosen = Callable[[Sequence[Peak]], Collection[int]]
+
+
+def peaks(job: Job, world_size: int, curves_of: Chosen | None = None) -> Found:
     """This process must be in no process group."""
     gc.collect()
     gc.freeze()  # what is there now need not be looked through behind every rank
     try:
         rough = dict[str, None]()
-        return Found(_Peaks(job, world_size).found(rough), rough=tuple(rough))
+        every = _Peaks(job, world_size)
+        found = every.found(rough)
+        curves = [every.curve(rank) for rank in sorted(curves_of(found))] if curves_of is not None else []
+        return Found(found, rough=tuple(rough), curves=tuple(curves))
     except NotShorterError as error:
         why = str(error)
     finally:
         gc.unfreeze()
-    return Found(replay(job, world_size), why)
+    every_curve: list[Curve] | None = [] if curves_of is not None else None
+    found = replay(job, world_size, every_curve)
+    wanted = curves_of(found) if curves_of is not None else ()
+    return Found(found, why, curves=tuple(curve for curve in every_curve or () if curve.rank in wanted))
 
 
 class _Peaks:
@@ -104,6 +117,7 @@ class _Peaks:
             _, (plan, _, _) = plugin.check(model, job.optimizer(model))
             self._real = _Real(plugin, plan, kinds_of(model, plan.units), *_microbatches(plugin, job.batch))
         self._books: dict[Shorter, Book] = {}
+        self._replayed: dict[int, tuple[Sequence[_Rank], list[tuple[int, ...]]]] = {}  # by rank: see `_peak`
 
     def found(self, rough: dict[str, None]) -> list[Peak]:
         """One of every class of ranks is replayed; those that lie between the first and the last are mostly alike."""
@@ -124,8 +138,15 @@ class _Peaks:
                 groups = range(max(len(stage.further) for stage in stages))
                 layouts = [layout, *(shorter(plan, kinds, rank, group) for group in groups)]
                 by_class[key] = [self._replay(each, place) for each in layouts]
-            found.append(_peak(self._real, rank, by_class[key], [stage.further for stage in stages], rough))
+            self._replayed[rank] = by_class[key], [stage.further for stage in stages]
+            found.append(_peak(self._real, rank, *self._replayed[rank], rough))
         return found
+
+    def curve(self, rank: int) -> Curve:
+        """Behind `found`."""
+        stretches: list[Stretch] = []
+        peak = _peak(self._real, rank, *self._replayed[rank], {}, stretches)
+        return Curve(rank, peak.kept, stretches)
 
     def _replay(self, layout: Shorter, place: int) -> _Rank:
         real, count = self._real, len(layout.ranks)
@@ -219,9 +240,10 @@ def _peak(
     replayed: Sequence[_Rank],
     further: Sequence[Sequence[int]],
     rough: dict[str, None],
+    stretches: list[Stretch] | None = None,
 ) -> Peak:
     """Of a rank of the real layout, whose stages have so many more layers. `replayed`: the shorter one, and for every
-    group of equal layers the one that has one more. `rough` is added to (see `Found`).
+    group of equal layers the one that has one more. `rough` (see `Found`) and `stretches` are added to.
     """
     labels = {label: place for place, label in enumerate(dict.fromkeys(la for one in replayed for la in one.labels))}
     for one in replayed:
@@ -257,7 +279,10 @@ def _peak(
         here = float(level.sum() + highest.sum())
         if here > most:
             most, top, during = here, level + highest, name
+        highest = level + highest
         level = level + change
+        if stretches is not None:
+            stretches.append(Stretch(name, round(here), by_holder(labels, highest), by_holder(labels, level)))
 
     follow(BEFORE, lambda: extend(base.before, more([other.before for other in others], mean)), "forward")
     for action, place in zip(actions, there, strict=True):
@@ -268,11 +293,7 @@ def _peak(
     for index, segment in enumerate(base.behind):
         own = [other.behind[index] for other in others]
         follow(str(segment.name), partial(extend, segment, more(own, mean)), str(segment.name))
-    held: dict[str, int] = {}
-    for label, amount in zip(labels, top.tolist(), strict=True):
-        held[str(label)] = held.get(str(label), 0) + round(amount)
-    ordered = tuple(sorted(((what, size) for what, size in held.items() if size > 0), key=lambda one: -one[1]))
-    return Peak(rank, round(kept), round(most), during, ordered)
+    return Peak(rank, round(kept), round(most), during, by_holder(labels, top))
 
 
 def _of_action(

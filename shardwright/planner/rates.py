@@ -52,11 +52,11 @@ class Rates:
     along: bool
 
 
-def rates(few: Profile, many: Profile | None, machine: Machine, ranks: int) -> Rates:
-    """For `ranks` tensor-parallel ranks, from the profiles of few and of many."""
+def rates(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float = 1.0) -> Rates:
+    """For `ranks` tensor-parallel ranks, from the profiles of few and of many; a sample as one of so many at a time."""
     return Rates(
-        _part(few, many, machine, ranks, lambda profile: profile.layer, capped=False),
-        _part(few, many, machine, ranks, lambda profile: profile.rest, capped=True),
+        _part(few, many, machine, ranks, samples, lambda profile: profile.layer, capped=False),
+        _part(few, many, machine, ranks, samples, lambda profile: profile.rest, capped=True),
         few.layers,
         few.along and ranks > 1,
     )
@@ -67,6 +67,7 @@ def _part(
     many: Profile | None,
     machine: Machine,
     ranks: int,
+    samples: float,
     of: Callable[[Profile], Part],
     capped: bool,
 ) -> PartCost:
@@ -82,10 +83,10 @@ def _part(
     def seconds(calls: Callable[[Part], Calls]) -> float:
         def of_part(part: Part) -> float:
             found = calls(part)
-            whole = machine.computing(found)
+            whole = machine.computing(scaled(found, samples)) / samples
             if not capped:
                 return whole
-            others = machine.computing(_others(found))
+            others = machine.computing(scaled(_others(found), samples)) / samples
             most = _HEAD_PASSES * part.parameters * 4 / (machine.bandwidth * machine.moving)
             return whole - others + min(others, most)
 
@@ -102,8 +103,8 @@ def _part(
         seconds(_forward),
         seconds(_backward),
         0.0 if capped else between(lambda part: machine.computing(_others(part.forward))),
-        0.0 if capped else machine.starting(one.forward),
-        0.0 if capped else machine.starting(one.backward),
+        0.0 if capped and not machine.cores else machine.starting(one.forward, samples),
+        0.0 if capped and not machine.cores else machine.starting(one.backward, samples, backward=True),
         share * wire[0],
         share * wire[1],
         count[0] if ranks > 1 else 0.0,
@@ -122,6 +123,17 @@ def _backward(part: Part) -> Calls:
 
 def _others(calls: Calls) -> Calls:
     return {call: count for call, count in calls.items() if call.kind == "other"}
+
+
+def scaled(calls: Calls, samples: float) -> Calls:
+    """The same operators on so many samples."""
+    if samples == 1.0:
+        return calls
+    found: dict[Operator, float] = {}
+    for (kind, flops, moved), count in calls.items():
+        call = Operator(kind, round(flops * samples), round(moved * samples))
+        found[call] = found.get(call, 0.0) + count
+    return found
 
 
 def _wire(calls: Calls, ranks: int) -> float:

@@ -26,10 +26,11 @@ from ..comm.payload import Header
 from ..models.example_inputs import loss_of
 from ..pipeline.planning.placement import Placement
 from ..plugins import HybridParallelPlugin
+from .curves import Curve, by_holder, curve_of
 from .fakes import Fakes
 from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
-from .segments import Segments
+from .segments import OPTIMIZER, Segments
 
 LOOKED_AT = 4096  # bytes of a new tensor behind which the peak may lie
 
@@ -67,8 +68,8 @@ class Peak(NamedTuple):
     held: tuple[tuple[str, int], ...]
 
 
-def replay(job: Job, world_size: int) -> list[Peak]:
-    """By pipeline rank. This process must be in no process group."""
+def replay(job: Job, world_size: int, curves: list[Curve] | None = None) -> list[Peak]:
+    """By pipeline rank; `curves` are added to. This process must be in no process group."""
     book = Book()
     members = [0]
     found: dict[int, Peak] = {}
@@ -77,11 +78,13 @@ def replay(job: Job, world_size: int) -> list[Peak]:
         with joined(members[place], world_size):
             plugin = job.plugin()
             members = plugin.mesh.ranks("pp")
-            found[place], placement = _replay_rank(job, plugin, book)
+            found[place], placement = _replay_rank(job, plugin, book, curves)
         place += 1
     for place in {placement.rank_of(stage) for stage in book.mistaken()}:
         with joined(members[place], world_size):
-            found[place], _ = _replay_rank(job, job.plugin(), book)
+            found[place], _ = _replay_rank(job, job.plugin(), book, curves)
+    if curves is not None:
+        curves[:] = {curve.rank: curve for curve in curves}.values()  # of each the last
     return [found[place] for place in range(len(members))]
 
 
@@ -121,7 +124,9 @@ class Book(dict[Hashable, Header]):
         return sorted(wrong)
 
 
-def _replay_rank(job: Job, plugin: HybridParallelPlugin, book: Book) -> tuple[Peak, Placement]:
+def _replay_rank(
+    job: Job, plugin: HybridParallelPlugin, book: Book, curves: list[Curve] | None
+) -> tuple[Peak, Placement]:
     watch, booster = Segments(), Booster(plugin=plugin)
     holders = Holders(lambda: watch.action)
     with Fakes(), LiveBytes(LOOKED_AT, label=holders.label, moment=holders.doing) as live:
@@ -139,16 +144,33 @@ def _replay_rank(job: Job, plugin: HybridParallelPlugin, book: Book) -> tuple[Pe
         live.relabel(KEPT)
         live.by_label, live.during = Counter({KEPT: kept}), "between steps"
         _step(booster, model, optimizer, job.batch, holders)
-    held: dict[str, int] = {}
-    for label, amount in live.by_label.items():
-        held[str(label)] = held.get(str(label), 0) + amount
-    ordered = tuple(sorted(((what, size) for what, size in held.items() if size), key=lambda item: -item[1]))
-    return Peak(plugin.mesh.coordinate("pp"), kept, live.most, live.during, ordered), model.executor.cut.placement
+        rank = plugin.mesh.coordinate("pp")
+        if curves is not None:  # once more: what is noted for a curve is not what is noted for a peak
+            gc.collect()
+            live.bytes()
+            live.relabel(KEPT)
+            watch.live = live
+            if runtime is None:
+                watch.follow(model.executor)
+            with watch.step():
+                _step(booster, model, optimizer, job.batch, holders, lambda: watch.begin(OPTIMIZER))
+            curves.append(curve_of(rank, kept, watch))
+    peak = Peak(rank, kept, live.most, live.during, by_holder(list(live.by_label), list(live.by_label.values())))
+    return peak, model.executor.cut.placement
 
 
-def _step(booster: Booster, model: Any, optimizer: Any, batch: Mapping[str, Any], holders: Holders) -> None:
+def _step(
+    booster: Booster,
+    model: Any,
+    optimizer: Any,
+    batch: Mapping[str, Any],
+    holders: Holders,
+    at_optimizer: Callable[[], None] | None = None,
+) -> None:
     with holders.part("forward and backward"):
         booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+    if at_optimizer is not None:
+        at_optimizer()
     with holders.part("optimizer step"):
         optimizer.step()
     optimizer.zero_grad()

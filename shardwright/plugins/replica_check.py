@@ -32,6 +32,7 @@ from .agreement import DIGEST, Facts, describe, digest, exchange, exchange_facts
 TOLERANCE = 1e-4  # relative, of sums over a parameter
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 4  # parameters named
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch's DDP is told what every rank has for itself
 _PIECE = 2**22  # elements summed at a time: torch writes them down with 8 bytes each
 
 
@@ -90,7 +91,8 @@ class ReplicaCheck:
         records = exchange(mine)
         if len({record[:DIGEST] for record in records}) > 1:
             self._refuse_shared(step, exchange_facts({**shared, "place": place_of(self._plugin)}))
-        if any(_differ([record[DIGEST * (2 * n + 1) :][: 2 * DIGEST] for record in records]) for n in range(3)):
+        kinds = range(len(tables))
+        if any(_differ([record[DIGEST * (2 * n + 1) :][: 2 * DIGEST] for record in records]) for n in kinds):
             self._compare(step, tables)
 
     def _shared(self, step: int) -> Facts:
@@ -110,6 +112,7 @@ class ReplicaCheck:
         if model is None:  # the script trains on without it
             return []
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names.difference_update(getattr(model, _IGNORED, ()))
         position = self._plugin.position(model)
         try:
             return [held for held in held_tensors(model, position) if names.intersection(held.aliases)]
@@ -184,17 +187,25 @@ def _without_dp(place: str) -> str:
 
 
 def _by_kind(held: list[Held]) -> dict[str, Facts]:
-    """Sums of what this rank holds, by name and part: of parameters that are split, that are whole, and that are
-    tied, which other ranks hold as well.
+    """Sums of what this rank holds, by name and part. Each kind is that of other ranks as a whole or not at all: those
+    that have the same stage, the same part of it, the same experts, or share a tied parameter.
     """
-    tables: dict[str, Facts] = {"split": {}, "whole": {}, "tied": {}}
+    tables: dict[str, Facts] = {"split": {}, "experts": {}, "whole": {}, "tied": {}}
     sums = [_sums(each.tensor) for each in held]
     for each, (bits, numbers) in zip(held, _on_host(sums), strict=True):
-        kind = "tied" if each.spec.tied is not None else "split" if each.spec.is_sharded else "whole"
+        kind = _kind(each)
         part = each.coordinate if each.spec.is_sharded else "all"
         found = _Sums(bits, numbers[0], numbers[1], _spacing(each.tensor.dtype))
         tables[kind][f"{each.name} {each.spec.axis} {part} {each.start}:{each.stop}"] = str(found)
     return tables
+
+
+def _kind(held: Held) -> str:
+    if held.spec.tied is not None:
+        return "tied"
+    if held.spec.is_of_experts:
+        return "experts"
+    return "split" if held.spec.is_sharded else "whole"
 
 
 def _spacing(dtype: torch.dtype) -> float:

@@ -1,11 +1,14 @@
-"""Which linears of a model feed which, found by autograd on a small copy and not by names.
+"""Which linears and convolutions of a model feed which, found by autograd on a small copy and not by names.
 
-Every call of a linear is cut off on both sides: its input x counts as an end, its output y as a beginning of its own.
+Every call of one is cut off on both sides: its input x counts as an end, its output y as a beginning of its own.
+Features are the last dim of what a linear reads and writes, channels that of a convolution. Grouped convolutions are
+no ends: like norms over samples they compute channels by themselves, or within groups.
 What autograd finds between an output and an input is then one hop, without a linear in it, and a row of its Jacobian,
 d x[f] / d y, is zero wherever feature f was not computed from.
 
     MLP          x = act(a) * b          feature f of x depends on features f of a and b alone
     attention    x = softmax(q k) v      features of one head depend on those of the same head of q, k and v
+    channels     x = act(norm(y))        channel f of x depends on channel f of y, or on those of its group
     residual     x = norm(h + y)         every feature depends on every feature
 
 So features fall into blocks that depend on nothing but each other: as many as there are features for an MLP, as there
@@ -25,9 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.config import parts as config_parts
 from ..models.dry_run import call_model
 from ..models.example_inputs import loss_of
 from ..utils.pytree import tree_leaves
+from .convolution import is_by_channel, is_dropout
+from .layer.convolution import channel_dim, is_convolution, is_grouped
 from .layer.linear import input_size, is_linear, output_size
 from .patterns import any_of, home_of, starred
 
@@ -42,31 +48,41 @@ class Feeding:
     blocks      of features that depend on nothing but each other
     columns     name -> parts of its output that lie one after the other, each of which has all blocks
     rows        names
+    between     names of what computes with the features on the way, each block by itself: grouped convolutions, norms,
+                dropouts. Of convolutions alone
     """
 
     blocks: int
     columns: Mapping[str, int]
     rows: tuple[str, ...]
+    between: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> dict[str, str]:
         """Name -> what the linear is called in all layers that are wired so."""
         home = home_of((*self.columns, *self.rows))
-        return {name: starred(name, home) for name in (*self.columns, *self.rows)}
+        return {name: starred(name, home) for name in (*self.columns, *self.rows, *self.between)}
 
 
 @dataclass
 class Found:
-    """What is known about the linears of a model.
+    """What is known about the linears and convolutions of a model.
 
     feedings    those that were found, each linear in one of them at most
     outputs     linears whose output the model returns, or makes its loss of, as it is
     reasons     name -> why a linear that was called is in none
+    of_pixels   linears whose input has more dims than [samples, tokens, features]
     """
 
     feedings: list[Feeding] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    of_pixels: list[str] = field(default_factory=list)
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether it mixes all of its features: a linear, or a convolution in one group."""
+    return is_linear(module) or (is_convolution(module) and not is_grouped(module))
 
 
 def find_feedings(model: nn.Module, batch: Any, taken: Callable[[str], bool]) -> Found:
@@ -77,6 +93,9 @@ def find_feedings(model: nn.Module, batch: Any, taken: Callable[[str], bool]) ->
     traced = _Trace(model, batch)
     hops = _Hops(traced)
     found = Found(outputs=sorted(hops.escaping))
+    found.of_pixels = [
+        name for name, ends in traced.ends.items() if traced.dims[name] == -1 and any(end.ndim > 3 for end in ends)
+    ]
     grouped: set[str] = set()
     is_known = any_of(())  # of layers that go by one name the first one speaks for all
     for row in sorted(traced.ends, key=lambda name: -traced.sizes[name][0] * traced.sizes[name][1]):
@@ -112,12 +131,16 @@ def _feeding_of(
         return None
     if any(hops.mixes(each) for each in rows) or any(traced.shared(name) for name in (*rows, *columns)):
         return None
-    edges = [(each, column, *edge) for each in rows for column, edge in hops.edges(each).items()]
-    widths = {traced.sizes[each][0] for each in rows}
+    of_channels = any(traced.dims[each] != -1 for each in (*rows, *columns))
+    between = [each for each in traced.passed_between(columns, rows, of_channels) if {*hops.feeding(each)} & {*columns}]
+    if any({*hops.feeding(each)} - {*columns} or hops.mixes(each) for each in between):
+        return None
+    edges = [(each, column, *edge) for each in (*rows, *between) for column, edge in hops.edges(each).items()]
+    widths = {traced.sizes[each][0] for each in (*rows, *between)}
     for blocks in (count for count in range(min(widths), 1, -1) if all(width % count == 0 for width in widths)):
         parts = {column: _parts_of(column, blocks, edges, traced) for column in columns}
         if all(parts.values()):
-            return Feeding(blocks, {name: part for name, part in parts.items() if part}, tuple(rows))
+            return Feeding(blocks, {name: part for name, part in parts.items() if part}, tuple(rows), tuple(between))
     return None
 
 
@@ -141,45 +164,83 @@ def _parts_of(column: str, blocks: int, edges: list[tuple[str, str, Tensor, Tens
 
 
 class _Trace:
-    """One forward of a copy in which every linear is cut off on both sides.
+    """One forward of a copy in which every linear and convolution is cut off on both sides.
 
     sizes       name -> input features, output features
+    dims        name -> where the features are
     begins      name -> outputs of its calls, as leaves
     ends        name -> inputs of its calls, as they were computed
-    returned    what the model returned, and its loss
+    passed      the same for what computes channels by themselves
+    returned    what the model returned, with all that a user can ask it to return, and its loss
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         copied = copy.deepcopy(model)
         self.sizes: dict[str, tuple[int, int]] = {}
+        self.dims: dict[str, int] = {}
         self.begins: dict[str, list[Tensor]] = {}
         self.ends: dict[str, list[Tensor]] = {}
+        self.passed: dict[str, list[Tensor]] = {}
+        self._order: dict[str, tuple[int, int]] = {}  # name -> its first and its last call
+        self._dropouts: set[str] = set()
         self._owners: dict[int, list[str]] = {}
         for name, module in copied.named_modules(remove_duplicate=False):
             for param in module.parameters(recurse=False):
                 self._owners.setdefault(id(param), []).append(name)
         for name, module in copied.named_modules():
-            if is_linear(module):
+            if is_cut(module):
                 self.sizes[name] = (input_size(module), output_size(module))
+                self.dims[name] = -1 if is_linear(module) else channel_dim(module)
                 module.register_forward_pre_hook(self._end(name))
                 module.register_forward_hook(self._begin(name))
+            elif is_grouped(module) or is_by_channel(module) or is_dropout(module):
+                module.register_forward_pre_hook(self._pass(name))
+        self._dropouts = {name for name, module in copied.named_modules() if is_dropout(module)}
+        self._weights = {name: id(copied.get_submodule(name).weight) for name in self.sizes}
+        if any(dim != -1 for dim in self.dims.values()):
+            _return_more(copied)
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             outputs = call_model(copied, batch)
             loss = loss_of(outputs)
         self.returned = [loss, *(each for each in tree_leaves(outputs) if isinstance(each, Tensor))]
-        self._parameters = {name: id(copied.get_submodule(name).weight) for name in self.sizes}
 
     def shared(self, name: str) -> bool:
         """Whether the weight is that of another module too."""
-        return len(self._owners[self._parameters[name]]) > 1  # type: ignore[index]
+        return len(self._owners[self._weights[name]]) > 1  # type: ignore[index]
+
+    def passed_between(self, columns: Iterable[str], rows: Iterable[str], of_channels: bool) -> list[str]:
+        """What computes channels by themselves and ran after the first of the columns and before the last row;
+        dropouts only among channels, as those between linears are seen to by regions.
+        """
+        first, last = min(self._order[name][0] for name in columns), max(self._order[name][1] for name in rows)
+        return [
+            name
+            for name in self.passed
+            if first < self._order[name][0] < last and (of_channels or name not in self._dropouts)
+        ]
+
+    def _note_call(self, name: str) -> None:
+        now = sum(map(len, self.ends.values())) + sum(map(len, self.passed.values()))
+        self._order[name] = (self._order.get(name, (now, now))[0], now)
 
     def _end(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
             if not args:  # an argument by name, which is followed into what it was made of
                 return None
+            self._note_call(name)
             self.ends.setdefault(name, []).append(args[0])
             return (args[0].detach(), *args[1:])
+
+        return hook
+
+    def _pass(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].ndim > 1:  # [N, C, ...]
+                self._note_call(name)
+                self.dims[name] = dim = 1 - args[0].ndim
+                self.sizes[name] = (args[0].shape[dim], args[0].shape[dim])
+                self.passed.setdefault(name, []).append(args[0])
 
         return hook
 
@@ -207,20 +268,31 @@ class _Hops:
         self._mixed: set[str] = set()
         reached = self._reached([each for each in traced.returned if each.requires_grad])
         self.escaping = {name for name, features in reached if len(features)}
-        for name, inputs in traced.ends.items():
-            width = traced.sizes[name][0]
-            for feature in {0, width - 1}:
-                for source, features in self._reached([x[..., feature] for x in inputs if x.requires_grad]):
-                    if len(features) and source not in self._sources.setdefault(name, []):
-                        self._sources[name].append(source)
-                    if len(features) and len(features) == traced.sizes[source][1]:
-                        self._mixed.add(name)
+        for name in traced.ends:
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        traced, sources = self._traced, self._sources.setdefault(name, [])
+        width, dim = traced.sizes[name][0], traced.dims[name]
+        for feature in {0, width - 1}:
+            inputs = [x.select(dim, feature) for x in self._inputs(name) if x.requires_grad]
+            for source, features in self._reached(inputs):
+                if len(features) and source not in sources:
+                    sources.append(source)
+                if len(features) and len(features) == traced.sizes[source][1]:
+                    self._mixed.add(name)
+
+    def _inputs(self, name: str) -> list[Tensor]:
+        return self._traced.ends.get(name) or self._traced.passed[name]
 
     def feeding(self, row: str) -> list[str]:
-        return self._sources.get(row, [])
+        """What feeds a row, or what is between."""
+        if row not in self._sources:
+            self._look(row)
+        return self._sources[row]
 
     def fed_by(self, column: str) -> list[str]:
-        return [row for row, sources in self._sources.items() if column in sources]
+        return [row for row, sources in self._sources.items() if column in sources and row in self._traced.ends]
 
     def mixes(self, row: str) -> bool:
         """Whether a feature that `row` reads depends on all features of an output."""
@@ -231,11 +303,11 @@ class _Hops:
         each.
         """
         if row not in self._edges:
-            width = self._traced.sizes[row][0]
+            width, dim = self._traced.sizes[row][0], self._traced.dims[row]
             chosen = sorted({round(place * (width - 1) / (_SAMPLES - 1)) for place in range(_SAMPLES)})
             found: dict[str, list[tuple[int, Tensor]]] = {}
             for feature in chosen:
-                inputs = [x[..., feature] for x in self._traced.ends[row] if x.requires_grad]
+                inputs = [x.select(dim, feature) for x in self._inputs(row) if x.requires_grad]
                 for source, features in self._reached(inputs):
                     found.setdefault(source, []).append((feature, features))
             self._edges[row] = {
@@ -270,8 +342,15 @@ class _Hops:
         gradients = torch.autograd.grad(total, self._leaves, retain_graph=True, allow_unused=True)
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None:
-                used = (gradient != 0).flatten(0, -2).any(0) if gradient.ndim > 1 else gradient != 0
-                yield name, used.nonzero().flatten()
+                used = (gradient != 0).movedim(self._traced.dims[name], -1)
+                yield name, used.reshape(-1, used.shape[-1]).any(0).nonzero().flatten()
+
+
+def _return_more(model: nn.Module) -> None:
+    """Let a model of transformers return hidden states, as its users may: they are to be whole on every rank."""
+    config = getattr(model, "config", None)
+    for part in config_parts(config) if config is not None else ():
+        part.output_hidden_states = True
 
 
 def _weighed(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Proposals from what feeds what (see `feeding`): linears whose names say nothing become column and row pairs.
+"""Proposals from what feeds what (see `feeding`): linears and convolutions whose names say nothing become column and
+row pairs.
 
 What was found on a small copy is said in terms that hold for the model: features one by one need no number, heads need
 the attribute that counts them, as the copy may have fewer. Attributes that an attention reads become this rank's where
@@ -18,9 +19,11 @@ from torch import nn
 
 from ..spec import Piece, joined_pieces
 from .attention import LocalHeads
-from .feeding import Feeding, find_feedings
+from .channels import among_channels, channel_rules
+from .feeding import Feeding, find_feedings, is_cut
 from .hf_plan import Proposal
 from .joined_rules import joined
+from .layer.convolution import is_convolution
 from .layer.linear import input_size, is_linear, output_size
 from .mixer_styles import LocalSizes, number_at
 from .patterns import any_of, home_of, shape_of_name, starred
@@ -96,6 +99,8 @@ class Inferred:
 
     def _reason(self, name: str, module: nn.Module) -> str:
         known = next((why for pattern, why in self._reasons.items() if any_of([pattern])(name)), None)
+        if is_convolution(module):
+            return "its convolutions hold too little each, or no way to deal them gave the gradients of the whole model"
         if known is None and not is_linear(module):
             return f"no way to deal the parameters of {type(module).__name__} is known"
         return known or _UNKNOWN
@@ -116,8 +121,8 @@ def inferred_regions(model: nn.Module, check: SelfCheck, rules: Rules, whole_mod
     """
     least = _WORTH * sum(param.numel() for param in model.parameters())
     taken = _taken(rules)
-    linears = [module for name, module in model.named_modules() if is_linear(module) and not taken(name)]
-    if sum(input_size(module) * output_size(module) for module in linears) < least:
+    mixing = [module for name, module in model.named_modules() if is_cut(module) and not taken(name)]
+    if sum(module.get_parameter("weight").numel() for module in mixing) < least:
         return Inferred([], {})
     try:
         told = _search(model, check.whole, check.batch, rules, whole_model)
@@ -153,9 +158,12 @@ def _search(
             patterns |= own
     regions = list(known.values())
     if whole_model:
-        regions += _ends(model, found.outputs)
+        paired = {name for feeding in found.feedings if feeding.between for name in feeding.rows}
+        regions += _ends(model, [name for name in found.outputs if name not in paired])
     taken = _taken({**rules, **joined(each.alternatives[0] for each in regions)})
     regions += _alone(model, [name for name in found.reasons if name not in found.outputs], taken)
+    taken = _taken({**rules, **joined(each.alternatives[0] for each in regions)})
+    regions += among_channels(model, found.of_pixels, taken, least=_WORTH)
     reasons = {_above_starred(name): why for name, why in reversed(found.reasons.items())}
     return regions, reasons
 
@@ -236,6 +244,9 @@ class _Feeding:
         """None where it cannot be said for the model."""
         if any(self._is_of_other_number(name) for name in (*self.feeding.columns, *self.feeding.rows)):
             return None
+        if any(not is_linear(self.small.get_submodule(name)) for name in self.feeding.patterns):
+            alternatives = channel_rules(self.feeding, self.small, self.model, self._is_literal())
+            return Proposal(self.label, alternatives, self.kind) if alternatives else None
         by_feature = all(self._sizes(row)[0] == self.feeding.blocks for row in self.feeding.rows)
         alternatives = self._by_feature() if by_feature else self._by_blocks()
         return Proposal(self.label, alternatives, self.kind) if alternatives else None
@@ -272,10 +283,7 @@ class _Feeding:
 
     def _count(self) -> int | str | None:
         """The number of blocks, or the attribute that holds it; None where neither is known."""
-        literal = all(
-            self._sizes(name) == (input_size(module), output_size(module))
-            for name, module in self._of_model((*self.feeding.columns, *self.feeding.rows)).items()
-        )
+        literal = self._is_literal()
         if all(name.rpartition(".")[0] == self.around for name in (*self.feeding.columns, *self.feeding.rows)):
             parent = self.small.get_submodule(self.around)
             names = [name for name in _numbers(parent, self.feeding.blocks.__eq__) if _counts(name)]
@@ -285,6 +293,13 @@ class _Feeding:
             if names and len({getattr(real, name, None) for name in names}) == 1:
                 return names[0]
         return self.feeding.blocks if literal else None
+
+    def _is_literal(self) -> bool:
+        """Whether what is wired so in the model has the sizes that it has in the copy."""
+        return all(
+            self._sizes(name) == (input_size(module), output_size(module))
+            for name, module in self._of_model((*self.feeding.columns, *self.feeding.rows)).items()
+        )
 
     def _sizes(self, name: str) -> tuple[int, int]:
         module = self.small.get_submodule(name)

@@ -1,4 +1,6 @@
-"""Try a plan on a small copy of the model: loss and every gradient against the copy that is whole."""
+"""Try a plan on a small copy of the model: loss, every gradient and what its forward leaves in buffers against the copy
+that is whole.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +89,7 @@ class SelfCheck:
                     continue
                 self.whole, self._loss = whole, loss
                 self._gradients = {name: param.grad for name, param in model.named_parameters()}
+                self._buffers = _changed_buffers(whole, model)
                 if torch.isfinite(loss) and any(gradient is not None for gradient in self._gradients.values()):
                     return
                 failures["its loss is not finite, or depends on no parameter"] = None
@@ -103,7 +106,8 @@ class SelfCheck:
 
     def _train(self) -> None:
         """Go on with the copy in training mode, without dropout, where that draws no numbers: a forward may read its
-        weights in other ways there. That it evaluates as before is tried, too.
+        weights in other ways there. That it evaluates afterwards as the whole copy does is tried, too: with what batch
+        norms and the like have kept of the training.
         """
         self._evaluated: torch.Tensor | None = None
         training, losses = without_dropout(copy.deepcopy(self.whole)).train(), []
@@ -121,10 +125,11 @@ class SelfCheck:
             differs = True
         if float(self._largest(torch.tensor([float(differs)], dtype=torch.float64))):
             return
-        with torch.no_grad():
-            self._evaluated = self._forward(copy.deepcopy(self.whole).eval())[0]
         self.whole, self._loss = training, losses[0]
         self._gradients = {name: param.grad for name, param in copies[0].named_parameters()}
+        self._buffers = _changed_buffers(training, copies[0])
+        with torch.no_grad():
+            self._evaluated = self._forward(copies[0].eval())[0]
 
     def reaches(self, patterns: Iterable[str], shape_of: Callable[[str], str]) -> bool:
         """Whether the loss depends on any parameter under one of the names, which are compared as `shape_of` gives
@@ -148,13 +153,13 @@ class SelfCheck:
             return loss_of(outputs), has_loss(outputs)
 
     def failures(self, apply: Apply) -> list[str] | None:
-        """Names of parameters with wrong gradients ("loss" for the loss) on any rank; None when the plan or the forward
-        fails.
+        """Names of parameters with wrong gradients and of buffers with wrong numbers ("loss" for the loss) on any rank;
+        None when the plan or the forward fails.
 
         apply   shards the copy that it is given
         """
         model = copy.deepcopy(self.whole)
-        error = torch.zeros(len(self._gradients) + 2, dtype=torch.float64)
+        error = torch.zeros(len(self._gradients) + len(self._buffers) + 2, dtype=torch.float64)
         try:
             apply(model)
             applied = True
@@ -167,6 +172,7 @@ class SelfCheck:
             sync_shared_gradients(model.parameters(), self.parallel.group)
             error[1] = abs(float(loss - self._loss)) / max(1.0, abs(float(self._loss)))
             self._compare(model, error[2:])
+            self._compare_buffers(model, error[2 + len(self._gradients) :])
             expected = self._loss if self._evaluated is None else self._evaluated
             if self._both_forwards or self._evaluated is not None:
                 with torch.no_grad():
@@ -177,7 +183,7 @@ class SelfCheck:
         error = self._largest(torch.nan_to_num(error, nan=torch.inf))
         if error[0] > 0:
             return None
-        names = ["loss", *self._gradients]
+        names = ["loss", *self._gradients, *self._buffers]
         return [name for name, value in zip(names, error[1:].tolist(), strict=True) if value > TOLERANCE]
 
     def _agree(self, model: nn.Module | None) -> bool:
@@ -221,6 +227,24 @@ class SelfCheck:
             actual = param.grad if param.grad is not None else torch.zeros_like(param)
             scale = max(float(expected.abs().max()), 1e-3 * largest, 1e-12)
             error[index[name]] = float((actual - local).abs().max()) / scale
+
+    def _compare_buffers(self, model: nn.Module, error: torch.Tensor) -> None:
+        """Those that the forward changes, which every rank keeps whole."""
+        held = dict(model.named_buffers())
+        for place, (name, expected) in enumerate(self._buffers.items()):
+            if expected.numel():
+                difference = (held[name].double() - expected.double()).abs().max()
+                error[place] = float(difference) / max(float(expected.double().abs().max()), 1e-12)
+
+
+def _changed_buffers(before: nn.Module, after: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of a model that has run, by name, that are others than those of the same model before."""
+    known = dict(before.named_buffers())
+    return {
+        name: buffer.detach().clone()
+        for name, buffer in after.named_buffers()
+        if name in known and known[name].shape == buffer.shape and not torch.equal(known[name], buffer)
+    }
 
 
 def _agree_on_batches(group: dist.ProcessGroup, failure: Exception | None, batch: Any) -> None:

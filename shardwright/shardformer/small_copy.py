@@ -155,15 +155,28 @@ def _shrink_inputs(config: Any) -> None:
         elif name in _LENGTHS:
             setattr(config, name, min(value, _LENGTHS[name]))
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if isinstance(size, int) and size > _PIXELS and _has_stages_of_convolutions(config):
+        config.image_size = _PIXELS
     # windows need enough patches
-    if isinstance(size, int) and isinstance(patch, int) and size > _PIXELS and not hasattr(config, "depths"):
+    elif isinstance(size, int) and isinstance(patch, int) and size > _PIXELS and not hasattr(config, "depths"):
         config.image_size = max(_PIXELS // patch, 2) * patch
         if hasattr(config, "image_embedding_size"):
             config.image_embedding_size = config.image_size // patch
 
 
+def _has_stages_of_convolutions(config: Any) -> bool:
+    """Stages of different widths without heads or windows, each of which halves the image."""
+    return isinstance(getattr(config, "hidden_sizes", None), list | tuple) and not any(
+        hasattr(config, name) for name in (*_HEADS, "window_size", "sr_ratios")
+    )
+
+
 def _narrow(config: Any, ranks: int) -> None:
     values = vars(config)
+    if _has_stages_of_convolutions(config) and not {"groups_width", "num_groups", "width_factor"} & values.keys():
+        factor = max(1, min(config.hidden_sizes) // (8 * ranks))
+        if not any(size % factor for size in config.hidden_sizes):
+            config.hidden_sizes = [size // factor for size in config.hidden_sizes]
     heads = 2 * ranks
     ratio = 1
     for name in _HEADS:

@@ -21,14 +21,16 @@ from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
 from . import layout as layouts
 from . import trackers
-from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, placed
+from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, Windows, placed
 from .errors import RecipeError
 from .facts import RunFacts
 from .heads import Answered, ClassifiedText, Classifier, HeadTrainer, Labels, MaskedText, TaggedWords
 from .models import build_model, first_line, head_of, load_config, prepare_head
 from .progress import JsonLines, Listener, Log
+from .questions import Answering, Questions, windows_of
 from .reading import to_plain
 from .recipe import Data, Recipe
+from .regression import Regression, ScoredText
 from .samples import Encoder
 from .sources import place_of, rows_of
 from .tasks import TASKS
@@ -72,6 +74,8 @@ class Parts:
             return SampleStream(self.rows[key], encoder, self.padding, data.packing)
         if data.packing:
             return Packed(self.rows[key], encoder, self.padding)
+        if isinstance(encoder, Questions):
+            return Windows(self.rows[key], encoder)
         return Samples(self.rows[key], encoder)
 
     def encoder(self, key: str) -> Any:
@@ -85,6 +89,10 @@ class Parts:
             return MaskedText(self.tokenizer, length, types, share, recipe.seed, len(self.tokenizer))
         if recipe.task == "seq2seq-lm":
             return Answered(self.tokenizer, length, types)
+        if recipe.task == "sequence-regression":
+            return ScoredText(self.tokenizer, length, types)
+        if recipe.task == "question-answering":
+            return Questions(self.tokenizer, length, types, getattr(recipe, key).stride)
         kind = ClassifiedText if recipe.task == "sequence-classification" else TaggedWords
         return kind(self.tokenizer, length, types, Labels(self.config))
 
@@ -101,6 +109,7 @@ class Parts:
             "data.packing": data.packing,
             "data.max_length": self.max_length_of("data"),
             "data.streaming": streaming,
+            **({} if data.stride is None else {"data.stride": data.stride}),
             "data.mix weights": [source.weight for source in data.mix or ()],
         }
         if streaming:
@@ -204,13 +213,14 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         collate_fn=collate,
         distributed_sampler_cls=None if streaming else EvenedSampler,
     )
-    evaluation = None
+    evaluation = held_out = None
     if "eval_data" in parts.rows:
         size = (recipe.per_device_eval_batch_size or recipe.per_device_train_batch_size) * (
             samples // recipe.per_device_train_batch_size
         )
+        held_out = parts.dataset("eval_data")
         evaluation = plugin.prepare_dataloader(
-            Evened(parts.dataset("eval_data"), size * replicas, parts.padding), batch_size=size, collate_fn=collate
+            Evened(held_out, size * replicas, parts.padding), batch_size=size, collate_fn=collate
         )
     total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
     optimizer = make_optimizer(recipe, model)
@@ -243,12 +253,16 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         timeline_steps=recipe.timeline_steps,
         profile_steps=recipe.profile_steps,
     )
+    trainer.measured = held_out
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
 
 
 def _trainer_of(recipe: Recipe) -> type[Trainer]:
     if recipe.task == "causal-lm":
         return Trainer
+    own: dict[str, type[Trainer]] = {"sequence-regression": Regression, "question-answering": Answering}
+    if recipe.task in own:
+        return own[recipe.task]
     return Classifier if TASKS[recipe.task].labelled else HeadTrainer
 
 
@@ -270,7 +284,7 @@ def _try_rows(parts: Parts, key: str) -> None:
     learned = 0
     for number, row in zip(range(_TRIED), parts.rows[key], strict=False):
         try:
-            learned += encoder.one(row).learned
+            learned += sum(sample.learned for sample in windows_of(encoder, row))
         except RecipeError as error:
             raise RecipeError(f"{key}: {placed(error, place_of(parts.rows[key], number))}") from None
     if not learned:

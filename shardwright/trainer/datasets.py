@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..plugins.data.dealing import DataParallelSampler
 from .errors import RecipeError, RowError
 from .heads import Features, HeadEncoder
 from .packing import TokenStore, fill, join
+from .questions import Questions, windows_of
 from .samples import IGNORED, Encoder, Sample
 from .sources import Row, Rows, place_of
 
@@ -33,6 +35,28 @@ class Samples(Dataset[Item]):
             return _item(self.encoder.one(self.rows[index]))
         except RecipeError as error:
             raise RowError(placed(error, place_of(self.rows, index))) from None
+
+
+class Windows(Dataset[Item]):
+    """As many sequences per row as it has windows, all encoded at the start."""
+
+    def __init__(self, rows: Rows, encoder: Questions) -> None:
+        self.rows, self.encoder = rows, encoder
+        self.features: list[Features] = []
+        self.row_of: list[int] = []
+        for number, row in enumerate(rows):
+            try:
+                found = encoder.many(row)
+            except RecipeError as error:
+                raise RecipeError(placed(error, place_of(rows, number))) from None
+            self.features += found
+            self.row_of += [number] * len(found)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> Item:
+        return _item(self.features[index])
 
 
 class Packed(Dataset[Item]):
@@ -69,21 +93,31 @@ class SampleStream(IterableDataset[Item]):
                 yield row
 
     def __iter__(self) -> Iterator[Item]:
-        if not self.packing:
-            for number, row in enumerate(self._own_rows()):
-                try:
-                    yield _item(self.encoder.one(row))
-                except RecipeError as error:
-                    raise RecipeError(placed(error, f"row {number + 1} of the stream")) from None
-            return
+        try:
+            yield from self._packed() if self.packing else self._single()
+        except RecipeError as error:
+            raise RowError(*error.args) from None
+
+    def _single(self) -> Iterator[Item]:
+        for row in self._own_rows():
+            with _naming(row):
+                items = [_item(sample) for sample in windows_of(self.encoder, row)]
+            yield from items
+
+    def _packed(self) -> Iterator[Item]:
         waiting: dict[int, Sample] = {}
         for keys in fill(self._lengths(waiting), self.encoder.max_length):
             yield join([waiting.pop(key) for key in keys], self.encoder.max_length, self.padding)
 
     def _lengths(self, waiting: dict[int, Sample]) -> Iterator[tuple[int, int]]:
-        for key, piece in enumerate(_pieces(self._own_rows(), self.encoder)):
-            waiting[key] = piece
-            yield key, len(piece)
+        key = 0
+        for row in self._own_rows():
+            with _naming(row):
+                pieces = list(self.encoder.pieces(row))
+            for piece in pieces:
+                waiting[key] = piece
+                yield key, len(piece)
+                key += 1
 
 
 class Evened(Dataset[Item]):
@@ -141,6 +175,16 @@ def placed(error: RecipeError, place: str) -> str:
     """What is wrong, with the row in front of it."""
     said = str(error)
     return said if said.startswith(place) else f"{place}: {said}"
+
+
+@contextmanager
+def _naming(row: Row) -> Iterator[None]:
+    """A row of a stream is named in what is wrong with it."""
+    try:
+        yield
+    except RecipeError as error:
+        place = getattr(row, "place", None)
+        raise RecipeError(str(error) if place is None else placed(error, place)) from None
 
 
 def _pieces(rows: Iterable[Row], encoder: Encoder) -> Iterator[Sample]:

@@ -8,4 +8,9 @@ class RecipeError(ValueError):
 
 
 class RowError(RecipeError):
-    """A row that one rank alone has found, in the middle of training."""
+    """A row that is found in the middle of training, by one rank alone or by several.
+
+    told   whether another rank has found one before, and tells it
+    """
+
+    told = False

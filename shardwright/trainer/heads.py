@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..utils.errors import nearest
 from .errors import RecipeError
 from .samples import IGNORED
+from .spans import places
 from .trainer import Batch, Trainer
 
 _KEPT, _RANDOM = 0.1, 0.1  # of the tokens that masked language models have to tell: as BERT has it
@@ -20,14 +23,20 @@ _KEPT, _RANDOM = 0.1, 0.1  # of the tokens that masked language models have to t
 
 @dataclass(frozen=True)
 class Features:
-    """Entries of a batch for one sample: a list of numbers for each that is padded, a number for each that is not."""
+    """Entries of a batch for one sample: a list of numbers for each that is padded, a number for each that is not.
+
+    offsets, nowhere   of a window over a text: the characters of each token, None for those of something else, and the
+                       token that stands for no answer
+    """
 
     values: Mapping[str, Any]
+    offsets: tuple[tuple[int, int] | None, ...] | None = None
+    nowhere: int = 0
 
     @property
     def learned(self) -> int:
         """Labels that count."""
-        labels = self.values["labels"]
+        labels = self.values["labels"] if "labels" in self.values else self.values["start_positions"]
         return sum(label != IGNORED for label in (labels if isinstance(labels, list) else [labels]))
 
 
@@ -94,7 +103,7 @@ class Labels:
 class ClassifiedText(HeadEncoder):
     """A text, or a pair of texts, and the label of it."""
 
-    def __init__(self, tokenizer: Any, max_length: int, types: bool, labels: Labels) -> None:
+    def __init__(self, tokenizer: Any, max_length: int, types: bool, labels: Any) -> None:
         super().__init__(tokenizer, max_length, types)
         self.labels = labels
 
@@ -115,7 +124,7 @@ class ClassifiedText(HeadEncoder):
 
 
 class TaggedWords(HeadEncoder):
-    """Words, and a tag for each, which its first token has."""
+    """Words, and a tag for each, which its first token has; spaces part them, as in the text that they come from."""
 
     def __init__(self, tokenizer: Any, max_length: int, types: bool, labels: Labels) -> None:
         super().__init__(tokenizer, max_length, types)
@@ -129,11 +138,15 @@ class TaggedWords(HeadEncoder):
             raise RecipeError(f"a row's words are {words!r:.60}; a list of texts is needed")
         if not isinstance(tags, Sequence) or isinstance(tags, str) or len(tags) != len(words):
             raise RecipeError(f"a row has {len(words)} words and the tags {tags!r:.60}; a tag for each word is needed")
-        found = self.encode(list(words), is_split_into_words=True)
-        labels, before = [], None
-        for word in found.word_ids():
-            labels.append(IGNORED if word is None or word == before else self.labels.number(tags[word]))
-            before = word
+        text = " ".join(words)
+        found = self.encode(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+        starts = np.cumsum([0, *(len(word) + 1 for word in words)])
+        labels, before = [], -1
+        for start, end in places(found, text):
+            word = int(np.searchsorted(starts, start, side="right")) - 1
+            begins = word > before and bool(text[start:end].strip())
+            labels.append(self.labels.number(tags[word]) if begins else IGNORED)
+            before = word if begins else before
         return Features({**self.inputs(found), "labels": labels})
 
 

@@ -57,6 +57,11 @@ def prepare_head(recipe: Recipe, config: Any, padding: int) -> None:
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
                 raise RecipeError(f"model.config has no {name}, with which answers begin; for T5 both are 0")
+    if recipe.task.startswith("sequence-") and config.get_text_config().pad_token_id is None:
+        config.get_text_config().pad_token_id = padding  # decoders classify by the last token that is none
+    if recipe.task == "sequence-regression":
+        config.num_labels = 1
+        config.problem_type = "regression"
     if not TASKS[recipe.task].labelled:
         return
     if recipe.labels is not None:
@@ -66,8 +71,6 @@ def prepare_head(recipe: Recipe, config: Any, padding: int) -> None:
     if config.num_labels < 2:
         raise RecipeError("the model has one label, so that there is nothing to tell apart; give labels: [A, B, ...]")
     config.problem_type = "single_label_classification"
-    if recipe.task == "sequence-classification" and config.get_text_config().pad_token_id is None:
-        config.get_text_config().pad_token_id = padding  # decoders classify by the last token that is none
 
 
 def head_of(recipe: Recipe, config: Any) -> Any:
@@ -134,9 +137,7 @@ def build_model(recipe: Recipe, config: Any) -> Any:
 
 
 def _built(recipe: Recipe, made: Callable[[], Any]) -> Any:
-    copied = (
-        recipe.lora is not None and TASKS[recipe.task].labelled
-    )  # peft trains a copy of such a head, with its weights
+    copied = recipe.lora is not None and TASKS[recipe.task].head  # peft trains a copy of such a head, with its weights
     with LazyInitContext():
         model = made()
         if not copied and all(getattr(notes_of(param), "obstacle", None) is None for param in model.parameters()):

@@ -67,8 +67,8 @@ class Log:
             self.console.print(f"step {step:>{len(str(self._total))}} of {self._total}  {numbers}")
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        accuracy = f"  eval_accuracy {metrics['eval_accuracy']:.4f}" if "eval_accuracy" in metrics else ""
-        self.console.print(f"step {metrics['step']}  eval_loss {metrics['eval_loss']:.4f}{accuracy}")
+        told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval_"))
+        self.console.print(f"step {metrics['step']}  {told}")
 
     def finished(self, facts: Mapping[str, Any]) -> None:
         if self._bar is not None:

@@ -42,11 +42,20 @@ class Source:
     prompt: Annotated[str | None, Key("column with a prompt; `completion` names the column that is learned")] = None
     completion: Annotated[str | None, Key("column with the answer to `prompt`")] = None
     text_pair: Annotated[str | None, Key("column with a second text beside `text`")] = None
-    label: Annotated[str | None, Key("column with the label of `text`, a name or a number")] = None
+    label: Annotated[
+        str | None, Key("column with the label of `text`: a name or a number; of a regression the number")
+    ] = None
     words: Annotated[str | None, Key("column with a list of words; `tags` names the column with a label for each")] = (
         None
     )
     tags: Annotated[str | None, Key("column with the labels of `words`")] = None
+    question: Annotated[
+        str | None, Key("column with a question; `context` names the column with the text that has its answer")
+    ] = None
+    context: Annotated[str | None, Key("column with the text that answers `question`")] = None
+    answers: Annotated[
+        str | None, Key("column with {text: [...], answer_start: [...]}, as SQuAD has it; empty where there is none")
+    ] = None
     weight: Annotated[
         float | None, Key("share among the sources of a mixture; left out: its number of samples", least=0)
     ] = None
@@ -59,6 +68,10 @@ class Data(Source):
     mix: Annotated[list[Source] | None, Key("several sources, each with the keys of one, and a `weight`")] = None
     max_length: Annotated[
         int | None, Key("tokens of a sample at most; left out: what the model takes, 2048 at most", least=2)
+    ] = None
+    stride: Annotated[
+        int | None,
+        Key("tokens that windows over a long context share; left out: 128, a quarter of max_length at most", least=0),
     ] = None
     packing: Annotated[bool, Key("several samples in one sequence of max_length, which do not see each other")] = False
 
@@ -87,7 +100,10 @@ class Recipe:
         str,
         Key(
             "what the model learns, and so its head",
-            choices=("causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification"),
+            choices=(
+                *("causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification"),
+                *("sequence-regression", "question-answering"),
+            ),
         ),
     ] = "causal-lm"
     labels: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,10 +13,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoint.directory import candidates
 from ..cluster import DistCoordinator, launch, launch_from_torch
+from ..comm.compat import default_store
 from ..files.errors import CheckpointError
 from . import layout as layouts
 from .build import Parts, check_length, make_optimizer, make_plugin, make_trainer, prepare
-from .errors import RecipeError
+from .errors import RecipeError, RowError
 from .models import build_model
 from .probes import check_order, check_packing
 from .reading import to_plain
@@ -54,6 +56,10 @@ def train(recipe: Recipe) -> int:
     launch_from_torch(seed=recipe.seed)
     try:
         return train_here(recipe)
+    except RowError as error:
+        with suppress(RuntimeError):  # the rank that keeps the store has ended
+            error.told = default_store().add("shardwright/rows", 1) > 1
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ..utils.errors import nearest
 from .errors import RecipeError
+from .spans import Span, tokens_within
 
 IGNORED = -100  # the label of tokens that are not learned, as transformers' losses have it
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -55,11 +57,13 @@ class Encoder:
             return Sample(ids, ids)
         if "messages" in row:
             return self._conversation(row["messages"])
-        prompt = self._ids(self._text(row, "prompt"), special=True)
-        if self.end and prompt[-1:] == self.end:
-            prompt = prompt[:-1]  # of a tokenizer that ends every text
-        answer = self._ids(self._text(row, "completion"), special=False) + self.end
-        return Sample(prompt + answer, [IGNORED] * len(prompt) + answer)
+        prompt, completion = self._text(row, "prompt"), self._text(row, "completion")
+        sample = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))], special=True)
+        ids = [*sample.ids] if sample.ids[-1:] == self.end else [*sample.ids, *self.end]
+        answered = [at for at, label in enumerate(sample.labels) if label != IGNORED]
+        # What stands behind the answer, the tokenizer has added: it is the end that a model learns to write.
+        behind = answered[-1] + 1 if answered else len(ids) - len(self.end)
+        return Sample(ids, [*sample.labels[:behind], *ids[behind:]])
 
     def nothing(self, padding: int) -> Sample:
         """A sample of which nothing counts."""
@@ -79,10 +83,21 @@ class Encoder:
                 yield piece
 
     def _ids(self, text: str, special: bool) -> list[int]:
+        return list(self._tokens(text, special)["input_ids"])
+
+    def _tokens(self, text: str, special: bool, **options: Any) -> Any:
         try:
-            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+            return self.tokenizer(text, add_special_tokens=special, verbose=False, **options)
         except Exception as error:  # half of a character, and what else tokenizers do not take
             raise RecipeError(f"the tokenizer cannot read the text {text!r:.60} ({type(error).__name__})") from error
+
+    def _marked(self, text: str, spans: Sequence[Span], special: bool) -> Sample:
+        """A text of which the tokens of some spans are learned."""
+        fast = self.tokenizer.is_fast
+        found = self._tokens(text, special, return_offsets_mapping=fast, return_special_tokens_mask=True)
+        ids = list(found["input_ids"])
+        marks = tokens_within(self.tokenizer, found, text, spans)
+        return Sample(ids, [one if kept else IGNORED for one, kept in zip(ids, marks, strict=True)])
 
     def _text(self, row: Mapping[str, Any], part: str) -> str:
         value = row[part]
@@ -102,13 +117,8 @@ class Encoder:
             )
         self._check_calls(messages)
         if re.search(r"{%[-+]?\s*generation", str(template)):
-            found = self._apply(messages, return_assistant_tokens_mask=True)
-            ids = list(found["input_ids"])
-            return Sample(
-                ids, [one if kept else IGNORED for one, kept in zip(ids, found["assistant_masks"], strict=True)]
-            )
-        ids = self._render(messages, False)
-        labels = [IGNORED] * len(ids)
+            return self._marked(*self._written_marked(messages), special=False)
+        text, spans = self._written(messages), []
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -118,42 +128,60 @@ class Encoder:
                     "asked where an answer begins; begin with a user, or mark answers in a chat_template of yours with "
                     "{% generation %}"
                 )
-            before, after = self._render(messages[:at], True), self._render(messages[: at + 1], False)
-            if before == self._render(messages[:at], False):
+            before, after = self._written(messages[:at], True), self._written(messages[: at + 1])
+            if before == self._written(messages[:at]):
                 raise RecipeError(
                     "the tokenizer's chat template does not look at add_generation_prompt, so that the head of an "
                     "answer would be learned with it; mark answers in a chat_template of yours with {% generation %}"
                 )
-            if ids[: len(before)] != before or ids[: len(after)] != after:
+            if not (text.startswith(before) and text.startswith(after)):
                 raise RecipeError(
                     "the tokenizer's chat template writes a conversation differently when it goes on, so that the "
                     "answers cannot be found in it; mark them in a chat_template of yours with {% generation %}"
                 )
-            labels[len(before) : len(after)] = ids[len(before) : len(after)]
-        return Sample(ids, labels)
+            spans.append((len(before), len(after)))
+        return self._marked(text, spans, special=False)
 
-    def _render(self, messages: Sequence[Any], to_answer: bool) -> list[int]:
-        return list(self._apply(messages, add_generation_prompt=to_answer)["input_ids"])
+    def _written_marked(self, messages: Sequence[Any]) -> tuple[str, list[Span]]:
+        """A conversation as a template writes it that marks answers, and where they are."""
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-        except Exception as error:  # a template raises what it likes
-            first = (str(error).strip().split("\n") or [""])[0]
-            raise RecipeError(
-                f"the chat template cannot write a conversation ({type(error).__name__}: {first}); change the row, or "
-                "give another chat_template"
-            ) from error
+        with _of_template():
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        (text,), (spans,) = rendered
+        return str(text), [(start, end) for start, end in spans]
+
+    def _written(self, messages: Sequence[Any], to_answer: bool = False) -> str:
+        """A conversation as text."""
+        with _of_template():
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=to_answer))
 
     def _check_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
         if not any(one.get("tool_calls") for one in messages):
             return
         plain = [{name: value for name, value in one.items() if name != "tool_calls"} for one in messages]
-        if self._render(messages, False) == self._render(plain, False):
+        if self._written(messages) == self._written(plain):
             raise RecipeError(
                 "a row has tool_calls, which the tokenizer's chat template does not write; give a chat_template that "
                 "does, or write them into the content"
             )
+
+
+@contextmanager
+def _of_template() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a template raises what it likes
+        first = (str(error).strip().split("\n") or [""])[0]
+        raise RecipeError(
+            f"the chat template cannot write a conversation ({type(error).__name__}: {first}); change the row, or "
+            "give another chat_template"
+        ) from error
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:

@@ -23,6 +23,14 @@ _TABLES = {".parquet": "parquet", ".csv": "csv"}
 _KNOWN = (*_LINES, ".json", *_TABLES)
 
 
+class Placed(dict[str, Any]):
+    """A row of a stream, which knows where it is."""
+
+    def __init__(self, row: Row, place: str) -> None:
+        super().__init__(row)
+        self.place = place
+
+
 class Rows:
     """Rows that can be counted."""
 
@@ -43,19 +51,21 @@ class Rows:
 class LineFile(Rows):
     """Rows of a file with one per line, read when they are asked for. Empty lines are none.
 
-    Only where each line begins is kept, 8 bytes a line.
+    Only where each line begins is kept, 8 bytes a line, and as much for its number where a file has empty lines.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_json = path.suffix in (".jsonl", ".ndjson")
-        starts, position = [], 0
+        starts, numbers, position = [], [], 0
         with path.open("rb") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, 1):
                 if line.removeprefix(codecs.BOM_UTF8).strip():
                     starts.append(position)
+                    numbers.append(number)
                 position += len(line)
         self.starts = np.asarray(starts, dtype=np.int64)
+        self.numbers = np.asarray(numbers, dtype=np.int64) if numbers and numbers[-1] != len(numbers) else None
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -63,32 +73,68 @@ class LineFile(Rows):
     def __getitem__(self, index: int) -> Row:
         with self.path.open("rb") as lines:
             lines.seek(int(self.starts[index]))
-            return self.parse(lines.readline(), index)
+            return self.parse(lines.readline(), self.place(index))
 
     def __iter__(self) -> Iterator[Row]:
+        return self.stream()
+
+    def stream(self) -> Iterator[Placed]:
+        """All rows, each with its place."""
         with self.path.open("rb") as lines:
-            kept = (line for line in lines if line.removeprefix(codecs.BOM_UTF8).strip())
-            for number, line in enumerate(kept):
-                yield self.parse(line, number)
+            for number, line in enumerate(lines, 1):
+                if line.removeprefix(codecs.BOM_UTF8).strip():
+                    place = f"{self.path}:{number}"
+                    yield Placed(self.parse(line, place), place)
 
     def place(self, index: int) -> str:
-        return f"{self.path}, row {index + 1}"
+        return f"{self.path}:{index + 1 if self.numbers is None else self.numbers[index]}"
 
-    def parse(self, line: bytes, number: int) -> Row:
+    def parse(self, line: bytes, place: str) -> Row:
         """The row of a line."""
         try:
             text = line.removeprefix(codecs.BOM_UTF8).decode()
         except UnicodeDecodeError:
-            raise RecipeError(f"{self.place(number)}: this is not UTF-8 text") from None
+            raise RecipeError(f"{place}: this is not UTF-8 text") from None
         if not self.is_json:
             return {"text": text.rstrip("\r\n")}
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise RecipeError(f"{self.place(number)}: this is not JSON ({error})") from None
+            raise RecipeError(f"{place}: this is not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise RecipeError(f'{self.place(number)}: a row is a JSON object, such as {{"text": "..."}}')
+            raise RecipeError(f'{place}: a row is a JSON object, such as {{"text": "..."}}')
         return row
+
+
+class TableRows(Rows):
+    """Rows of a table or a dataset, which is called `name`."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        self.table, self.name = table, name
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = self.table[index]
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.table)
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class TableStream(Iterable[Row]):
+    """The same of a table whose rows are not counted."""
+
+    def __init__(self, table: Iterable[Row], name: str) -> None:
+        self.table, self.name = table, name
+
+    def __iter__(self) -> Iterator[Row]:
+        for number, row in enumerate(self.table, 1):
+            yield Placed(row, f"{self.name}, row {number}")
 
 
 class _OfParts(Rows):
@@ -181,7 +227,12 @@ class Picked(Rows):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        row = self.rows[index]
+        return self._pick(self.rows[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._pick, self.rows)
+
+    def _pick(self, row: Row) -> Row:
         return {part: row.get(column) for part, column in self.columns.items()}
 
     def place(self, index: int) -> str:
@@ -195,8 +246,9 @@ class PickedStream(Iterable[Row]):
         self.rows, self.columns = rows, columns
 
     def __iter__(self) -> Iterator[Row]:
-        for row in self.rows:
-            yield {part: row.get(column) for part, column in self.columns.items()}
+        for number, row in enumerate(self.rows, 1):
+            picked = {part: row.get(column) for part, column in self.columns.items()}
+            yield Placed(picked, getattr(row, "place", f"row {number}"))
 
 
 def place_of(rows: Any, index: int) -> str:
@@ -222,7 +274,10 @@ def rows_of(data: Data, key: str, seed: int, task: Task) -> Rows | Iterable[Row]
 
 
 def _rows_of_source(source: Source, key: str, task: Task) -> Any:
-    rows = _of_dataset(source, key) if source.dataset is not None else _of_files(source, key)
+    if source.dataset is None:
+        rows = _of_files(source, key)
+    else:
+        rows = (TableStream if source.streaming else TableRows)(_of_dataset(source, key), source.dataset)
     first = next(iter(rows), None)
     if first is None:
         raise RecipeError(f"{key}: {source.path or source.dataset} has no rows; give a source with at least one")
@@ -259,8 +314,10 @@ def _of_files(source: Source, key: str) -> Any:
     given = source.path if isinstance(source.path, list) else [source.path]
     paths = [found for one in given for found in _find(one, key)]
     if source.streaming:
-        return _Chain([_Lines(path) if path.suffix in _LINES else _table(path, key) for path in paths])
-    parts = [LineFile(path) if path.suffix in _LINES else _table(path, key) for path in paths]
+        return _Chain(
+            [_Lines(path) if path.suffix in _LINES else TableStream(_table(path, key), str(path)) for path in paths]
+        )
+    parts = [LineFile(path) if path.suffix in _LINES else TableRows(_table(path, key), str(path)) for path in paths]
     kept = [part for part in parts if len(part)]
     return Joined(kept) if len(kept) > 1 else (kept or parts)[0]
 
@@ -274,7 +331,7 @@ class _Lines(Iterable[Row]):
     def __iter__(self) -> Iterator[Row]:
         reader = object.__new__(LineFile)
         reader.path, reader.is_json = self.path, self.path.suffix in (".jsonl", ".ndjson")
-        yield from LineFile.__iter__(reader)
+        yield from reader.stream()
 
 
 class _Chain(Iterable[Row]):

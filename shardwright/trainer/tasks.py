@@ -15,6 +15,7 @@ class Task:
     kinds     columns that make a sample; any of these sets
     adapters  what peft calls the task; None: nothing of its own
     optional  columns that a sample may have besides
+    head      whether the head is a new one, which peft trains a copy of
     labelled  whether samples have labels of a list of names, the share of which that is met is the accuracy
     """
 
@@ -23,6 +24,10 @@ class Task:
     adapters: str | None = None
     optional: tuple[str, ...] = ()
     labelled: bool = False
+
+    @property
+    def head(self) -> bool:
+        return self.adapters in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
 
 TASKS = {
@@ -33,8 +38,13 @@ TASKS = {
         "AutoModelForSequenceClassification", (("text", "label"),), "SEQ_CLS", ("text_pair",), labelled=True
     ),
     "token-classification": Task("AutoModelForTokenClassification", (("words", "tags"),), "TOKEN_CLS", labelled=True),
+    "sequence-regression": Task("AutoModelForSequenceClassification", (("text", "label"),), "SEQ_CLS", ("text_pair",)),
+    "question-answering": Task("AutoModelForQuestionAnswering", (("question", "context", "answers"),), "QUESTION_ANS"),
 }
-COLUMNS = ("text", "messages", "prompt", "completion", "text_pair", "label", "words", "tags")
+COLUMNS = (
+    *("text", "messages", "prompt", "completion", "text_pair", "label", "words", "tags"),
+    *("question", "context", "answers"),
+)
 
 
 def check_task(recipe: Recipe) -> None:
@@ -54,6 +64,10 @@ def check_task(recipe: Recipe) -> None:
             continue
         if data.packing and recipe.task != "causal-lm":
             raise RecipeError(f"{key}.packing: true is for causal-lm, and the task is {recipe.task}; leave it out")
+        if data.stride is not None and recipe.task != "question-answering":
+            raise RecipeError(
+                f"{key}.stride, and the task is {recipe.task}; say task: question-answering, or leave it out"
+            )
         sources: dict[str, Source] = {key: data}
         if data.mix is not None:
             sources = {f"{key}.mix[{at}]": one for at, one in enumerate(data.mix)}

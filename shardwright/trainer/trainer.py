@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..booster import Booster
 from ..booster.profile import Profile
+from ..checkpoint import rng
 from ..checkpoint.preemption import SaveOnSignal
 from ..pipeline.snapshots import WARM_UP, Camera
 from ..pipeline.timeline import Timeline
@@ -72,11 +73,17 @@ class Trainer:
     timeline_steps  steps of the pipeline whose timeline is recorded; the typical one is in timeline.json, and on every
                     rank in `timeline`
 
+    While the device computes a step the next batch is made and sent to it (`look_ahead`, which a `train_step` of yours
+    may call when its work has been launched). Checkpoints have the position behind the batches that were trained on.
+
     Subclass it and override `criterion` or `train_step` for another objective, `count_tokens` and `count_labels` for
-    batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss.
+    batches of something else than text, `count_right` (with counts_right = True) for an accuracy beside the loss,
+    `measure` (with columns = how many numbers it gives of each sample) and `figures` for other figures.
     """
 
     counts_right = False
+    columns = 0  # numbers of each sample that `measure` gives; 0: nothing is measured
+    measured: Any = None  # the samples of the evaluation, where what is measured needs them
 
     def __init__(
         self,
@@ -121,6 +128,10 @@ class Trainer:
         self.timeline: Timeline | None = None
         self.progress = Progressed()
         self.accuracy: float | None = None
+        self.told: dict[str, float] = {}  # the figures of the last evaluation
+        self._supply: Any = None  # the iterator over the running pass
+        self._pass_ended = False
+        self._random: dict[str, torch.Tensor] | None = None  # states of generators before the next batch was made
         self.interrupted = False
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
@@ -205,6 +216,7 @@ class Trainer:
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Forward, backward and the optimizer's step on one batch of every rank. The loss is that of all of them."""
         result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, self.optimizer)
+        self.look_ahead()
         self.optimizer.step()
         norm = self.optimizer.get_grad_norm()
         self.optimizer.zero_grad()
@@ -219,6 +231,32 @@ class Trainer:
             "tokens": tokens,
         }
 
+    def look_ahead(self) -> None:
+        """Make the next batch now, unless an evaluation or a checkpoint comes before it."""
+        step = self.progress.step + 1
+        make = getattr(self._supply, "look_ahead", None)
+        if make is None or step == self.total_steps or self._pauses(step, self._pass_ended):
+            return
+        self._random = rng.get_states()
+        make()
+
+    def _pauses(self, step: int, pass_ended: bool) -> bool:
+        evaluates = self.evaluation is not None and self.evaluate_when.is_now(step, pass_ended)
+        return evaluates or self.save_when.is_now(step, pass_ended)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Generators as they were before the next batch was made, which a run that goes on makes again."""
+        if self._random is None:
+            yield
+            return
+        now = rng.get_states()
+        rng.set_states({name: state for name, state in self._random.items() if name != "cuda"})
+        try:
+            yield
+        finally:
+            rng.set_states(now)
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss of the evaluation, in which batches weigh as `count_labels` says. With `counts_right` the share of
@@ -226,16 +264,19 @@ class Trainer:
         """
         self.model.eval()
         total, counted, right = 0.0, 0, 0
-        for batch in self.evaluation:
-            result = self.booster.execute_pipeline(
-                iter([batch]), self.model, self._loss, return_outputs=self.counts_right
-            )
+        rows: list[torch.Tensor] = []
+        returns = self.counts_right or self.columns > 0
+        for number, batch in enumerate(self.evaluation):
+            result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, return_outputs=returns)
             loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
             if labelled:
                 total, counted = total + loss * labelled, counted + labelled
             if self.counts_right:
                 right += self._everyones_right(result["outputs"], batch)
+            if self.columns:
+                rows.append(self._everyones_rows(result["outputs"], batch, number))
         self.model.train()
+        self.told = self.figures(torch.cat(rows)) if rows else {}
         self.accuracy = right / max(counted, 1) if self.counts_right else None
         return total / max(counted, 1)
 
@@ -251,19 +292,32 @@ class Trainer:
         """Labels of this rank's batch that the model's outputs meet."""
         raise NotImplementedError
 
+    def measure(self, outputs: Any, batch: Batch, samples: range) -> torch.Tensor:
+        """Numbers [samples, columns] of this rank's batch. `samples` are their places in the evaluation's data, where
+        `plugin.prepare_dataloader` deals it without shuffling.
+        """
+        raise NotImplementedError
+
+    def figures(self, rows: torch.Tensor) -> dict[str, float]:
+        """What is told of an evaluation beside its loss, by name, of what `measure` gave for all samples, in their
+        order.
+        """
+        raise NotImplementedError
+
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
         """A checkpoint that a run at any layout can go on from."""
-        self.booster.save(
-            str(path or self.checkpoints / f"step-{self.progress.step}"),
-            model=self.model,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            dataloader=self.data,
-            step=self.progress.step,
-            extra={**asdict(self.progress), "must_match": self.must_match},
-            keep_last=keep or self.keep,
-            use_async=True,
-        )
+        with self._as_before():
+            self.booster.save(
+                str(path or self.checkpoints / f"step-{self.progress.step}"),
+                model=self.model,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                dataloader=self.data,
+                step=self.progress.step,
+                extra={**asdict(self.progress), "must_match": self.must_match},
+                keep_last=keep or self.keep,
+                use_async=True,
+            )
 
     def _load(self, path: str | Path, dataloader: Any = None) -> dict[str, Any]:
         state = self.booster.load(
@@ -285,15 +339,19 @@ class Trainer:
     def _batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches of pass after pass, and whether one is the last of its pass, which of a stream nobody knows.
 
-        No batch is asked for before it is used: the loader's position is part of a checkpoint.
+        The loader counts a batch when it is asked for, which is when it is used, also where it was made before.
         """
         empty = 0
         while empty < 2:  # a pass that was saved at its end is empty
             empty += 1
             left = _length(self.data)
-            for batch in self.data:
+            self._supply = iter(self.data)
+            for batch in self._supply:
                 empty, left = 0, left - 1
                 self.progress.epoch += left == 0
+                self._pass_ended, self._random = left == 0, None
+                if hasattr(self._supply, "send"):
+                    self._supply.send(batch)
                 yield batch, left == 0
         raise ValueError("the loader has no batches; give it more samples, or smaller batches")
 
@@ -323,7 +381,8 @@ class Trainer:
 
     def _tell_evaluated(self, loss: float) -> None:
         accuracy = {} if self.accuracy is None else {"eval_accuracy": self.accuracy}
-        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss, **accuracy})
+        others = {f"eval_{name}": value for name, value in self.told.items()}
+        self._tell("evaluated", {"step": self.progress.step, "eval_loss": loss, **accuracy, **others})
 
     def _is_worse(self) -> bool:
         return self.patience is not None and self.progress.without_better >= self.patience
@@ -348,6 +407,24 @@ class Trainer:
         dist.all_reduce(shared)
         total, holders = shared.tolist()
         return round(total * plugin.data_parallel[0] / holders)
+
+    def _everyones_rows(self, outputs: Any, batch: Batch, number: int) -> torch.Tensor:
+        """What data-parallel ranks measure of their batches of this number, each on its last stage, in the order of
+        the samples: those of a batch are dealt in turn.
+        """
+        plugin: Any = self.booster.plugin
+        replicas, replica = plugin.data_parallel
+        size = len(next(value for value in batch.values() if isinstance(value, torch.Tensor)))
+        first = number * size * replicas + replica
+        mine = torch.zeros(size, self.columns + 2, dtype=torch.float64, device=get_current_device())
+        if outputs is not None:
+            samples = range(first, first + size * replicas, replicas)
+            mine[:, :-2], mine[:, -1] = self.measure(outputs, batch, samples).to(mine), 1.0
+        mine[:, -2] = replica
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        held = {int(one[0, -2]): one[:, :-2] for one in every if one[0, -1] > 0}
+        return torch.stack([held[at] for at in range(replicas)], dim=1).flatten(0, 1).cpu()
 
     def _tell(self, what: str, news: Mapping[str, Any]) -> None:
         for listener in self.listeners:

@@ -22,11 +22,18 @@ from .streams import is_pinned, lies_on_host, pinned_copy, streams_of
 
 
 class _Copy(NamedTuple):
-    """arrived  event of the stream that copies; None where a copy is there when it is launched."""
+    """arrived  event of the stream that copies; None where a copy is there when it is launched.
+    version  how often the source had been changed in place; None where nobody counts
+    """
 
     source: torch.Tensor  # keeps its id from being another's
     tensor: torch.Tensor
     arrived: Any
+    version: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.version is None or self.version == self.source._version
 
 
 _copies: dict[int, _Copy] = {}  # of the batch that the next step takes, by the id of the host's tensor
@@ -58,7 +65,7 @@ def is_on_host(batch: Any) -> bool:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on `device`, launched and not waited for; itself where it is there."""
     copy = _copies.pop(id(tensor), None)
-    if copy is None or copy.tensor.device != device:
+    if copy is None or copy.tensor.device != device or not copy.holds:
         copy = _sent(tensor, device)
     if copy.arrived is not None:
         streams = streams_of(device)
@@ -114,7 +121,11 @@ class Transfers:
     def send(self, batch: Any) -> Parcel:
         """Nobody may write to `batch` until the parcel is handed over and a step has asked for it."""
         sources = {id(leaf): leaf for leaf in pytree.tree_leaves(batch) if _can_travel(leaf)}
-        return Parcel({key: _sent(source, self._device) for key, source in sources.items()})
+        return Parcel({key: self._sent(source) for key, source in sources.items()})
+
+    def _sent(self, source: torch.Tensor) -> _Copy:
+        version = None if source.is_inference() else source._version
+        return _sent(source, self._device)._replace(version=version)
 
 
 def transfers_to(device: torch.device) -> Transfers | None:

@@ -125,7 +125,7 @@ CASES = [
             "logging_steps": 20,
             "fp16": True,
             "optim": "adamw_torch",
-            "learning_rate": 3e-4,
+            "learning_rate": 1e-3,
             "adam_beta1": 0.8,
             "adam_beta2": 0.99,
             "adam_epsilon": 1e-7,
@@ -135,7 +135,7 @@ CASES = [
             "max_steps": 1000,
             "report_to": ["tensorboard"],
         },
-        ["zero_optimization.contiguous_gradients", "flops_profiler"],
+        ["zero_optimization.contiguous_gradients", "flops_profiler", "optimizer.params.lr"],
     ),
     Case(
         "accelerate.yaml",

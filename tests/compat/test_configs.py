@@ -13,7 +13,7 @@ import yaml
 from shardwright.cli import config as command
 from shardwright.cli.main import main
 from shardwright.compat.configs import SOURCES, TARGETS, read_file, write
-from shardwright.compat.configs.literals import read_assignments
+from shardwright.compat.configs.statements import read_assignments
 from shardwright.plugins.hybrid.config_form import read_config
 from shardwright.trainer import build_recipe
 from tests.compat.config_files import CASES, Case
@@ -112,14 +112,87 @@ def test_what_cannot_be_read(
     assert said.out == ""
 
 
+FUSED = ("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention")
 DEFAULTS: list[tuple[str, str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "a.json",
         """{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, "scheduler": {"type": "WarmupLR",
         "params": {"warmup_type": "linear"}}, "zero_optimization": {"stage": 2, "cpu_offload": true}}""",
         {"zero_stage": 2, "cpu_offload": True},
-        {"lr_scheduler_type": "constant_with_warmup", "max_grad_norm": 0.0, "warmup_steps": 1000},
+        {
+            "lr_scheduler_type": "constant_with_warmup",
+            "max_grad_norm": 0.0,
+            "warmup_steps": 1000,
+            "learning_rate": 0.001,
+        },
         ["train_micro_batch_size_per_gpu", "bf16.enabled"],
+    ),
+    (
+        "a.json",
+        """{"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 2e-4, "warmup_num_steps": 5,
+        "warmup_type": "linear"}}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "gradient_clipping": 1, "zero_optimization": {}}""",
+        {},
+        {
+            "lr_scheduler_type": "linear",
+            "warmup_steps": 5,
+            "optim": "adamw_torch",
+            "learning_rate": 2e-4,
+            "max_grad_norm": 1,
+        },
+        ["optimizer.params.lr"],
+    ),
+    (
+        "a.py",
+        """TP = 2
+layout = dict(tp_size=TP, **dict(pp_size=4))
+same = layout
+same["zero_stage"] = 1
+def main(TP):
+    lr = 1e-3
+    plugin = HybridParallelPlugin(**layout, precision="bf16", microbatch_size=TP)
+    optimizer = HybridAdam(model.parameters(), lr / 2, betas=(0.9, 0.95))
+    schedule = CosineAnnealingWarmupLR(optimizer, 500, 20, eta_min=0.1 * lr)
+    for group in optimizer.param_groups:
+        group["lr"] = 1
+layout.update(pp_size=2)
+TP = 8
+""",
+        {"tp_size": 2, "pp_size": 2, "zero_stage": 1},
+        {
+            "bf16": True,
+            "max_grad_norm": 0.0,
+            "optim": "hybrid_adam",
+            "learning_rate": 5e-4,
+            "weight_decay": 0.0,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "lr_scheduler_type": "cosine",
+            "max_steps": 500,
+            "warmup_steps": 20,
+        },
+        ["microbatch_size", "CosineAnnealingWarmupLR.eta_min", "learning_rate"],
+    ),
+    (
+        "a.py",
+        "p = HybridParallelPlugin(2, 2, None, 'fp32', 1, True, True, True, *more)\nAdam(x, 1e-4, weight_decay=0.1)",
+        {"tp_size": 2, "pp_size": 2, "zero_stage": 1, **dict.fromkeys(FUSED, True)},
+        {"optim": "adamw_torch", "learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.0},
+        ["*", "Adam.weight_decay"],
+    ),
+    (
+        "a.py",
+        "p = MoeHybridParallelPlugin(1, 2, 4, None, 'bf16')\nStepLR(o, 3)\nb = Booster(plugin=p)",
+        {"tp_size": 1, "pp_size": 2, "ep_size": 4},
+        {"bf16": True, "max_grad_norm": 0.0},
+        ["StepLR"],
+    ),
+    (
+        "a.py",
+        "p = GeminiPlugin(None, None, 'static', False, 2, 1.0, 1.0, 0.0, 0.8, 0.9, 'bf16', max_norm=1.0)",
+        {"zero_stage": 3, "gather_ahead": 2, "cpu_offload": True},
+        {"bf16": True, "max_grad_norm": 1.0},
+        [],
     ),
     (
         "a.yaml",

@@ -123,3 +123,20 @@ def half_a_plan(rank: int, world: int) -> None:
         with refused("its output is this rank's features", "'rowwise'"):
             former.shard_model(Gated(), Rules(act="partial_gradient", **plans[1]))
     assert former.shard_model(Gated(), Rules(act="partial_gradient", **plans[0]))(torch.ones(2, 8)).shape == (2, 8)
+
+
+@mistake(
+    symptom="`torch.nn.utils.parametrizations.weight_norm(linear)`, or another parametrization, on a linear that the "
+    "plan shards",
+    gets="refused by the linear's name: its weight is computed at every access, so there is no parameter to shard",
+    fix="`torch.nn.utils.parametrize.remove_parametrizations(linear, 'weight')`, or `tp_size=1`",
+)
+def computed_weight(rank: int, world: int) -> None:
+    model = zoo.build("llama-causal-lm", **SETTINGS)
+    linear = model.model.layers[0].mlp.down_proj
+    torch.nn.utils.parametrizations.weight_norm(linear)
+    if world > 1:
+        with refused("model.layers.0.mlp.down_proj", "is computed from other parameters", "remove_parametrizations"):
+            ShardFormer(ShardConfig()).shard_model(model)
+    torch.nn.utils.parametrize.remove_parametrizations(linear, "weight")
+    assert torch.isfinite(ShardFormer(ShardConfig()).shard_model(model)(**zoo.inputs(model)).loss)

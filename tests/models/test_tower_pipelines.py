@@ -11,7 +11,7 @@ from tiny_modalities import batch, build
 
 from shardwright.booster import Booster
 from shardwright.models.dry_run import call_model
-from shardwright.pipeline.cut.survey import survey_model
+from shardwright.pipeline.cut.surveyor import survey_model
 from shardwright.pipeline.towers import Towers
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks

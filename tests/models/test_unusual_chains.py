@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors
 from shardwright import Booster
 from shardwright.models.layer_chain import find_units
 from shardwright.pipeline.cut.plan import plan_cut
-from shardwright.pipeline.cut.survey import survey_model
+from shardwright.pipeline.cut.surveyor import survey_model
 from shardwright.pipeline.loss.probes import sample_dims
 from shardwright.pipeline.settings import PipelineSettings
 from shardwright.plugins import HybridParallelPlugin

@@ -107,7 +107,7 @@ def test_models_that_the_search_cannot_tell_of_are_named(
     [
         ("--search --tp-size 2 --check", "--check, --tp-size with --search: the search decides"),
         ("--search --batch-size 8 --recompute 0.5", "--batch-size, --recompute with --search"),
-        ("--gpu h200 --global-batch-size 8", "--gpu, --global-batch-size without --search"),
+        ("--gpu h200 --global-batch-size 8", "--global-batch-size, --gpu without --search"),
     ],
 )
 def test_options_that_nothing_would_look_at_are_refused(

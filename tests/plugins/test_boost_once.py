@@ -17,7 +17,7 @@ from torch import nn
 from shardwright import Booster
 from shardwright.optim.kind import check_supported, has_stepped, is_elementwise
 from shardwright.pipeline.cut.plan import CutPlan, plan_cut
-from shardwright.pipeline.cut.survey import survey_model
+from shardwright.pipeline.cut.surveyor import survey_model
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin
 from shardwright.plugins.hybrid import plugin as hybrid
 from shardwright.plugins.hybrid.preflight import preflight

@@ -7,7 +7,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from shardwright import Booster
+from shardwright.booster import traces
 from shardwright.booster.traces import MERGED, merge
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import run_ranks, zoo
@@ -109,6 +112,54 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
     assert len({event["id"] for event in found if event["ph"] == "s"}) == 2, "nor are their arrows"
     names = {event["args"]["name"] for event in found if event["name"] == "process_name"}
     assert {"rank 0 (pp=0): python", "rank 1 (pp=1): python"} <= names
+
+
+def test_traces_are_merged_event_by_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of any size, and with far less memory than the traces have."""
+    events = [
+        {"ph": "X", "name": f'a "b" \u00fc {at}', "pid": at % 3, "ts": 1.5 * at + 3, "dur": at} for at in range(60)
+    ]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": events}) + "\n \n")
+    traces.note_rank(path, 0, "rank 0", 0.0)
+    assert json.loads(path.read_text())["shardwright"] == {"rank": 0, "name": "rank 0", "ahead": 0.0}
+    for piece in (1, 2, 7, 1000, 1 << 20):
+        monkeypatch.setattr(traces, "_PIECE", piece)
+        assert [value for key, value in traces.entries(path) if key is None] == events
+        assert {key for key, _ in traces.entries(path)} == {None, "schemaVersion", "deviceProperties", "shardwright"}
+        merge([path], tmp_path / MERGED)
+        found = json.loads((tmp_path / MERGED).read_text())["traceEvents"]
+        assert [event["name"] for event in found if event["ph"] == "X"] == [event["name"] for event in events]
+        assert [event["ts"] for event in found if event["ph"] == "X"] == [1.5 * at for at in range(60)]
+    with path.open("w") as long:
+        long.write('{"traceEvents": [')
+        long.write(",".join(json.dumps({"ph": "X", "name": "n" * 400, "pid": 1, "ts": at}) for at in range(40_000)))
+        long.write("]}")
+    traces.note_rank(path, 0, "rank 0", 0.0)
+    tracemalloc.start()
+    merge([path, path], tmp_path / MERGED)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8e6 < path.stat().st_size
+    path.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="no whole trace"):
+        traces.note_rank(path, 0, "rank 0", 0.0)
+
+
+def test_traces_are_merged_beside_the_training(tmp_path: Path) -> None:
+    booster = Booster(plugin=None)
+    weight = torch.ones(3, requires_grad=True)
+    with booster.profile(tmp_path, steps=1, wait=0, warmup=1) as profile:
+        for _ in range(2):
+            weight.sum().backward()
+            profile.step()
+        merging: Any = profile._merging
+        assert merging.pid != os.getpid()
+        weight.sum().backward()
+        profile.step()
+    assert merging.returncode == 0
+    assert len(json.loads((tmp_path / MERGED).read_text())["traceEvents"]) > 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MERGED, "rank0.json"]
 
 
 def test_a_profile_that_records_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

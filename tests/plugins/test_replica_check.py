@@ -32,6 +32,13 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "whole": {"ep_size": 2, "zero_stage": 1, "zero_group_size": 2},
+    "tp2": {"ep_size": 2, "tp_size": 2},
+    "pp2": {"ep_size": 2, "pp_size": 2, "num_microbatches": 2},
+}
+
+
 def _train(layout: str, disturb: Any, tied: bool = False) -> str:
     """What is said of two steps, of which `disturb(model, optimizer)` follows the first; looked at after each."""
     plugin = LAYOUTS[layout]()
@@ -84,6 +91,67 @@ def test_what_differs_is_named_on_all_ranks() -> None:
         assert "['lr'] is 0.01 on rank 0 (dp 0" in told["lr"]
         assert "0.02 on rank 1" in told["lr"]
         assert told["well"] == ""
+
+
+def _experts(rank: int, world: int) -> dict[str, str]:
+    """Of experts that two of four ranks hold each, and of a linear that ranks with other experts hold as well."""
+    told = {}
+    for name, sizes in EXPERTS.items():
+        for part in ("", "q_proj.weight", "experts.down_proj"):
+            plugin = HybridParallelPlugin(precision="fp32", **sizes)
+            booster = Booster(plugin=plugin, check_replicas=1)
+            model: nn.Module = zoo.build("qwen3-moe-causal-lm", num_hidden_layers=2)
+            model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+            count, place = plugin.data_parallel
+            try:
+                for step in range(2):
+                    inputs = zoo.inputs("qwen3-moe-causal-lm", 4, seed=step)
+                    batch = {name: value.chunk(count)[place] for name, value in inputs.items()}
+                    booster.execute_pipeline(iter([batch]), model, None, optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if part and rank == world - 1:
+                        _edited(model.unwrap(), next(n for n, _ in model.unwrap().named_parameters() if part in n))
+                told[f"{name} {part}"] = ""
+            except ReplicasDiffer as error:
+                told[f"{name} {part}"] = str(error)
+    return told
+
+
+def test_experts_are_compared_where_they_are_the_same() -> None:
+    """A layout in which each rank holds experts of its own says nothing of them, and of the others all the same."""
+    told = run_ranks(_experts, 4, debug="OFF", timeout=200)
+    for words in told:
+        assert [words[f"{name} "] for name in EXPERTS] == [""] * 3
+        for name in EXPERTS:
+            assert "self_attn.q_proj.weight on rank" in words[f"{name} q_proj.weight"], name
+            assert "and rank 3 (dp" in words[f"{name} q_proj.weight"]
+        assert "mlp.experts.down_proj on rank 1 (dp 1" in words["whole experts.down_proj"]
+        assert words["tp2 experts.down_proj"] == words["pp2 experts.down_proj"] == ""  # nobody has these besides
+
+
+class _Owned(nn.Linear):
+    """Each rank has a bias of its own, which torch's DDP is told to leave alone."""
+
+    _ddp_params_and_buffers_to_ignore = ("bias",)
+
+
+def _owned(rank: int, world: int) -> str:
+    booster = Booster(plugin=TorchDDPPlugin(), check_replicas=1)
+    model: nn.Module = _Owned(3, 2)
+    model.get_parameter("bias").data.fill_(rank)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer is not None
+    for step in range(3):
+        booster.backward(model(torch.full((2, 3), float(step + rank))).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return str(model.unwrap().get_parameter("bias").tolist())
+
+
+def test_what_every_rank_has_for_itself_is_left_alone() -> None:
+    biases = run_ranks(_owned, 2, debug="OFF", timeout=100)
+    assert biases[0] != biases[1]
 
 
 class _Odd(nn.Module):

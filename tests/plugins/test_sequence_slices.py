@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright import Booster, Microbatches
-from shardwright.pipeline.cut.survey import survey_model
+from shardwright.pipeline.cut.surveyor import survey_model
 from shardwright.pipeline.planning.actions import validate
 from shardwright.pipeline.planning.lowering import lower
 from shardwright.pipeline.planning.simulate import simulate

@@ -74,6 +74,14 @@ CASES = [
         _gone("kill", layout, 0, KILLED, "died without a word (killed?)", "SIGKILL to the rank that serves the store")
         for layout in ("pp2", "zero2")
     ),
+    Case(
+        "kill while away",
+        "tp2",
+        0,
+        (KILLED, RAISED),
+        "rank 0 died without a word (killed?), or its machine did: it served the job's store",
+        "SIGKILL to the rank that serves the store, while the other is in its own code",
+    ),
     *(
         _gone("raise", layout, 1, RAISED, "KeyError: 'in the loop'", "an exception in the loop")
         for layout in ("pp2", "tp2", "zero2", "ddp")

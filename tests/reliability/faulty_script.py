@@ -53,7 +53,7 @@ def model_and_batch() -> tuple[nn.Module, Any]:
 def commit(fault: str, model: Any, optimizer: Any) -> None:
     """What this rank does wrong in its own code between two steps."""
     match fault:
-        case "kill":
+        case "kill" | "kill while away":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -165,6 +165,8 @@ def main() -> None:
             except StopIteration:
                 break
         batch = {name: value.chunk(count)[place] for name, value in batch_of(step, 4).items()}
+        if not is_culprit and fault == "kill while away" and step == when:
+            time.sleep(300)
         if is_culprit and fault == "batch" and step == when:
             batch = {name: value[:, :5] for name, value in batch.items()}
         if fault == "nan batch":

@@ -68,5 +68,6 @@ def test_a_machine_that_is_taken_away_every_other_step(tmp_path: Path) -> None:
     codes = []
     while not (hit / "final.safetensors").exists() and len(codes) < STEPS:
         codes.append(train("dp", hit, FAULT="terminate", EVERY="2").codes)
-    assert codes == [[143, 143]] * 4 + [[0, 0]]
+    # a signal that comes in the last step may find the other rank behind it already
+    assert codes in ([[143, 143]] * 3 + [[0, 0]], [[143, 143]] * 4 + [[0, 0]])
     assert all(torch.equal(weight, expected[name]) for name, weight in final(hit).items())

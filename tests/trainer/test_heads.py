@@ -216,7 +216,7 @@ def test_a_row_that_is_wrong_is_named(tmp_path: Path, task: str, row: dict[str, 
     with pytest.raises(RecipeError) as caught:
         prepare(build_recipe(given))
     assert said in str(caught.value)
-    assert "row 1" in str(caught.value)
+    assert "rows.jsonl:1: " in str(caught.value)
 
 
 def test_masks_are_those_of_the_text_and_the_seed(tmp_path: Path) -> None:

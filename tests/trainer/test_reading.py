@@ -130,7 +130,7 @@ def with_file(folder: Path, name: str, content: str | bytes, **data: Any) -> dic
 FILES: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("empty.jsonl", "", {}, "has no rows"),
     ("lines.txt", "\n\n", {}, "has no rows"),
-    ("a.jsonl", '{"text": "a b"}\n{"text": \n', {}, "row 2: this is not JSON"),
+    ("a.jsonl", '{"text": "a b"}\n{"text": \n', {}, "a.jsonl:2: this is not JSON"),
     ("a.jsonl", '["a"]\n', {}, "a row is a JSON object"),
     ("a.jsonl", b'\xff\xfe{"text"}\n', {}, "not UTF-8"),
     ("a.jsonl", '{"txt": "a b"}\n', {"text": "text"}, "did you mean 'txt'"),
@@ -196,7 +196,7 @@ def test_a_file_of_windows_and_a_row_with_its_place(tmp_path: Path) -> None:
     parts = prepare(build_recipe(recipe(tmp_path, data={"path": str(path)})))
     dataset = parts.dataset("data")
     assert len(dataset[0]["input_ids"]) == 6
-    with pytest.raises(RowError, match=r"a\.jsonl, row 71: a row's text is None"):
+    with pytest.raises(RowError, match=r"a\.jsonl:72: a row's text is None"):
         dataset[70]
 
 

@@ -210,13 +210,15 @@ class Shrinks(Net):
 
 
 class WritesToMask(Net):
-    """Layers that write to what all get: the first microbatch's own, then no more."""
+    """Layers that write to what all get: the first microbatch's own, then no more. Not in a dry run, whose questions
+    are answered with no: that would be refused.
+    """
 
     expected = 0
 
     class Writer(Layer):
         def forward(self, x: torch.Tensor, mask: Any = None, skip: Any = None) -> torch.Tensor:
-            return super().forward(x, mask.clamp_(max=0.5))
+            return super().forward(x, mask.clamp_(max=0.5) if (mask > 0.5).any() else mask)
 
     def layer(self, index: int) -> nn.Module:
         return WritesToMask.Writer()

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+import shardwright
 from shardwright.cluster import environment
 from shardwright.cluster.config import load_config
+from shardwright.cluster.heart import heart
 from shardwright.cluster.launch import _take_device, get_default_parser, resolve_backend
+from shardwright.testing import run_ranks
 
 launching = import_module("shardwright.cluster.launch")  # whose name in the package is that of its function
 
@@ -231,3 +234,16 @@ def test_the_default_parser_knows_what_launch_needs() -> None:
         None,
         None,
     )
+
+
+def _launched_again(rank: int, world: int) -> list[Any]:
+    """What is given of a step's time after each call."""
+    found = []
+    for given in ({"step_timeout": 30}, {}, {"seed": 7}, {"step_timeout": 40}, {"step_timeout": None}, {}):
+        shardwright.launch(rank, world, None, None, **given)  # type: ignore[arg-type]
+        found.append(heart.budgets.given)
+    return found
+
+
+def test_a_second_call_keeps_what_it_does_not_name() -> None:
+    assert run_ranks(_launched_again, 2, timeout=60) == [[30, 30, 30, 40, None, None]] * 2

@@ -21,7 +21,7 @@ from shardwright.models.config import (
     visited_share,
 )
 from shardwright.pipeline.cut.partition import attention_costs, chain_costs
-from shardwright.pipeline.cut.survey import survey_model
+from shardwright.pipeline.cut.surveyor import survey_model
 from shardwright.pipeline.planning.placement import Placement
 from shardwright.testing import zoo
 

@@ -98,6 +98,43 @@ def test_json_has_every_reason_in_full(capsys: pytest.CaptureFixture[str]) -> No
     assert found["versions"]["transformers"]
 
 
+def test_texts_filter_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Families, types and classes, however a name is spelled; with several texts those that have all of them."""
+    rows = load().rows
+
+    def listed(*texts: str) -> set[str]:
+        assert main(["models", *texts, "--json"]) == 0
+        return {row["model_class"] for row in json.loads(capsys.readouterr().out)["models"]}
+
+    assert listed() == {row.model_class for row in rows}
+    assert "GPT2LMHeadModel" in listed("GPT-2") == listed("gpt2") == listed("--family", "gpt 2")
+    moe = listed("qwen3", "MoE")
+    assert moe
+    assert moe == listed("--family", "moe", "qwen3") < listed("qwen3")
+    assert all("moe" in name.lower() for name in moe)
+    assert main(["models", "opt-for-causal"]) == 0
+    assert "OPTForCausalLM" in capsys.readouterr().out
+
+
+WRONG = [
+    (["lamma"], "near are llama"),
+    (["lamma", "--json"], "near are llama"),
+    (["qwen3moee"], "qwen3_moe"),
+    (["llama", "zzzzz"], "llama alone would match"),
+    (["zzzzz"], "no result for 'zzzzz'; `shardwright models --check NAME`"),
+    (["llama", "--check", "opt"], "--check opt looks at one model, and llama filters the table"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG, ids=[" ".join(options) for options, _ in WRONG])
+def test_texts_that_no_model_has(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", *options]) == 2
+    found = capsys.readouterr()
+    assert said in found.err
+    assert found.err.count("\n") == 1
+    assert found.out == ""
+
+
 def test_no_model_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--family", "no such"]) == 2
     assert "models --check NAME" in capsys.readouterr().err

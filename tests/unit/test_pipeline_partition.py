@@ -24,7 +24,9 @@ from shardwright.pipeline.cut.partition import (
     unit_costs,
 )
 from shardwright.pipeline.cut.plan import plan_cut
-from shardwright.pipeline.cut.survey import Part, Survey, Template, survey_model
+from shardwright.pipeline.cut.survey import Part, Survey
+from shardwright.pipeline.cut.surveyor import survey_model
+from shardwright.pipeline.cut.template import Template
 from shardwright.pipeline.cut.tied import find_tied_groups
 from shardwright.pipeline.hoisting.message_shapes import MessageShapes
 from shardwright.pipeline.planning.placement import Placement

@@ -88,7 +88,8 @@ def test_copies_are_in_order_and_beside_what_is_computed(ahead: bool) -> None:
             assert kind in _short_run(ahead, pinned=kind == "write"), what
 
 
-def _boosted(rank: int, world: int, ahead: bool) -> list[float]:
+def _boosted(rank: int, world: int, ahead: bool | None) -> list[float]:
+    """ahead: None for the way of the trainer, which takes a batch, sends it, and then asks for the next to be made."""
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32"))
     bare = zoo.build(NAME, dtype=torch.float64, num_hidden_layers=1)
     model: Any
@@ -104,10 +105,15 @@ def _boosted(rank: int, world: int, ahead: bool) -> list[float]:
         samples: Any = list(range(2 * STEPS))
         loader: Any = build_dataloader(samples, 2, num_replicas=1, rank=0, collate_fn=collate)
         batches = iter(loader)
-        batches._looks_ahead = ahead  # which it does when workers make the batches
+        batches._looks_ahead = bool(ahead)  # which it does when workers make the batches
         for _ in range(STEPS):
             if ahead:
                 loss = booster.execute_pipeline(batches, model, lambda out, _: out.loss, optimizer)["loss"]
+            elif ahead is None:
+                batch = next(batches)
+                batches.send(batch)
+                loss = booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)["loss"]
+                batches.look_ahead()
             else:
                 batch = next(batches)
                 loss = model(**batch).loss
@@ -125,7 +131,7 @@ def _boosted(rank: int, world: int, ahead: bool) -> list[float]:
 
 
 def _both(rank: int, world: int) -> list[list[float]]:
-    return [_boosted(rank, world, ahead) for ahead in (True, False)]
+    return [_boosted(rank, world, ahead) for ahead in (True, False, None)]
 
 
 def test_boosted_models_are_given_the_batches_that_were_sent() -> None:

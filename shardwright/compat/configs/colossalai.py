@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import shlex
 from collections.abc import Callable, Mapping, Set
@@ -10,16 +11,19 @@ from typing import Any
 
 from ...plugins import HybridParallelPlugin
 from .found import Found
-from .literals import Unreadable, evaluate, read_assignments
+from .literals import Unknown
+from .statements import Called, Statements, parse
+from .training_calls import OPTIMIZERS, is_schedule, named, read_optimizer, read_schedule
 
-PLUGINS: dict[str, tuple[str, ...]] = {
-    "HybridParallelPlugin": ("tp_size", "pp_size", "sp_size", "precision", "zero_stage"),
-    "MoeHybridParallelPlugin": ("tp_size", "pp_size", "ep_size", "sp_size", "precision", "zero_stage"),
-    "LowLevelZeroPlugin": ("stage", "precision"),
-    "GeminiPlugin": (),
-    "TorchDDPPlugin": (),
-    "TorchFSDPPlugin": (),
+_HOMES = {
+    "HybridParallelPlugin": "hybrid",
+    "MoeHybridParallelPlugin": "hybrid",
+    "LowLevelZeroPlugin": "zero",
+    "GeminiPlugin": "gemini",
+    "TorchDDPPlugin": "ddp",
+    "TorchFSDPPlugin": "fsdp",
 }
+PLUGINS = tuple(_HOMES)
 _LEAVE = {
     "scheduler_nodes": 'pp_style="zbv" plans itself',
     "custom_policy": "an object: give it to the plugin in a script",
@@ -69,51 +73,98 @@ def read(text: str, file: str) -> Found:
 
 
 def _script(text: str, file: str) -> Found:
-    values, _ = read_assignments(text, file)
-    calls = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PLUGINS
-    ]
-    if not calls:
+    tree = parse(text, file)
+    built = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last(node.func) in PLUGINS]
+    if not built:
         raise ValueError(f"{file} builds none of {', '.join(PLUGINS)}, so that there is no layout in it")
+    followed = _follow(tree, file)
+    calls = [called for called in followed.calls.values() if _last(called.node.func) in PLUGINS]
     found = Found()
-    call, *others = calls
-    name = ast.unparse(call.func).rpartition(".")[2]
-    for other in others:
-        found.note(ast.unparse(other.func), f"line {other.lineno}", f"the first plugin, of line {call.lineno}, is read")
+    # A plugin may stand where nothing leads to, as far as can be told.
+    call = calls[0] if calls else Called(built[0], [("**", Unknown("a branch that is not taken"))])
+    name = _last(call.node.func)
+    for other in built:
+        if (other.lineno, other.col_offset) != (call.node.lineno, call.node.col_offset):
+            why = f"the first plugin, of line {call.node.lineno}, is read"
+            found.note(ast.unparse(other.func), f"line {other.lineno}", why)
     arguments: dict[str, Any] = {}
     unread = set()
-    given = [*zip(PLUGINS[name], call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
-    for argument, expression in given:
-        if argument is None:
-            found.note("**", ast.unparse(expression), "arguments that only running the script tells")
+    for argument, value in named(call, _order(name)).items():
+        if argument in ("*", "**"):
+            found.note(argument, getattr(value, "why", value), "arguments that only running the script tells")
             unread |= {"precision", "max_norm"}
-            continue
-        try:
-            arguments[argument] = evaluate(expression, values)
-        except Unreadable as error:
-            found.note(argument, str(error), _LEAVE.get(argument, "no constant; the file is read, not run"))
+        elif isinstance(value, Unknown):
+            found.note(argument, value.why, _LEAVE.get(argument, "no constant; the file is read, not run"))
             unread.add(argument)
+        else:
+            arguments[argument] = value
     _plugin(name, arguments, unread, found)
     if name in _NO_CLIPPING:
         found.note("max_grad_norm", None, "a recipe clips gradients at 1.0; say 0 if the script does not clip them")
-        _booster(text, values, found)
+        _booster(followed, found)
+    _training(followed, found)
     return found
 
 
-def _booster(text: str, values: dict[str, Any], found: Found) -> None:
+def _last(function: ast.expr) -> str:
+    return ast.unparse(function).rpartition(".")[2]
+
+
+def _order(plugin: str) -> tuple[str, ...]:
+    """Its arguments as Colossal-AI has them."""
+    assert __package__ is not None
+    compat = __package__.rpartition(".")[0]
+    kind = getattr(importlib.import_module(f"{compat}.colossalai.{_HOMES[plugin]}"), plugin)
+    return tuple(inspect.signature(kind).parameters)
+
+
+def _follow(tree: ast.Module, file: str) -> Statements:
+    """The script, its top level first, then what its functions do when they are called with anything."""
+    followed = Statements(
+        file, lambda name: name in PLUGINS or name in OPTIMIZERS or is_schedule(name) or name == "Booster"
+    )
+    followed.names["__name__"] = "__main__"
+    followed.run(tree.body)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            followed.run_function(node)
+    return followed
+
+
+def _training(followed: Statements, found: Found) -> None:
+    """The optimizer and the schedule of a script."""
+    calls = [(_last(called.node.func), called) for called in followed.calls.values()]
+    optimizers = [(name, called) for name, called in calls if name in OPTIMIZERS]
+    schedules = [(name, called) for name, called in calls if is_schedule(name)]
+    for kind, made, read_one in (
+        ("optimizer", optimizers, read_optimizer),
+        ("schedule", schedules, read_schedule),
+    ):
+        for name, called in made[:1]:
+            read_one(name, called, found)
+        for name, called in made[1:]:
+            found.note(
+                name, f"line {called.node.lineno}", f"the first {kind}, of line {made[0][1].node.lineno}, is read"
+            )
+    if optimizers and not schedules:
+        found.recipe["lr_scheduler_type"] = "constant"
+    for key, text in dict.fromkeys(followed.untold):
+        if key == "lr":
+            found.note("learning_rate", text, "the script sets it by itself; say lr_scheduler_type")
+        else:
+            found.note(key, text, "not followed: what it changes is not told here")
+
+
+def _booster(followed: Statements, found: Found) -> None:
     """`Booster(mixed_precision=...)`, which says the precision of plugins that do not."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Booster":
-            for each in node.keywords:
-                if each.arg == "mixed_precision":
-                    word = ast.unparse(each.value)
-                    value = each.value.value if isinstance(each.value, ast.Constant) else values.get(word, word)
-                    if value in ("fp16", "bf16"):
-                        found.recipe[value] = True
-                    elif value is not None:
-                        found.note("Booster.mixed_precision", word, "say bf16: true or fp16: true")
+    for called in followed.calls.values():
+        if _last(called.node.func) == "Booster":
+            value = named(called, ("device", "mixed_precision", "plugin")).get("mixed_precision")
+            if value in ("fp16", "bf16"):
+                found.recipe[value] = True
+            elif value is not None:
+                shown = value.why if isinstance(value, Unknown) else value
+                found.note("Booster.mixed_precision", shown, "say bf16: true or fp16: true")
 
 
 def _plugin(name: str, arguments: Mapping[str, Any], unread: Set[str], found: Found) -> None:

@@ -133,7 +133,7 @@ RULES: Rules = {
     ),
     "scheduler.params.warmup_num_steps": to_recipe("warmup_steps"),
     "scheduler.params.total_num_steps": to_recipe("max_steps"),
-    "scheduler.params.warmup_max_lr": to_recipe("learning_rate"),
+    "scheduler.params.warmup_max_lr": nothing,  # _rate_of_schedule
     "scheduler.params.warmup_type": nothing,
     **{
         f"scheduler.params.{name}": says("the learning rate begins and ends at 0")
@@ -164,6 +164,8 @@ _TRAINER_SAYS = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
+_TRAINER = "an argument of HuggingFace's Trainer says it"
+_HIGHEST = 0.001  # learning rate of DeepSpeed's schedules that do not say it
 _WARM_UP = 1000  # steps of DeepSpeed's schedules that do not say how many
 
 
@@ -172,7 +174,7 @@ def read(given: Mapping[str, Any]) -> Found:
     apply(RULES, given, found)
     for key, ours in _TRAINER_SAYS.items():
         if dotted(given, key) == "auto":
-            found.note(key, "auto", f"an argument of HuggingFace's Trainer says it: give {ours}")
+            found.note(key, "auto", f"{_TRAINER}: give {ours}")
     if "gradient_clipping" not in given:
         found.recipe["max_grad_norm"] = 0.0  # which is its default, and not that of recipes
     if "lr_scheduler_type" in found.recipe and dotted(given, "scheduler.params.warmup_num_steps") is None:
@@ -180,6 +182,7 @@ def read(given: Mapping[str, Any]) -> Found:
     if not found.recipe.get("fp16"):
         for name in ("initial_scale", "growth_interval", "hysteresis", "min_scale"):
             found.layout.pop(name, None)  # only fp16 scales the loss
+    _rate_of_schedule(given, found)
     if dotted(given, "scheduler.type") and dotted(given, "scheduler.params.warmup_type", "log") == "log":
         found.note("scheduler.params.warmup_type", "log", "the learning rate rises linearly")
     if dotted(given, "optimizer.type") == "Adam" and dotted(given, "optimizer.params.adam_w_mode", True) is False:
@@ -189,6 +192,22 @@ def read(given: Mapping[str, Any]) -> Found:
     if found.layout.get("zero_stage") not in (1, 2):
         found.layout.pop("zero_bucket_size_in_m", None)
     return found
+
+
+def _rate_of_schedule(given: Mapping[str, Any], found: Found) -> None:
+    """Two of DeepSpeed's schedules set the learning rate by themselves, whatever the optimizer says."""
+    if dotted(given, "scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
+        return
+    highest = dotted(given, "scheduler.params.warmup_max_lr", _HIGHEST)
+    stated = dotted(given, "optimizer.params.lr")
+    if isinstance(highest, list):
+        found.note("scheduler.params.warmup_max_lr", highest, "groups of parameters have one learning rate")
+    elif highest == "auto":
+        found.note("scheduler.params.warmup_max_lr", "auto", f"{_TRAINER}: give learning_rate")
+    else:
+        found.recipe["learning_rate"] = float(highest)
+        if stated not in (None, "auto") and stated != highest:
+            found.note("optimizer.params.lr", stated, f"the schedule sets the learning rate to {highest}")
 
 
 def write(found: Found) -> dict[str, Any]:

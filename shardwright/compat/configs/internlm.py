@@ -8,7 +8,7 @@ from typing import Any
 
 from ...plugins.hybrid.config_form import SECTIONS, read_config
 from .found import Found, Rules, apply, each_leaf, nothing, says, to_recipe
-from .literals import read_assignments
+from .statements import read_assignments
 
 _MODEL = "the model of a recipe is a name, a directory or {config: {model_type: ...}} of transformers"
 _DATA = "say data: {path: FILES, text: COLUMN} or {dataset: NAME}"

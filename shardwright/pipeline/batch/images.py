@@ -31,9 +31,9 @@ def find_towers(model: nn.Module, outside: tuple[str, ...], example: Any) -> fro
     """Those of the modules `outside` the layers that run for images alone; None where `example` has no patches."""
     if not has_patches(example):
         return None
-    ways = (
-        [run_dry, run_knowing] if any(param.is_meta for param in model.parameters()) else [run_dry, run_knowing, None]
-    )
+    ways: list[Callable[[nn.Module, Any], Any] | None] = [run_dry, run_knowing]
+    if not any(param.is_meta for param in model.parameters()):
+        ways.append(None)
     for run in ways:
         try:
             return _ran(model, outside, example, run) - _ran(model, outside, without_patches(example), run)

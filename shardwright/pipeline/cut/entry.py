@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .survey import Part, Template
+    from .survey import Part
+    from .template import Template
 
 ENTRY = -1
 

@@ -1,97 +1,284 @@
-"""What a tensor was made of, where autograd does not say: under `no_grad`, behind `detach`, in masks and indices."""
+"""What every tensor of a dry run was made of: followed by storage, operator by operator, below autograd.
+
+An *atom* is something that a tensor can be made of (a parameter, what a unit returned, what was made inside of a
+layer), and a mask is a set of atoms, a bit each. For an operator that reads tensors x and makes y
+
+    mask(y)           = union of mask(x)                              , and the atom of the layer that it runs in
+    mask(written x)   = union of mask(x), with its own before         , the same
+
+where a mask belongs to a storage: `detach()`, `.data`, views, lists of tensors and what `torch.vmap` runs are seen like
+everything else. Operators that look at shapes alone (`zeros_like`) make nothing of what they are given.
+
+What leaves tensors for Python (`.item()`, `if x.any()`, `x[mask].shape`) may turn everything that comes later: such
+masks are those of the `Region` in which it happened.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...utils import pytree
+from ..operators import PAST_OPERATORS, SHAPES_FOLLOW_DATA, reads_data, tensors_in, written_by
 
-# Of these the result depends on the shape, dtype and device of the first, or on those of the second argument alone.
+_aten = torch.ops.aten
+
+# The result depends on the shape, dtype and device of what they get first, not on what is in it.
 _LIKE_FIRST = frozenset(
-    [f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")]
-    + [f"new_{what}" for what in ("zeros", "ones", "empty", "full", "tensor")]
+    [f"aten::{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")]
+    + [f"aten::new_{what}" for what in ("zeros", "ones", "empty", "empty_strided", "full")]
 )
-_LIKE_SECOND = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
+_OVERWRITES = frozenset(["aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_"])
 
 
-class Flows(TorchFunctionMode):
-    """While active, remembers the sources of results that autograd does not follow.
+class _Kind(NamedTuple):
+    """Of an operator."""
 
-    A source is a node of autograd's graph, or a leaf that requires a gradient. For every result without a node
+    is_view: bool = False
+    is_higher: bool = False
+    is_mutable: bool = False
+    may_ask: bool = False  # whether it may tell Python what is in a tensor
+    overwrites: bool = False
+    first_read: int = 0  # number of the first tensor whose contents matter
 
-        sources(result) = union of sources(argument) over the arguments
 
-    and for a node whose arguments had such sources besides, `beyond(node)` are these.
+_kinds: dict[int, _Kind] = {}  # by id: operators stay
+
+
+def _kind_of(func: Any) -> _Kind:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # an operator of higher order
+        kind = _Kind(is_higher=True)
+    else:
+        kind = _Kind(
+            is_view=func.is_view,
+            is_mutable=schema.is_mutable,
+            may_ask=func is _aten.index.Tensor or any(tag in func.tags for tag in SHAPES_FOLLOW_DATA),
+            overwrites=schema.name in _OVERWRITES,
+            first_read=int(schema.name in _LIKE_FIRST),
+        )
+    _kinds[id(func)] = kind
+    return kind
+
+
+@dataclass
+class Region:
+    """A part of the forward that runs.
+
+    atom      of what is made in it; 0: it leaves no mark
+    on_write  of what is written in it, besides
+    alone     whether what it reads off tensors turns nothing but itself, until it is over
+    numbers   what it has read off tensors
+    reaches_out  whether it has written to what was there before it
     """
+
+    atom: int = 0
+    on_write: int = 0
+    alone: bool = True
+    numbers: int = 0
+    reaches_out: bool = False
+    start: int = 0
+
+
+class Flows(pytree.TorchDispatchMode):
+    """While active, knows the mask of every storage. It has to be the innermost of all dispatch modes."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._sources: Any = WeakTensorKeyDictionary()  # of tensors without a node
-        self._beyond: dict[Any, set[Any]] = {}
+        self._bits: dict[Hashable, int] = {}
+        self._atoms: list[Hashable] = []
+        self._masks: dict[int, int] = {}  # by storage
+        self._born: dict[int, int] = {}
+        self._clock = 0
+        self._kept: list[StorageWeakRef] = []  # so that no storage gets the address of another one
+        self._regions: list[Region] = [Region(alone=False)]
+        self._inner = self._on_write = 0
         self._paused = False
+        self._python = _PastOperators(self)
+        self._aliases: dict[int, list[tuple[int, int]]] = {}
+        self.written: set[int] = set()  # storages
+
+    # Atoms and masks -------------------------------------------------------------------------------------------------
+
+    def bit(self, atom: Hashable) -> int:
+        if atom not in self._bits:
+            self._bits[atom] = 1 << len(self._atoms)
+            self._atoms.append(atom)
+        return self._bits[atom]
+
+    def atoms(self, mask: int) -> Iterator[Any]:
+        while mask:
+            lowest = mask & -mask
+            yield self._atoms[lowest.bit_length() - 1]
+            mask ^= lowest
+
+    def mask(self, tensor: torch.Tensor) -> int:
+        return self._masks.get(self._key(tensor), 0)
+
+    def union(self, tensors: Iterable[torch.Tensor]) -> int:
+        found = 0
+        for tensor in tensors:
+            found |= self.mask(tensor)
+        return found
+
+    def set(self, tensor: torch.Tensor, mask: int) -> None:
+        self._masks[self._key(tensor, self._clock)] = mask
+
+    def add(self, tensor: torch.Tensor, mask: int) -> None:
+        key = self._key(tensor)
+        self._masks[key] = self._masks.get(key, 0) | mask
+
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        return self._key(tensor) in self.written
+
+    def is_new(self, tensor: torch.Tensor, region: Region) -> bool:
+        """Whether its memory came into being in the region."""
+        return self._born.get(self._key(tensor), -1) >= region.start
+
+    def share(self, one: torch.Tensor, other: torch.Tensor, atom: int) -> None:
+        """Both are one in the model's own forward: who reads one depends on what is written to the other, and on
+        `atom`.
+        """
+        first, second = self._key(one), self._key(other)
+        self._aliases.setdefault(first, []).append((second, atom))
+        self._aliases.setdefault(second, []).append((first, atom))
+
+    def _key(self, tensor: torch.Tensor, born: int = 0) -> int:
+        """born: when it came into being, if it is not known; what operators have not made was there before."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse: it has none
+            self._kept.append(tensor)  # type: ignore[arg-type]
+            return id(tensor)
+        key: int = storage._cdata
+        if key not in self._born:
+            self._born[key] = born
+            self._kept.append(StorageWeakRef(storage))
+        return key
+
+    # Regions ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
-    def sources(self, tensor: torch.Tensor) -> set[Any]:
-        found = set(self._sources.get(tensor, ()))
-        if tensor.grad_fn is not None:
-            found.add(tensor.grad_fn)
-        elif tensor.requires_grad:
-            found.add(tensor)
-        return found
+    def enter(self, region: Region) -> Region:
+        self._clock += 1
+        region.start = self._clock
+        self._regions.append(region)
+        self._sum_up()
+        return region
 
-    def beyond(self, node: Any) -> Iterable[Any]:
-        return self._beyond.get(node, ())
+    def leave(self, region: Region) -> None:
+        """With all that an error has left open in it."""
+        while self._regions.pop() is not region:
+            pass
+        self._sum_up()
 
-    def begin_at(self, tensor: torch.Tensor, leaf: torch.Tensor) -> None:
-        """`tensor`, which no gradient can flow to, is the leaf."""
-        self._sources[tensor] = {leaf}
+    def _sum_up(self) -> None:
+        self._inner = self._on_write = 0
+        for region in self._regions:
+            self._inner |= region.atom
+            self._on_write |= region.on_write
 
-    def add(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """`tensor`, which no gradient can flow to, is made of the source besides."""
-        self._sources[tensor] = {*self._sources.get(tensor, ()), source}
+    @property
+    def numbers(self) -> int:
+        """What turns all that comes from now on."""
+        return self._regions[0].numbers
 
-    def __torch_function__(
+    def note_numbers(self, mask: int) -> None:
+        """The forward reads numbers off what has this mask."""
+        for region in reversed(self._regions):
+            region.numbers |= mask
+            if region.alone:
+                return
+
+    # Operators -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Flows:
+        self._python.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._python.__exit__(*error)
+
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        kind = _kinds.get(id(func)) or _kind_of(func)
+        if kind.is_view or self._paused:
+            if func is _aten.lift_fresh.default:  # torch.tensor(...): made outside of operators
+                self._key(args[0], self._clock)
+            return func(*args, **kwargs)
+        if kind.is_higher:
+            read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        else:
+            read = list(tensors_in(args))
+            if kwargs:
+                read += tensors_in(kwargs.values())
+        given = [self._key(tensor) for tensor in read]
+        mask = 0
+        for key in given[kind.first_read :]:
+            mask |= self._masks.get(key, 0)
+        if kind.may_ask and reads_data(func, args):
+            self.note_numbers(self._shape_mask(func, args, mask))
+        written = list(written_by(func, args, kwargs)) if kind.is_mutable else ()
         output = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        made = _tensors(output) if not self._paused else []
-        if name == "__setitem__" and not self._paused:
-            made = [args[0]]
-        if not made or name in _LIKE_FIRST:
-            return output
-        read = _tensors((args[:1], {}) if name in _LIKE_SECOND else (args, kwargs))
-        followed = [tensor for tensor in made if tensor.grad_fn is not None]
-        if len(followed) == len(made) and not any(tensor in self._sources for tensor in read):
-            return output
-        hidden: set[Any] = set().union(*(self._sources.get(tensor, ()) for tensor in read))
-        everything: set[Any] = set().union(*(self.sources(tensor) for tensor in read))
-        for tensor in made:
-            if tensor.grad_fn is not None:
-                if hidden:
-                    self._beyond.setdefault(tensor.grad_fn, set()).update(hidden)
-            elif everything and not (tensor.requires_grad and name == "requires_grad_"):
-                for changed in (tensor, tensor._base):
-                    if changed is not None:
-                        self._sources[changed] = self._sources.get(changed, set()) | everything
+        mask |= self._inner
+        for tensor in written:
+            self._write(tensor, mask, kind, args)
+        for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and (key := self._key(tensor, self._clock)) not in given:
+                self._masks[key] = self._masks.get(key, 0) | mask
         return output
 
+    def _write(self, tensor: torch.Tensor, mask: int, kind: _Kind, args: tuple[Any, ...]) -> None:
+        key = self._key(tensor)
+        if kind.overwrites and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+            mask = self.union(tensors_in(args[1:])) | self._inner
+        else:
+            mask |= self._masks.get(key, 0)
+        self._masks[key] = mask | self._on_write
+        self.written.add(key)
+        for region in self._regions:
+            region.reaches_out |= self._born[key] < region.start
+        for other, atom in self._aliases.get(key, ()):
+            self._masks[other] = self._masks.get(other, 0) | self._masks[key] | atom
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    def _shape_mask(self, func: Any, args: tuple[Any, ...], mask: int) -> int:
+        """What decides about the number, or the shape, that the operator gives."""
+        if func is _aten.index.Tensor:
+            return self.union(tensors_in(args[1]))
+        if func is _aten.masked_select.default:
+            return self.mask(args[1])
+        return mask
+
+
+class _PastOperators(TorchFunctionMode):
+    """Sees what is read past operators."""
+
+    def __init__(self, flows: Flows) -> None:
+        super().__init__()
+        self._flows = flows
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in PAST_OPERATORS and not self._flows._paused:
+            self._flows.note_numbers(self._flows.mask(args[0]))
+        return func(*args, **(kwargs or {}))

@@ -35,6 +35,7 @@ from .balance import ChainCosts, MemoryBound, balance
 from .survey import Survey
 
 EMBEDDING_SHARE = 0.05
+_RETURN = "between stages travels what layers return: let them return it"
 CHEAP_BYTES = 80.0
 BYTE = 67.0
 
@@ -245,8 +246,8 @@ def given_units(survey: Survey, num_layers_per_stage: Sequence[int], num_stages:
                 else "what lies behind the layers"
             )
             raise ValueError(
-                f"num_layers_per_stage={numbers} cuts before {what}, but that uses inner values of layers before it; "
-                f"cuts that work: before {allowed or 'none, use pp_size=1'}"
+                f"num_layers_per_stage={numbers} cuts before {what}, but that uses inner values of layers before it "
+                f"({survey.why_joined(position)}; {_RETURN}); cuts that work: before {allowed or 'none, use pp_size=1'}"
             )
     return [range(low, high) for low, high in pairwise(bounds)]
 
@@ -271,8 +272,8 @@ def _check_count(survey: Survey, num_stages: int, ends: bool = False) -> None:
     if num_stages > cuts + 1:
         raise ValueError(
             f"pp_size x num_model_chunks = {num_stages} pipeline stages need {num_stages - 1} cuts, but the model can "
-            f"be cut at {cuts} places only: other layers use inner values of one another (pairs "
-            f"{list(survey.joined)}); at most {cuts + 1} stages work"
+            f"be cut at {cuts} places only: other layers use inner values of one another ({survey.why_joined()}; "
+            f"{_RETURN}); at most {cuts + 1} stages work"
         )
 
 

@@ -28,7 +28,8 @@ from ..stage import StagedModel
 from .balance import ChainCosts
 from .bounded_cut import BoundedCut, room_to_wait
 from .partition import chain_costs, given_units, partition_units, sequence_length
-from .survey import Survey, survey_model
+from .survey import Survey
+from .surveyor import survey_model
 from .tied import TiedGroup, find_tied_groups
 
 

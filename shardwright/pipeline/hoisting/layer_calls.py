@@ -15,7 +15,8 @@ from ...models.layer_chain import Unit
 from ...utils import pytree
 from ..batch.step_inputs import StepInputs
 from ..cut.entry import ENTRY
-from ..cut.survey import TENSOR, Survey, Template
+from ..cut.survey import Survey
+from ..cut.template import TENSOR, Template
 from .layer_trace import LayerCall, Proof, Trace, context, tensors_of
 from .model_state import Kept, module_state, same_state
 from .surroundings import ModelState, Surroundings
@@ -245,7 +246,7 @@ class LayerCalls:
         the model's forward to go on behind that layer.
         """
         alive: dict[int, Any] = dict(received)
-        tensors = {unit: tensors_of(output) for unit, output in received.items()}
+        tensors = {unit: tensors_of(self._templates[unit].apart(output)) for unit, output in received.items()}
         outputs: dict[int, Any] = {}
         last = units[-1]
         for unit, done_with in calls.order(units):
@@ -253,7 +254,7 @@ class LayerCalls:
             output = self._layers[unit](*args, **kwargs)
             del args, kwargs
             if unit in wanted:
-                outputs[unit] = output
+                outputs[unit] = output if unit == last else self._templates[unit].apart(output)
             if unit == last:
                 break
             alive[unit] = output

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -44,13 +44,12 @@ from ...models.caches import is_past
 from ...utils import pytree
 from ..batch.microbatch import items_of
 from ..cut.entry import ENTRY, Entry
-from ..cut.survey import TENSOR, Template
+from ..cut.template import TENSOR, Template
+from ..operators import PAST_OPERATORS, reads_data, tensors_in, written_by
 from .model_state import other_random_states, random_states, restore_other_random_states
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _MOST_PATHS = 256  # of models that read ever new numbers
-_SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Unfit(BaseException):
@@ -208,15 +207,17 @@ class Trace:
             if restore_other_random_states(outside):
                 self.disprove()
 
-    def stub(self, compute: Callable[[], Any]) -> Any:
+    def stub(self, compute: Callable[[], Any], given: Any = ()) -> Any:
         """What a module outside the layers returns whose output other stages read: of the right shape, without a
-        meaning.
+        meaning, except for what it was given.
         """
         with self._aside():
             output = compute()
             if self.prover is not None:
+                known = {id(tensor) for tensor in tensors_of(given)}
                 for tensor in tensors_of(output):
-                    self.prover.taint(tensor)
+                    if id(tensor) not in known:
+                        self.prover.taint(tensor)
         return output
 
     @contextmanager
@@ -478,28 +479,6 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-def reads_data(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator tells the host what is in a tensor. Indexing does so for masks only."""
-    if func is torch.ops.aten.index.Tensor:
-        return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return any(tag in func.tags for tag in _SHAPES_FOLLOW_DATA)
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Tensors that an operator writes to."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in([args[place] if place < len(args) else kwargs.get(argument.name)])
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from ...utils import pytree
 from ..batch.microbatch import items_of
 from ..batch.step_inputs import StepInputs
-from .layer_trace import PAST_OPERATORS, reads_data, storage_of, tensors_in, written_by
+from ..operators import PAST_OPERATORS, reads_data, tensors_in, written_by
+from .layer_trace import storage_of
 from .model_state import drew_others, other_random_states
 
 _MOST_FRAMES = 256

@@ -149,15 +149,30 @@ class Batches:
         self._progress.over = self._progress.is_last(self._dealer)
         if self._transfers is None:
             return
-        (self._parcel or self._transfers.send(batch)).hand_over()
-        if self._looks_ahead and not self._progress.over:
-            try:
-                following = self._drawn()
-                self._next.append((following, self._transfers.send(following)))
-            except StopIteration:  # which comes again when the batch is asked for
-                pass
-            except Exception as error:  # of a worker: of the next step, not of this one
-                self._failed = error
+        self.send(batch)
+        if self._looks_ahead:
+            self.look_ahead()
+
+    def send(self, batch: Any) -> None:
+        """Let `batch`, which was given last, travel to the device. What is changed of it in place is sent again."""
+        if self._transfers is not None:
+            (self._parcel or self._transfers.send(batch)).hand_over()
+            self._parcel = None
+
+    def look_ahead(self) -> None:
+        """Make the next batch and send it off, while the device computes this one. It is not taken by that: positions
+        stay what they are. Without workers this process makes it, with its random numbers.
+        """
+        if self._next or self._failed is not None or self._progress.over or self._progress.is_last(self._dealer):
+            return
+        try:
+            following = self._drawn()
+            parcel = None if self._transfers is None else self._transfers.send(following)
+            self._next.append((following, parcel))
+        except StopIteration:  # which comes again when the batch is asked for
+            pass
+        except Exception as error:  # of the next step, not of this one
+            self._failed = error
 
 
 def build_dataloader(

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from ...attention.exchange import Exchange, Shapes
 from ...models.config import config_of, follows_length, parts
+from ...models.cross_attention import MASK, STATES
 from ...models.layer_chain import Unit
 from ...pipeline.handover import Handover
 from ...utils.transfer import to_device
@@ -38,6 +39,7 @@ class LayerFacts(NamedTuple):
                     cross entropy of shifted labels
     divides         the loss is divided by `num_items_in_batch`, where that is given; None: in part
     decodes         it has an encoder, whose sequences are split too
+    reads           it may be given the states of an encoder that is no part of it, which are split too
     """
 
     plan: LayerPlan
@@ -45,6 +47,7 @@ class LayerFacts(NamedTuple):
     loss: str
     divides: bool | None
     decodes: bool
+    reads: bool = False
 
 
 class LayerAxis(SequenceAxis):
@@ -66,6 +69,7 @@ class LayerAxis(SequenceAxis):
         super().__init__(mode, exchange.share, model, known, pads_in_front)
         self._plan, self._shapes = facts.plan, shapes
         self._exchange, self._loss, self._divides, self._decodes = exchange, facts.loss, facts.divides, facts.decodes
+        self._states = (STATES, MASK) if facts.reads else ()
         self._part_of_labels: Tensor | None = None
         self._is_entered = False
         self._hook = model.register_forward_pre_hook(self._require_entered)
@@ -114,6 +118,8 @@ class LayerAxis(SequenceAxis):
         self._pad_mask(divided, tokens)
         if self._decodes:
             self._add_decoder_inputs(divided)
+        if self._states:
+            self._pad_states(divided, tokens.shape[0])
         self._cut_labels(divided)
         return divided
 
@@ -130,7 +136,7 @@ class LayerAxis(SequenceAxis):
         return "position_ids" in self._arguments and any(follows_length(part) for part in parts(config_of(self._model)))
 
     def _check_names(self, batch: Mapping[str, Any]) -> None:
-        known = (*_TOKENS, "attention_mask", *_LABELS, *(_DECODER if self._decodes else ()))
+        known = (*_TOKENS, "attention_mask", *_LABELS, *(_DECODER if self._decodes else ()), *self._states)
         for name, value in batch.items():
             if isinstance(value, Tensor) and value.dim() > 0 and name not in known:
                 raise ValueError(
@@ -205,6 +211,44 @@ class LayerAxis(SequenceAxis):
         if given is not None:
             return bool(given)
         return any(getattr(part, "output_router_logits", False) for part in parts(config_of(self._model)))
+
+    def _pad_states(self, batch: dict[str, Any], samples: int) -> None:
+        """States of an encoder, whose padding is masked."""
+        states, mask = batch.get(STATES), batch.get(MASK)
+        if states is None:
+            return
+        if states.dim() != 3 or states.shape[0] != samples:
+            raise ValueError(
+                f"{STATES} of shape {tuple(states.shape)} in a batch of {samples} with split sequences: give "
+                f"[{samples}, length, features]"
+            )
+        length = states.shape[1]
+        missing = -length % self._exchange.multiple
+        if mask is None and missing:
+            mask = torch.ones(states.shape[:2], dtype=torch.long, device=states.device)
+        if mask is not None:
+            if tuple(mask.shape) != (samples, length):
+                raise ValueError(
+                    f"{MASK} of shape {tuple(mask.shape)} with split sequences: give the mask of padding "
+                    f"[{samples}, {length}] of {STATES}"
+                )
+            self._refuse_empty_states(mask, missing)
+            batch[MASK] = pad(mask, (0, missing))
+        batch[STATES] = pad(states, (0, 0, 0, missing))
+
+    def _refuse_empty_states(self, mask: Tensor, missing: int) -> None:
+        """Where the model gives tokens that see no state the mean of all, padding among them."""
+        if self._pads_in_front or not (self.mode == "ring_attn" or missing) or bool((mask != 0).any(1).all()):
+            return
+        why = (
+            "which a ring does not"
+            if self.mode == "ring_attn"
+            else f"and {mask.shape[1]} states are padded to {mask.shape[1] + missing}"
+        )
+        raise ValueError(
+            f"{MASK} that hides all states of a sample, and sequence_parallelism_mode={self.mode!r}: the attention of "
+            f"{self._name} gives its tokens the mean of all values, {why}; leave such samples out of the batch"
+        )
 
     def _add_decoder_inputs(self, batch: dict[str, Any]) -> None:
         decoder, labels = _first_of(batch, "decoder_input_ids", "decoder_inputs_embeds"), batch.get("labels")

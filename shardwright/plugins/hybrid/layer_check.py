@@ -41,8 +41,11 @@ _WINDOW, _MULTIPLE, _WORDS = 5, 4, 60
 _LOSSES = ("own", "shifted", "computed")
 
 
-def probe_layers(mode: str, model: nn.Module) -> LayerFacts:
-    """Raises `CannotSplit` for a model whose layers cannot have parts of sequences."""
+def probe_layers(mode: str, model: nn.Module, reads: bool = False) -> LayerFacts:
+    """Raises `CannotSplit` for a model whose layers cannot have parts of sequences.
+
+    reads       it is given the states of an encoder that is no part of it
+    """
     native = native_model(model)
     if "_loss_function" in vars(native):
         raise CannotSplit("it was given a loss_function, which its small copies do not have")
@@ -52,11 +55,12 @@ def probe_layers(mode: str, model: nn.Module) -> LayerFacts:
         raise CannotSplit(f"its attention is {name!r}, and 'sdpa' or 'eager' would do")
     name = "sdpa" if form == "flash" else name
     why = ""
-    for trades in (True, False):
+    chooses = mode == "ring_attn" and name == "eager"
+    for trades, own_masks in ((True, False), *([(True, True)] if chooses else []), (False, False)):
         for joined in (False, True):
-            copies = _Copies(mode, native, name, trades)
+            copies = _Copies(mode, native, name, trades, reads)
             try:
-                facts = copies.facts(joined)
+                facts = copies.facts(joined, own_masks)
             except CannotShorten as error:
                 why = why or str(error)
                 continue
@@ -76,8 +80,8 @@ class _Copies:
     plain, other    equal small copies
     """
 
-    def __init__(self, mode: str, native: nn.Module, name: str, trades: bool) -> None:
-        self._mode, self._name = mode, name
+    def __init__(self, mode: str, native: nn.Module, name: str, trades: bool, reads: bool) -> None:
+        self._mode, self._name, self._reads = mode, name, reads
         config = copy.deepcopy(getattr(native, "config", None))
         if config is None or not hasattr(config, "get_text_config"):
             raise CannotSplit("it is none of transformers")
@@ -94,17 +98,19 @@ class _Copies:
         self._other: nn.Module = made[1]  # type: ignore[assignment]
         words = min(getattr(self.plain.config.get_text_config(), "vocab_size", None) or _WORDS, _WORDS)  # type: ignore
         try:
-            self._probe = TokenProbe(made[2], name, words, trades)  # type: ignore[arg-type]
+            self._probe = TokenProbe(made[2], name, words, trades, reads)  # type: ignore[arg-type]
+        except CannotSplit:
+            raise
         except Exception as error:
             raise CannotSplit(f"no small copy of it could be tried ({_line(error)})") from error
 
-    def facts(self, joined: bool) -> LayerFacts:
+    def facts(self, joined: bool, own_masks: bool) -> LayerFacts:
         with torch.no_grad():
             try:
                 if not isinstance(getattr(self._probe.run(), "logits", None), Tensor):
                     raise CannotSplit("its head gives no logits for every token")
                 plan = self._probe.plan()
-                plan.joined = joined
+                plan.joined, plan.own_masks = joined, own_masks
             except CannotSplit:
                 raise
             except Exception as error:  # of the model's own code
@@ -113,7 +119,7 @@ class _Copies:
             self._apply(plan, exchange)
             causal, failures = self._is_causal(), []
             for loss in _LOSSES:
-                facts = LayerFacts(plan, causal, loss, False, is_encoder_decoder(self.plain))
+                facts = LayerFacts(plan, causal, loss, False, is_encoder_decoder(self.plain), self._reads)
                 try:
                     self._try(facts, exchange)
                 except CannotShorten:
@@ -126,7 +132,7 @@ class _Copies:
 
     def _divides(self, shifts: bool) -> bool | None:
         """Whether the loss is divided by `num_items_in_batch`; None: it is neither that nor the same without."""
-        batch = {"input_ids": self._probe.ids, "labels": self._probe.labels, "use_cache": False}
+        batch = {"input_ids": self._probe.ids, "labels": self._probe.labels, "use_cache": False, **self._probe.states}
         counted = self._probe.labels[:, 1:] if shifts else self._probe.labels
         count = int((counted != IGNORED).sum())
         expected = self.plain(**batch).loss
@@ -145,7 +151,7 @@ class _Copies:
             parts = around_trial(exchange, one_ring())
         if plan.traded:
             function = OfParts(native, parts)
-            use_attention(self._other, function, "trial", masks_of=self._name)
+            use_attention(self._other, function, "trial", masks_of=_masks_of(self._mode, self._name, plan, self._other))
             function.split(map(self._other.get_submodule, plan.traded))
         if plan.joined and getattr(self._other, "base_model", self._other) is self._other:
             raise CannotSplit("what follows its layers wants whole sequences")
@@ -158,21 +164,36 @@ class _Copies:
             return True
         other = changed.clone()
         other[:, -1] = (other[:, -1] - 4) % (_WORDS - 5) + 5
-        first, second = (self.plain(input_ids=ids, use_cache=False).logits[:, 0] for ids in (changed, other))
+        first, second = (
+            self.plain(input_ids=ids, use_cache=False, **self._probe.states).logits[:, 0] for ids in (changed, other)
+        )
         return torch.allclose(first, second)
 
     def _try(self, facts: LayerFacts, exchange: Trial) -> None:
         axis = LayerAxis(self._mode, exchange, self._other, facts)
         probe = self._probe
-        plain = {"input_ids": probe.ids, "labels": probe.labels, "use_cache": False}
+        plain = {"input_ids": probe.ids, "labels": probe.labels, "use_cache": False, **probe.states}
+        padded = {**plain, "attention_mask": probe.mask, **probe.masked_states}
         try:
             with axis.entered():
                 self._compare(axis, facts, exchange, plain, None)
-                loss = self._compare(axis, facts, exchange, {**plain, "attention_mask": probe.mask}, probe.mask)
+                loss = self._compare(axis, facts, exchange, padded, probe.mask)
                 self._require_parts(axis, exchange, plain)
-            self._require_mean(facts, {**plain, "attention_mask": probe.mask}, loss)
+                if probe.states:
+                    self._compare_without_states(axis, facts, exchange, plain)
+            self._require_mean(facts, padded, loss)
         finally:
             axis.close()
+
+    def _compare_without_states(
+        self, axis: LayerAxis, facts: LayerFacts, exchange: Exchange, batch: Mapping[str, Any]
+    ) -> None:
+        batch = {name: value for name, value in batch.items() if name not in self._probe.states}
+        try:
+            self.plain(**batch)
+        except Exception:  # of the model's own code: it does not go without
+            return
+        self._compare(axis, facts, exchange, batch, None)
 
     def _compare(
         self, axis: LayerAxis, facts: LayerFacts, exchange: Exchange, batch: Mapping[str, Any], mask: Tensor | None
@@ -240,7 +261,7 @@ def _line(error: Exception) -> str:
 
 def of_all_layers(plan: LayerPlan, small: nn.Module, model: nn.Module) -> LayerPlan:
     """The plan for a model that may have more layers, each as the one of its kind in the small copy."""
-    made = LayerPlan(joined=plan.joined, unsplit=plan.unsplit)
+    made = LayerPlan(joined=plan.joined, unsplit=plan.unsplit, own_masks=plan.own_masks)
     for stack in plan.stacks:
         prefix = stack.layers[0].rpartition(".")[0]
         kinds = {_kind(small.get_submodule(layer)): layer for layer in reversed(stack.layers)}
@@ -276,6 +297,12 @@ def _kind(layer: nn.Module) -> tuple[tuple[str, str], ...]:
 
     walk("", layer)
     return tuple(found)
+
+
+def _masks_of(mode: str, name: str, plan: LayerPlan, model: nn.Module) -> str:
+    """The function whose masks a model makes: a ring does without those that are causal and nothing else."""
+    needs_own = plan.whole or plan.own_masks or makes_own_masks(model)
+    return "sdpa" if mode == "ring_attn" and not needs_own else name
 
 
 def warn_of_whole(model: nn.Module, plan: LayerPlan, mode: str) -> None:
@@ -331,8 +358,7 @@ def split_layers(
     name = attention_of(native)
     if facts.plan.traded:
         own = OfParts(native_function(name), function)
-        needs_own = facts.plan.whole or facts.loss == ENCLOSED or makes_own_masks(native)
-        masks = "sdpa" if mode == "ring_attn" and not needs_own else name
+        masks = name if facts.loss == ENCLOSED else _masks_of(mode, name, facts.plan, native)
         use_attention(native, own, mode, copies, masks_of=masks)
         own.split(map(native.get_submodule, facts.plan.traded))
     by_rows = mode == "ring_attn"

@@ -53,12 +53,14 @@ class Stack:
 class LayerPlan:
     """By names of modules.
 
-    extras  what layers are given besides hidden states, for every token: parts of it are handed on
-    traded  attention -> which of its arguments are whole and must be parts
-    whole   module -> (which of its arguments are parts, which of its results are to be)
-    joined  what the last layers return is gathered, and cut behind the inner model, which expects it to be as long as
-            what it was given
-    unsplit lists of layers that are computed whole, beside those that are split
+    extras      what layers are given besides hidden states, for every token: parts of it are handed on
+    traded      attention -> which of its arguments are whole and must be parts
+    whole       module -> (which of its arguments are parts, which of its results are to be)
+    joined      what the last layers return is gathered, and cut behind the inner model, which expects it to be as long
+                as what it was given
+    unsplit     lists of layers that are computed whole, beside those that are split
+    own_masks   a ring needs the masks of the model's own attention function, as its modules do not say that they are
+                causal
     """
 
     stacks: list[Stack] = field(default_factory=list)
@@ -67,6 +69,7 @@ class LayerPlan:
     whole: dict[str, tuple[Places, Places]] = field(default_factory=dict)
     joined: bool = False
     unsplit: tuple[str, ...] = ()
+    own_masks: bool = False
 
     def apply(self, model: nn.Module, exchange: Exchange, by_rows: bool) -> None:
         """

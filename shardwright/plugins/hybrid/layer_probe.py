@@ -9,6 +9,7 @@ That the plan is right is not assumed, see `layer_check`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from ...attention.sequence_modes import native_function, use_attention
 from ...models.config import is_encoder_decoder
+from ...models.cross_attention import MASK, STATES, made_up_states
 from ...models.layer_chain import layer_lists
 from ...precision.policy import BATCH_NORMS
 from ...shardformer.layer.sequence import first_tensor, with_first
 from .layer_plan import LayerPlan, Path, Places, Stack, changed_inputs, tensors_in
 from .sequence_axis import IGNORED
 
-_SAMPLES, _LENGTH, _DECODED = 3, 22, 18
+_SAMPLES, _LENGTH, _DECODED, _ENCODED = 3, 22, 18, 15
 _NOT_CUT = ("mask", "bias", "alibi")  # in names of arguments: attention functions are given them as they are
 
 
@@ -226,9 +228,10 @@ class TokenProbe(Probe):
     """Of token ids, padded, with labels.
 
     words       token ids are below it
+    reads       states of an encoder that is no part of the model are given to it, too
     """
 
-    def __init__(self, model: nn.Module, name: str, words: int, trades: bool) -> None:
+    def __init__(self, model: nn.Module, name: str, words: int, trades: bool, reads: bool = False) -> None:
         super().__init__(model, name, trades)
         self._decodes = is_encoder_decoder(model)
         generator = torch.Generator().manual_seed(0)
@@ -239,12 +242,27 @@ class TokenProbe(Probe):
         self.labels[0, :6], self.labels[2, 9:14] = IGNORED, IGNORED
         self.mask = torch.ones_like(self.ids)
         self.mask[1, -4:] = 0
+        self.states, self.masked_states = _encoder_states(model, generator) if reads else ({}, {})
 
     def run(self) -> Any:
-        return self.model(input_ids=self.ids, attention_mask=self.mask, labels=self.labels, use_cache=False)
+        batch = {"input_ids": self.ids, "attention_mask": self.mask, "labels": self.labels, **self.masked_states}
+        return self.model(**batch, use_cache=False)
 
     def _sizes(self, stack: Stack, is_last: bool) -> Sizes:
-        return Sizes(_SAMPLES, (_DECODED, _LENGTH) if is_last and self._decodes else (_LENGTH,))
+        if is_last and self._decodes:
+            return Sizes(_SAMPLES, (_DECODED, _LENGTH))
+        return Sizes(_SAMPLES, (_LENGTH, _ENCODED) if is_last and self.states else (_LENGTH,))
+
+
+def _encoder_states(model: nn.Module, generator: torch.Generator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Arguments of a call: states alone, and with a mask of padding."""
+    states = made_up_states(model, _SAMPLES, _ENCODED, generator)
+    if states is None or MASK not in inspect.signature(model.forward).parameters:
+        raise CannotSplit(f"it takes no {MASK}, which would hide where states of an encoder are padded")
+    mask = torch.ones(_SAMPLES, _ENCODED, dtype=torch.long)
+    mask[0, -3:], mask[2, :2] = 0, 0
+    alone = {STATES: states.to(next(model.parameters()).dtype)}
+    return alone, {**alone, MASK: mask}
 
 
 def _noise(_: nn.Module, args: Any, kwargs: Any) -> Any:

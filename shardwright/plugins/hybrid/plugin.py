@@ -232,6 +232,7 @@ class HybridParallelPlugin(ZeroPlugin):
         inside_bandwidth: float | None = None,
         between_bandwidth: float | None = None,
         precision: str = "bf16",
+        calibration: str | None = None,
         **others: Any,
     ) -> HybridParallelPlugin:
         """The fastest layout that fits, as `shardwright plan --search` finds it; collective, after `launch`. `others`
@@ -241,6 +242,7 @@ class HybridParallelPlugin(ZeroPlugin):
         global_batch_size, sequence_length   samples of a step on all ranks, and tokens of one
         gpu      kind of device; None: this rank's own, with its memory
         gpu_memory and the others   GiB, devices, GB/s; None: what is published of `gpu`
+        calibration   file of `shardwright calibrate`, in place of what is published; rank 0 reads it
         """
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model", "optimizer", "others")}
         check_arguments(HybridParallelPlugin.from_search, asked)

@@ -9,10 +9,12 @@ ring_attn      sequences over `sp_size` ranks; keys and values travel round them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...attention.exchange import Exchange
@@ -24,6 +26,8 @@ from ...attention.whole_masks import RingWithMasks, TradedHeads
 from ...attention.zigzag import Share
 from ...cluster.mesh import ParallelMesh
 from ...comm.ring import rings_of
+from ...models.config import is_encoder_decoder
+from ...models.cross_attention import states_argument
 from ...models.example_inputs import takes_more_than_text
 from ...models.windows import why_no_sequence
 from ...shardformer.adapters import native_model, refuse_prompts
@@ -129,20 +133,48 @@ def probe_mode(mode: str, model: nn.Module, example: Any = None) -> SequenceFact
     ways: dict[str, Callable[[], SequenceFacts | LayerFacts]] = {
         "cut before the model": partial(probe_ulysses if mode == "all_to_all" else probe_ring, model),
         "cut before its layers": partial(probe_layers, mode, model),
+        "cut before its layers, with states of an encoder": partial(probe_layers, mode, model, reads=True),
         "cut before its layers, all around them whole": partial(probe_enclosed, mode, model, example),
     }
-    chosen = list(ways)[2:] if why_no_sequence(native) or takes_more_than_text(native, example) else list(ways)
+    in_parts, in_layers, reading, enclosed = ways
+    if why_no_sequence(native) or takes_more_than_text(native, example):
+        chosen = [enclosed]
+    elif _reads_states(native, example):
+        chosen = [reading, enclosed, in_parts, in_layers]
+    else:
+        chosen = [in_parts, in_layers, enclosed]
     reasons: dict[str, str] = {}
-    for name in chosen:
-        try:
-            return ways[name]()
-        except CannotSplit as error:
-            reasons[name] = str(error)
+    for context in (nullcontext, _double_by_default):
+        for name in chosen:
+            try:
+                with context():
+                    return ways[name]()
+            except CannotSplit as error:
+                reasons.setdefault(name, str(error))
     said = "; ".join(f"{name}: {why}" for name, why in reasons.items()) if len(reasons) > 1 else reasons[chosen[0]]
     raise ValueError(
         f"sequence_parallelism_mode={mode!r}: {type(native).__name__} cannot have its sequences split ({said}); use "
         "tp_size and pp_size"
     )
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    """Inside, a tensor made of a number is in double precision, as small copies are: some models make one of the least
+    number that their scores can be (XGLM), which single precision does not hold.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _reads_states(model: nn.Module, example: Any) -> bool:
+    """Whether batches may hold states of an encoder that is no part of the model."""
+    name = None if is_encoder_decoder(model) else states_argument(model)
+    return name is not None and (not isinstance(example, Mapping) or name in example)
 
 
 def split_sequences(

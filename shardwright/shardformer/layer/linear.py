@@ -40,7 +40,15 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def shape_of(module: nn.Module, parameter: str = "weight") -> tuple[int, ...]:
-    return tuple(module.get_parameter(parameter).shape)
+    """Raises ValueError for a weight that is computed at every access, which has no shards to be dealt out."""
+    held = getattr(module, parameter)
+    if not isinstance(held, nn.Parameter):
+        raise ValueError(
+            f"its {parameter} is computed from other parameters (weight_norm or another parametrization), and only a "
+            "parameter itself can be sharded; remove it (torch.nn.utils.parametrize.remove_parametrizations, "
+            "torch.nn.utils.remove_weight_norm), or use tp_size=1"
+        )
+    return tuple(held.shape)
 
 
 def computes_plainly(module: nn.Module) -> bool:
@@ -263,13 +271,14 @@ class RowParallel(_ParallelLinear):
         return y if self.bias is None else y + self.bias
 
 
-def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tensor:
+def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
     """Whole features in their order from every rank's pieces of them; padding is dropped.
 
-    [T, o] -> [T, O]; backward hands every rank its own slice, the consumers being replicated.
+    [T, o] -> [T, O], or likewise along another `dim`; backward hands every rank its own slice, the consumers being
+    replicated.
     """
     sizes = [sum(piece.length for piece in rank) for rank in pieces]
-    gathered = gather_from_group(y, exact_group(group), -1, sizes)
+    gathered = gather_from_group(y, exact_group(group), dim, sizes)
     runs, offset = [], 0
     for rank in pieces:
         for piece in rank:
@@ -282,9 +291,9 @@ def gather_features(y: Tensor, pieces: Pieces, group: dist.ProcessGroup) -> Tens
         if start == position:
             chosen.append((offset, length))
             position += length
-    if chosen == [(0, gathered.shape[-1])]:
+    if chosen == [(0, gathered.shape[dim])]:
         return gathered
-    return torch.cat([gathered.narrow(-1, offset, length) for offset, length in chosen], -1)
+    return torch.cat([gathered.narrow(dim, offset, length) for offset, length in chosen], dim)
 
 
 class Linear1D_Col(ColumnParallel, nn.Linear):

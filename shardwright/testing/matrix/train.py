@@ -26,7 +26,9 @@ Result = dict[str, Any]
 
 
 def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Side | None = None) -> Result:
-    """Two steps of AdamW on both sides: losses and every gradient of both, every weight after them."""
+    """Two steps of AdamW on both sides: losses and every gradient of both, every weight and what forwards leave in
+    buffers after them.
+    """
     dtype = getattr(torch, axis.dtype)
     plain: Any = _in_dtype(copy.deepcopy(built.model) if reference is None else reference, dtype)
     if side is None:
@@ -34,6 +36,7 @@ def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Si
         side.boost()
     found = {**(_shares(side.model) if axis.name == "tp2" else {}), **({"note": side.note} if side.note else {})}
     optimizer = adamw(trained(plain))
+    before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
     wrong, held = "", set[str]()
     for step, batch in enumerate((built.batch, built.later)):
         optimizer.zero_grad()
@@ -46,6 +49,8 @@ def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Si
     tolerance = _tolerance(dtype)
     after = compare_models(plain, side.model, coordinate=coordinate, gradients=False, tolerance=tolerance, check=False)
     wrong = wrong or _problem(after.check) or _missing(plain, held)
+    if side.plugin.mesh.size("dp") == 1:  # else each replica keeps what its own samples leave, as in any DDP
+        wrong = wrong or _other_buffers(plain, side.model.unwrap(), before, tolerance)
     return {"outcome": "wrong" if wrong else "verified", **({"why": wrong} if wrong else {}), "steps": 2, **found}
 
 
@@ -106,6 +111,22 @@ def _missing(plain: nn.Module, held: set[str]) -> str:
     dist.all_gather_object(everywhere, held)
     missing = {name for name, _ in plain.named_parameters(remove_duplicate=False)}.difference(*everywhere)
     return f"held by no rank: {', '.join(sorted(missing))[:300]}" if missing else ""
+
+
+def _other_buffers(plain: nn.Module, model: nn.Module, before: dict[str, torch.Tensor], tolerance: float) -> str:
+    """Of the buffers that training changed (running statistics), those that this rank has and that differ."""
+    held = dict(model.named_buffers())
+    wrong = []
+    for name, expected in plain.named_buffers():
+        actual = held.get(name)
+        if actual is None or actual.is_meta or not actual.numel() or torch.equal(expected, before[name]):
+            continue
+        expected = expected.double()
+        if actual.shape != expected.shape:
+            wrong.append(f"{name} has shape {tuple(actual.shape)}")
+        elif float((actual.double() - expected).abs().max()) > tolerance * max(1.0, float(expected.abs().max())):
+            wrong.append(name)
+    return f"other buffers after training: {', '.join(wrong)[:300]}" if wrong else ""
 
 
 def _shares(model: Any) -> Result:

@@ -1,0 +1,156 @@
+"""Step times that the planner predicts from a calibration of this machine, beside those of real CPU ranks.
+
+    shardwright calibrate --device cpu -o calibration.json
+    python benchmarks/planner_time.py calibration.json [--rounds 5] [--out figures.json]
+
+A Llama is trained on one global batch in a dozen layouts of one, two and four ranks; those of as many ranks take turns
+step by step. Printed are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed
+over ranks), beside what is predicted of both, and how alike the orders are (Kendall's tau: 1 is the same, 0 none). On a
+busy machine look at the processor times, since ranks that share cores with others take longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from turns import Turns
+
+from shardwright import Booster
+from shardwright.lazy import LazyInitContext
+from shardwright.models.example_inputs import loss_of
+from shardwright.planner.devices import device_of
+from shardwright.planner.profile import Profile, Source, profile
+from shardwright.planner.replay import Job
+from shardwright.planner.step_times import step_times
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import run_ranks
+
+SAMPLES, LENGTH = 8, 64  # of a step, on all ranks
+CONFIG = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=192,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+PIPE = {"pp_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank, 8 microbatches": (1, {"num_microbatches": 8}),
+    "1 rank, 1 microbatch": (1, {"num_microbatches": 1}),
+    "dp 2, ZeRO-1": (2, {"zero_stage": 1, "num_microbatches": 1}),
+    "dp 2, ZeRO-3": (2, {"zero_stage": 3, "num_microbatches": 1}),
+    "dp 2, ZeRO-1, 4 microbatches": (2, {"zero_stage": 1, "num_microbatches": 4}),
+    "tp 2": (2, {"tp_size": 2, "num_microbatches": 2}),
+    "pp 2, 1F1B, 2 microbatches": (2, {**PIPE, "num_microbatches": 2}),
+    "pp 2, 1F1B, 8 microbatches": (2, {**PIPE, "num_microbatches": 8}),
+    "pp 2, zb, 4 microbatches": (2, {**PIPE, "pp_style": "zb", "num_microbatches": 4}),
+    "dp 2 x pp 2, ZeRO-1": (4, {**PIPE, "zero_stage": 1, "num_microbatches": 4}),
+    "tp 2 x pp 2": (4, {**PIPE, "tp_size": 2, "num_microbatches": 4}),
+    "pp 4, 1F1B, 8 microbatches": (4, {"pp_size": 4, "num_microbatches": 8}),
+}
+
+
+def plugin(options: dict[str, Any], **changes: Any) -> HybridParallelPlugin:
+    return HybridParallelPlugin(**{"precision": "fp32", "max_norm": 1.0, **options, **changes})
+
+
+def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def batch(samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, CONFIG.vocab_size, (samples, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def lazy() -> torch.nn.Module:
+    with LazyInitContext():
+        return LlamaForCausalLM(CONFIG)
+
+
+def replicas(world: int, options: dict[str, Any]) -> int:
+    return world // (options.get("tp_size", 1) * options.get("pp_size", 1))
+
+
+def measure(rank: int, world: int, layouts: dict[str, dict[str, Any]], rounds: int) -> Turns:
+    steps = {}
+    for name, options in layouts.items():
+        booster = Booster(plugin=plugin(options))
+        bare = LlamaForCausalLM(CONFIG)
+        model, optim, *_ = booster.boost(bare, optimizer(bare))
+        own = batch(SAMPLES // replicas(world, options))
+
+        def step(number: int, booster: Any = booster, model: Any = model, optim: Any = optim, own: Any = own) -> None:
+            booster.execute_pipeline(iter([own]), model, lambda outputs, _: loss_of(outputs), optim)
+            optim.step()
+            optim.zero_grad()
+
+        steps[name] = step
+    return Turns.take(steps, rounds, warm_up=2)
+
+
+@cache
+def profiled(tensor_ranks: int) -> Profile:
+    return profile(Source(lazy, optimizer, batch(1), "fp32"), tensor_ranks)
+
+
+def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[float, float]:
+    """Seconds of a step, and of the processor, over all ranks."""
+    job = Job(partial(plugin, options), lazy, optimizer, batch(SAMPLES // replicas(world, options)))
+    found = profiled(options.get("tp_size", 1))
+    times = step_times(job, world, device_of(calibration, None, "fp32", world), found)
+    assert not times.relative, times.relative
+    timeline = times.timeline
+    work = len(timeline.ranks) * timeline.makespan * (1 - timeline.bubble)
+    return times.seconds, world * (work / len(timeline.ranks) + times.behind["optimizer"])
+
+
+def tau(one: Sequence[float], other: Sequence[float]) -> float:
+    """Kendall's: pairs in the same order minus pairs in the other one, of all."""
+    pairs = list(combinations(zip(one, other, strict=True), 2))
+    return sum(1 if (a[0] - b[0]) * (a[1] - b[1]) > 0 else -1 for a, b in pairs) / len(pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calibration", help="file of shardwright calibrate")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="figures as JSON")
+    given = parser.parse_args()
+    rows: dict[str, dict[str, float]] = {}
+    for world in sorted({world for world, _ in LAYOUTS.values()}):
+        layouts = {name: options for name, (ranks, options) in LAYOUTS.items() if ranks == world}
+        taken = run_ranks(measure, world, layouts, given.rounds, timeout=1800, debug="OFF")[0]
+        for name, options in layouts.items():
+            wall, cpu = predict(world, options, given.calibration)
+            rows[name] = {
+                "wall": median(taken.wall[name]),
+                "least wall": min(taken.wall[name]),
+                "predicted wall": wall,
+                "cpu": median(taken.cpu[name]),
+                "predicted cpu": cpu,
+            }
+    print(f"{'ms of a step':32}{'wall':>9}{'least':>9}{'predicted':>11}{'off':>8}{'CPU':>9}{'predicted':>11}{'off':>8}")
+    for name, row in rows.items():
+        off = [row[f"predicted {kind}"] / row[kind] - 1 for kind in ("wall", "cpu")]
+        wall, least, other, cpu, processor = (1000 * row[key] for key in row)
+        print(f"{name:32}{wall:9.0f}{least:9.0f}{other:11.0f}{off[0]:8.0%}{cpu:9.0f}{processor:11.0f}{off[1]:8.0%}")
+    columns = {key: [row[key] for row in rows.values()] for key in next(iter(rows.values()))}
+    taus = {kind: tau(columns[kind], columns[f"predicted {kind}"]) for kind in ("wall", "cpu")}
+    print(f"Kendall's tau: {taus['wall']:.2f} of wall times, {taus['cpu']:.2f} of processor times")
+    if given.out is not None:
+        given.out.write_text(json.dumps({"layouts": rows, "tau": taus}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""`shardwright calibrate`: what operators, collectives and messages take on this machine, for `shardwright plan`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .relaunch import inside_launcher, relaunch
+
+HELP = "measure operators, collectives and messages on this machine, for the times of shardwright plan"
+
+# torch, and what imports it, is imported in functions, so that `--help` answers at once.
+
+_CPU_RANKS = 4
+_POWERS = {"cpu": range(10, 25, 2), "cuda": range(12, 29, 2)}  # bytes of collectives and messages
+_TOKENS = 8  # so few that a layer has hardly anything to compute
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("calibration.json"), metavar="FILE", help="where the figures go"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, each measured for a shorter time")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes the GPUs if there are any"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=f"ranks for collectives and messages (default: one per GPU, at most 8, or {_CPU_RANKS} on a CPU); 1: none",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if inside_launcher():
+        return _measure(args)
+    problem = _problem_with(args.output)
+    if problem:
+        print(f"shardwright calibrate: --output {args.output} {problem}", file=sys.stderr)
+        return 1
+    gpus = 0 if args.device == "cpu" else _count_gpus()
+    if args.device == "cuda" and not gpus:
+        print("shardwright calibrate: --device cuda, but torch sees no CUDA device here; use cpu", file=sys.stderr)
+        return 1
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ranks = getattr(args, "world_size", min(gpus, 8) if gpus else _CPU_RANKS)
+    if ranks < 1 or (gpus and ranks > gpus):
+        print(
+            f"shardwright calibrate: --world-size {ranks} must be at least 1, and on GPUs at most their number, {gpus}",
+            file=sys.stderr,
+        )
+        return 1
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets for the ranks of a job
+    words = ["calibrate", "-o", str(args.output.resolve()), "--device", "cuda" if gpus else "cpu"]
+    return relaunch([*words, *(["--quick"] if args.quick else [])], ranks)
+
+
+def _problem_with(path: Path) -> str:
+    was_there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        return f"cannot be written ({error.strerror}); name a file in a directory that you may write to"
+    return ""
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _measure(args: argparse.Namespace) -> int:
+    """On every rank; the first one writes."""
+    import torch
+    import torch.distributed as dist
+
+    from ..cluster.launch import launch_from_torch
+    from ..planner import measure
+    from ..planner.calibration import Calibration, write
+    from ..planner.measure_links import links
+
+    torch.set_num_threads(1)
+    launch_from_torch(backend="nccl" if args.device == "cuda" else "gloo")
+    rank, world, began = dist.get_rank(), dist.get_world_size(), time.perf_counter()
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(f"{time.perf_counter() - began:6.1f} s  {what}", flush=True)
+
+    device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+    size = measure.SIZES[device.type]
+    powers = _POWERS[device.type]
+    if args.quick:
+        size, powers = size.shorter(), powers[::2]
+    collectives, messages = links(device, powers, say) if world > 1 else ({}, [])
+    cores = os.cpu_count() or 1
+    found: dict[str, Any] = {}
+    # on a CPU all cores are busy, as they are in a job
+    if rank == 0 or (device.type == "cpu" and rank < cores):
+        found = measure.operators(device, size, say)
+        say("what the host takes for an operator")
+        found["host"] = {"call": found.pop("call"), **measure.host(_model(), _batch(device), device, size)}
+    dist.barrier()
+    if rank == 0:
+        calibration = Calibration(
+            device=_facts(device, cores if device.type == "cpu" else 0, world),
+            made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            versions=_versions(),
+            collectives=collectives,
+            messages=messages,
+            **found,
+        )
+        write(calibration, args.output)
+        if not collectives:
+            print("no collectives and messages were measured, with one rank: plans take links from the table")
+        print(f"wrote {args.output}")
+    dist.destroy_process_group()
+    return 0
+
+
+def _facts(device: Any, cores: int, world: int) -> dict[str, Any]:
+    import torch
+
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return {"type": "cuda", "name": found.name, "memory": found.total_memory, "cores": 0, "count": world}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"type": "cpu", "name": f"{_processor()}, {cores} cores", "memory": memory, "cores": cores, "count": world}
+
+
+def _processor() -> str:
+    """What the system calls it."""
+    import platform
+
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    from .._version import __version__
+
+    return {"shardwright": __version__, "torch": torch.__version__, "cuda": torch.version.cuda or ""}
+
+
+def _model() -> Callable[[int], Any]:
+    """A Llama whose layers have hardly anything to compute, with so many of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from .presets import PRESETS
+
+    _, settings = PRESETS["llama-tiny"]
+    return lambda layers: LlamaForCausalLM(LlamaConfig(**{**settings, "num_hidden_layers": layers}))
+
+
+def _batch(device: Any) -> dict[str, Any]:
+    import torch
+
+    ids = torch.arange(_TOKENS, device=device)[None]
+    return {"input_ids": ids, "labels": ids}

@@ -1,0 +1,1 @@
+"""`shardwright plan --html`: a step as it is predicted, drawn."""

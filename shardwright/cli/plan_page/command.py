@@ -1,0 +1,59 @@
+"""`shardwright plan --html FILE`: predicts, draws, writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...planner.machines import Machine
+    from ...planner.peaks import Found
+    from ...planner.replay import Job
+    from ...plugins.hybrid.resolved import ResolvedLayout
+
+
+def refuse(path: Path) -> None:
+    """ValueError where the page could not be written; before anything is replayed for it."""
+    was_there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(_refusal(path, error)) from error
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(_refusal(path, error)) from error
+
+
+def _refusal(path: Path, error: OSError) -> str:
+    return f"--html {path} cannot be written ({error.strerror}); name a file in a directory that you may write to"
+
+
+def page_of(
+    job: Job, world_size: int, layout: ResolvedLayout, found: Found, machine: Machine, samples: int, length: int | None
+) -> str:
+    """`samples` of a data-parallel rank, of so many tokens."""
+    from ...planner.step_times import step_times
+    from .page import Drawn, page
+
+    times = step_times(job, world_size, machine)
+    amount = samples * layout.sizes["dp"] * (length or 1)
+    return page(
+        Drawn(
+            layout,
+            found.peaks,
+            found.note,
+            found.curves,
+            times,
+            machine.source,
+            round(machine.memory),
+            amount,
+            "samples" if length is None else "tokens",
+        )
+    )

@@ -1,0 +1,92 @@
+"""Structure of what units pass on: taken apart into tensors and numbers where a stage ends, built again behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...utils import pytree
+from ...utils.tensors import map_tensors
+from .unread import watched
+
+
+@dataclass(frozen=True)
+class Template:
+    """Structure of a gate's output: where its tensors sit, and the values of everything else."""
+
+    spec: pytree.TreeSpec
+    others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
+    written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
+    unread: frozenset[int] = frozenset()  # numbers of the tensors that nothing reads, which get no gradient
+
+    def take_apart(self, output: Any, name: str) -> tuple[list[torch.Tensor], list[bool | int | float]]:
+        """Tensors and numbers of `output`, which must have this structure. Other values must be those of the dry
+        run.
+        """
+        leaves, spec = pytree.tree_flatten(output)
+        same = spec == self.spec and all(
+            _kind_of(leaf) is _kind_of(other) for leaf, other in zip(leaves, self.others, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                f"the output of {name} differs in structure from the dry run's ({spec} here, {self.spec} there), so "
+                "the next pipeline stage could not rebuild it; pass a batch like the real ones as example_inputs, "
+                "without output_attentions and the like"
+            )
+        for leaf, other in zip(leaves, self.others, strict=True):
+            if isinstance(leaf, str | torch.dtype | None) and leaf != other:
+                raise ValueError(
+                    f"the output of {name} holds {leaf!r} where the dry run had {other!r}; between pipeline stages "
+                    "travel tensors and numbers, and other values must be the same for every batch: return a number "
+                    "instead"
+                )
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Zeros in place of no gradient would have optimizers decay what made them.
+        tensors = [leaf.detach() if number in self.unread else leaf for number, leaf in enumerate(found)]
+        return tensors, [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
+
+    def build(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> Any:
+        """The output again."""
+        remaining = iter(watched(tensor) if number in self.unread else tensor for number, tensor in enumerate(tensors))
+        values = iter(numbers)
+        leaves = [
+            next(remaining) if other is TENSOR else next(values) if isinstance(other, bool | int | float) else other
+            for other in self.others
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def apart(self, output: Any) -> Any:
+        """`output` with copies of the tensors that the model, or a layer, writes to: what travels is what was returned,
+        since every stage does again what the model does between its layers. Tensors that have arrived are leaves,
+        besides, which autograd lets nobody write to.
+        """
+        if not any(self.written):
+            return output
+        written = iter(self.written)
+        return map_tensors(lambda tensor: tensor.clone() if next(written, False) else tensor, output)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(other is TENSOR for other in self.others)
+
+    @property
+    def num_numbers(self) -> int:
+        return sum(isinstance(other, bool | int | float) for other in self.others)
+
+
+def _kind_of(leaf: Any) -> type:
+    """What may stand for what: a tensor for a tensor, a number for a number."""
+    if leaf is TENSOR or isinstance(leaf, torch.Tensor):
+        return torch.Tensor
+    return float if isinstance(leaf, bool | int | float) else object
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()

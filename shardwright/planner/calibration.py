@@ -1,0 +1,268 @@
+"""Times that `shardwright calibrate` has measured on a machine, in a file; and the `Machine` that is made of them.
+
+found = read("calibration.json")
+device = calibrated(found, "bf16", world_size=8)        in place of `machines.machine`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .gpus import like_device
+from .machines import COMPUTED, GIB, Machine
+from .machines import machine as _published
+from .operators import Operator
+from .rates import scaled
+
+FORMAT = 1
+_WORDS = "shardwright calibrate"
+_STEP_BYTES = 30  # that AdamW moves for an element: gradient, weight, two states, and the weight in half precision
+_NEAREST = 4
+
+
+class Point(NamedTuple):
+    """A call that was measured.
+
+    ranks    that took part
+    flops    0 where it is no product
+    moved    bytes that it reads and writes; of a collective what each rank sends
+    """
+
+    ranks: int
+    flops: int
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """device     type, name, memory (bytes), cores (of a CPU, else 0), count
+    made, versions, clock   when, with what, and by which clock
+    host        seconds of the host for an operator: "call" alone, and "forward" and "backward" in a model
+    products, attention   by dtype; `moving`: elementwise operators, norms and copies
+    optimizer   AdamW; `moved` are elements
+    collectives by name, and messages between two ranks; empty where there was one device
+    """
+
+    device: Mapping[str, Any]
+    made: str
+    versions: Mapping[str, str]
+    clock: str
+    host: Mapping[str, float]
+    products: Mapping[str, Sequence[Point]]
+    attention: Mapping[str, Sequence[Point]]
+    moving: Sequence[Point]
+    optimizer: Sequence[Point]
+    collectives: Mapping[str, Sequence[Point]]
+    messages: Sequence[Point]
+    format: int = FORMAT
+
+    @property
+    def words(self) -> str:
+        return f"{self.device['name']}, calibrated {self.made[:10]} with torch {self.versions.get('torch', '?')}"
+
+
+def write(found: Calibration, path: Path) -> None:
+    path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: str | Path) -> Calibration:
+    """ValueError says what is wrong with the file."""
+    again = f"make it again with `{_WORDS} -o FILE`"
+    try:
+        plain = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"calibration {path} cannot be read ({error.strerror}); {again}") from error
+    except ValueError as error:
+        raise ValueError(f"calibration {path} is no JSON ({error}); {again}") from error
+    if not isinstance(plain, dict) or "format" not in plain:
+        raise ValueError(f"calibration {path} has no `format`, so {_WORDS} has not written it; {again}")
+    if plain["format"] != FORMAT:
+        raise ValueError(f"calibration {path} has format {plain['format']!r}, this version reads {FORMAT}; {again}")
+    try:
+        found = Calibration(
+            **{
+                **plain,
+                **{name: {key: _points(rows) for key, rows in plain[name].items()} for name in _TABLES},
+                **{name: _points(plain[name]) for name in _ROWS},
+            }
+        )
+        _check(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"calibration {path} is damaged ({said}); {again}") from error
+    return found
+
+
+_TABLES = ("products", "attention", "collectives")
+_ROWS = ("moving", "optimizer", "messages")
+
+
+def _points(rows: Any) -> tuple[Point, ...]:
+    found = tuple(Point(*row) for row in rows)
+    for point in found:
+        if not all(isinstance(each, int | float) and math.isfinite(each) for each in point) or not point.seconds > 0:
+            raise ValueError(f"{list(point)} is no measurement")
+    return found
+
+
+def _check(found: Calibration) -> None:
+    for name in ("type", "name", "memory", "cores"):
+        if name not in found.device:
+            raise KeyError(f"device.{name}")
+    if found.device["type"] not in ("cpu", "cuda"):
+        raise ValueError(f"device.type is {found.device['type']!r}")
+    for name in ("call", "forward", "backward"):
+        if not float(found.host[name]) >= 0:
+            raise ValueError(f"host.{name} is {found.host[name]!r}")
+    if not (found.products and found.attention and found.moving and found.optimizer):
+        raise ValueError("a table is empty")
+
+
+class Rates:
+    """Seconds of calls that were not measured: by the rate of those most like them, by operations and bytes."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self._places = np.array([_place(point.flops, point.moved) for point in points])
+        self._rates = np.log(np.array([point.seconds / (point.flops or point.moved) for point in points]))
+
+    def seconds(self, flops: float, moved: float) -> float:
+        if not flops and not moved:
+            return 0.0
+        apart = np.abs(self._places - np.array(_place(flops, moved))).sum(-1)
+        nearest = np.argsort(apart, kind="stable")[:_NEAREST]
+        weights = 1 / (apart[nearest] + 0.05) ** 2
+        return float(np.exp((self._rates[nearest] * weights).sum() / weights.sum())) * (flops or moved)
+
+
+def _place(flops: float, moved: float) -> tuple[float, float]:
+    return math.log2(flops + 1), math.log2(moved + 1)
+
+
+@dataclass(frozen=True)
+class CalibratedMachine(Machine):
+    """A `Machine` whose times are those of a calibration. `assumed` are figures that are not measured, in words."""
+
+    calibration: Calibration = field(kw_only=True, repr=False)
+    dtype: str = "float32"
+    assumed: str = ""
+
+    @property
+    def source(self) -> str:
+        return f"{self.calibration.words}" + (f"; {self.assumed}" if self.assumed else "")
+
+    @cached_property
+    def _tables(self) -> dict[str, Rates]:
+        found = self.calibration
+        return {
+            "product": Rates(found.products[self.dtype]),
+            "attention": Rates(found.attention[self.dtype]),
+            "other": Rates(found.moving),
+        }
+
+    @cached_property
+    def _links(self) -> dict[int, Rates]:
+        """Of collectives, by the ranks that take part."""
+        every = [point for rows in self.calibration.collectives.values() for point in rows]
+        ranks = {point.ranks for point in every}
+        return {number: Rates([point for point in every if point.ranks == number]) for number in ranks}
+
+    def computing(self, calls: Mapping[Operator, float]) -> float:
+        return sum(
+            count * self._tables[kind].seconds(flops if kind != "other" else 0, moved)
+            for (kind, flops, moved), count in calls.items()
+            if kind in COMPUTED
+        )
+
+    def starting(self, calls: Mapping[Operator, float], samples: float = 1.0, backward: bool = False) -> float:
+        """What the host takes for these operators; a GPU computes meanwhile."""
+        host = self.calibration.host["backward" if backward else "forward"]
+        taken = host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
+        if self.calibration.device["type"] == "cpu":
+            return taken
+        return max(taken - self.computing(scaled(calls, samples)), 0.0)
+
+    def sent(self, size: float, ranks: int, reach: int) -> float:
+        if ranks < 2 or not size:
+            return 0.0
+        if not self._links or reach > self.per_node:
+            return super().sent(size, ranks, reach)
+        nearest = min(self._links, key=lambda number: abs(math.log2(number / ranks)))
+        return self._links[nearest].seconds(0, size) * (1 if ranks <= nearest else ranks / nearest)
+
+    def message(self, size: float, reach: int) -> float:
+        if not size:
+            return 0.0
+        if not self.calibration.messages or reach > self.per_node:
+            return super().message(size, reach)
+        return Rates(self.calibration.messages).seconds(0, size)
+
+    def plain(self) -> dict[str, Any]:
+        tables = self.calibration
+        return {**super().plain(), "calibration": {**tables.device, "made": tables.made, "versions": tables.versions}}
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+
+
+def calibrated(
+    found: Calibration,
+    precision: str,
+    world_size: int,
+    *,
+    gpu: str | None = None,
+    memory: float | None = None,
+    per_node: int | None = None,
+    inside: float | None = None,
+    between: float | None = None,
+) -> CalibratedMachine:
+    """The machine that was measured, with what is known better, as `machines.machine` takes it. Ranks of a CPU share
+    its cores and its memory.
+    """
+    dtype = _DTYPES.get(precision, "float32")
+    if dtype not in found.products or dtype not in found.attention:
+        raise ValueError(
+            f"calibration of {found.device['name']}: precision={precision!r} needs products in {dtype}, and only those "
+            f"in {', '.join(found.products)} were measured; take one of these, or leave the calibration out"
+        )
+    if inside is not None:  # which is known better, then
+        found = replace(found, collectives={}, messages=())
+    rate = max(point.flops / point.seconds for point in found.products[dtype])
+    step = max(found.optimizer, key=lambda point: point.moved)
+    known: dict[str, Any] = {"flops": rate, "bandwidth": _STEP_BYTES * step.moved / step.seconds}
+    known |= {"product": 1.0, "moving": 1.0}
+    if found.device["type"] == "cpu":
+        if gpu is not None:
+            raise ValueError(f"gpu={gpu!r} with a calibration of another device, {found.device['name']}; leave one out")
+        machine = Machine(found.device["name"], 1.0, 1.0, found.device["memory"] / world_size, 1e9, 1e9)
+        known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
+    else:
+        name, own = like_device((found.device["name"], found.device["memory"] / GIB))
+        if gpu is not None and gpu != name:
+            raise ValueError(f"gpu={gpu!r} with a calibration of another device, {found.device['name']}; leave one out")
+        machine = _published(name, own if memory is None else memory, per_node, inside, between, precision)
+        known["flops"] = machine.flops  # of which MFU is a share
+        known["product"] = rate / machine.flops
+    if memory is not None:
+        known["memory"] = memory * GIB
+    pair = [point for point in found.collectives.get("all_reduce", ()) if point.ranks == 2]
+    assumed = ""
+    if pair:
+        largest = max(pair, key=lambda point: point.moved)
+        known |= {"latency": min(point.seconds for point in pair), "sending": 1.0}
+        known["inside"] = largest.moved / largest.seconds
+        if between is None and found.device["type"] == "cpu":
+            known["between"] = known["inside"]
+    else:
+        given = "as given" if inside is not None else "as published"
+        assumed = f"links {given}, collectives and messages by formulas: not measured"
+    own_fields = {each.name: getattr(machine, each.name) for each in fields(Machine)}
+    return CalibratedMachine(**{**own_fields, **known}, calibration=found, dtype=dtype, assumed=assumed)

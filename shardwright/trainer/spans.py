@@ -1,0 +1,62 @@
+"""Which tokens of a text are those of a part of it.
+
+A text is always tokenised whole: in pieces a tokenizer would give other tokens than a model sees when it is used.
+GPT-2's have the space before a word in the word's token, sentencepiece's put one before every piece, BERT's joins what
+no space parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
+
+
+def places(found: Any, text: str) -> list[Span]:
+    """The characters of `text` that each token of a fast tokenizer stands for, without space at their ends.
+
+    found   what the tokenizer made of it with return_offsets_mapping and return_special_tokens_mask. Tokens that it
+            added stand for (0, 0). Of space alone a token has the space, also where the tokenizer leaves it out of its
+            offsets.
+    """
+    spans: list[Span] = []
+    reached = 0
+    for (start, end), added in zip(found["offset_mapping"], found["special_tokens_mask"], strict=True):
+        if added and start == end:
+            spans.append((0, 0))
+            continue
+        start, end = min(start, reached) if start == end else start, max(start, end)
+        kept = text[start:end].strip()
+        if kept:
+            first = start + text[start:end].index(kept)
+            start, end = first, first + len(kept)
+        spans.append((start, end))
+        reached = max(reached, end)
+    return spans
+
+
+def tokens_within(tokenizer: Any, found: Any, text: str, spans: Sequence[Span]) -> list[bool]:
+    """Of each token whether it has a part of one of `spans` of the text; a space does not count beside a word.
+
+    found   as in `places`; of a tokenizer that is not fast the ids, whose places follow from what it makes of the
+            beginnings of the text.
+    """
+    if tokenizer.is_fast:
+        return [
+            start < end and any(start < last and first < end for first, last in spans)
+            for start, end in places(found, text)
+        ]
+    ids = list(found["input_ids"])
+    marks = [False] * len(ids)
+    for first, last in spans:
+        start, end = (_shared(tokenizer, text[:at], ids) if at < len(text) else len(ids) for at in (first, last))
+        marks[start:end] = [True] * max(0, end - start)
+    return marks
+
+
+def _shared(tokenizer: Any, beginning: str, ids: Sequence[int]) -> int:
+    """How many of the first tokens are those of a beginning of the text alone."""
+    alone = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+    pairs = enumerate(zip(alone, ids, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(alone), len(ids)))
