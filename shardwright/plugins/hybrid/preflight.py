@@ -68,7 +68,7 @@ from .sequence_memory import kept_attention, with_parts
 from .sequence_tensor import along_tensor, with_sequences
 from .sequence_traffic import part_length, sequence_traffic
 from .step_memory import Held, held_activations, leaving_note
-from .traffic import Tokens, pipeline_traffic, tensor_traffic
+from .traffic import Tokens, channel_traffic, pipeline_traffic, tensor_traffic
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,11 @@ class _Resolver:
             self.settings.precision.fp8_communication,
         )
         split = along_tensor(self.settings)
+        of_positions = [self._decisions_of(names, params) for names in held]
         traffic = [
             *self._data_traffic([buckets for _, buckets in shapes], busiest, microbatches),
-            *tensor_traffic([self._decisions_of(names, params) for names in held], tokens, self._recomputes(), split),
+            *tensor_traffic(of_positions, tokens, self._recomputes(), split),
+            *channel_traffic(of_positions, microbatches),
             *expert_traffic(self.model, held, self.mesh, tokens, self._recomputes()),
             *pipeline_traffic(self.plan, tokens, 1 if split is None else self.mesh.size("tp")),
             *sequence_traffic(self.settings, self.model, tokens, self._recomputes()),

@@ -4,6 +4,8 @@
     row linear                      one all-reduce of its output         [T, out], forward, again where recomputed
     vocabulary's table              one all-reduce of its output         [T, hidden], forward
     vocabulary's head               one all-reduce of its input's gradient
+    channels dealt         one all-reduce of the gradient of a convolution's input, backward; of channels summed one of
+                           the output, forward; where whole channels come in or go out, an all-gather of them
     cut behind a stage              every tensor that crosses it, forward, and its gradient, backward
 
 Left out is what carries a few numbers per token or less: the vocabulary-parallel loss, norms, flags, loss scales.
@@ -19,6 +21,7 @@ from torch import nn
 from ...comm.quantised import BYTES_PER_ELEMENT
 from ...models.config import first_int, hidden_size
 from ...pipeline.cut.plan import CutPlan
+from ...shardformer.convolution import ConvColumn, ConvGroups, ConvRow
 from ...shardformer.layer.linear import input_size, is_linear, output_size
 from ...shardformer.plan import Decision
 from ...shardformer.sequence import AlongTensor
@@ -95,6 +98,31 @@ def tensor_traffic(
     )
     reduced = Traffic("tp", what, calls, None if size is None else 2 * (ranks - 1) * size // ranks)
     return [reduced] if split is None else _split_traffic(reduced, busiest, tokens, split, ranks)
+
+
+def channel_traffic(positions: Sequence[Sequence[Decision]], microbatches: int | None) -> list[Traffic]:
+    """Collectives of convolutions over tp, at the pipeline position that has most of them. How much they send depends
+    on the size of pictures, which no layout knows.
+    """
+    counts = [(sum(map(_sums, decisions)), sum(map(_gathers, decisions))) for decisions in positions]
+    sums, gathers = max(counts, key=sum, default=(0, 0))
+    named = (("sums of channels and their gradients, all-reduce", sums), ("channels, all-gather", gathers))
+    return [
+        Traffic("tp", what, None if microbatches is None else count * microbatches, None)
+        for what, count in named
+        if count
+    ]
+
+
+def _sums(decision: Decision) -> int:
+    return isinstance(decision.style, ConvColumn | ConvRow)
+
+
+def _gathers(decision: Decision) -> int:
+    style = decision.style
+    if isinstance(style, ConvGroups):
+        return 2 * style.gather_output  # of outputs forward, of the inputs' gradients backward
+    return (isinstance(style, ConvColumn) and style.gather_output) or (isinstance(style, ConvRow) and style.split_input)
 
 
 def _split_traffic(
