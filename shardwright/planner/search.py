@@ -110,7 +110,7 @@ class Search:
             gc.unfreeze()
         few, many = profiles[0], profiles[-1] if len(profiles) > 1 else None
         self._tensor = tensor if many is not None or tensor == [1] else [few.tensor_ranks]
-        self._profiles = few, many
+        self.profiles = few, many
         self._by_samples: dict[tuple[int, float], Rates] = {}  # and tensor-parallel ranks
         one = rates(few, many, question.machine, self._tensor[0])
         self.along = few.along if few.tensor_ranks > 1 else many is not None and many.along
@@ -118,7 +118,7 @@ class Search:
         half = question.precision != "fp32"
         hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
         states, step = optimizer_costs(question.optimizer(model))
-        self._task = Task(
+        self.task = Task(
             question.machine,
             hidden,
             half,
@@ -194,13 +194,13 @@ class Search:
         )
 
     def estimate(self, layout: Layout, simulated: bool) -> Estimate:
-        return Estimator(self._task, self._rates_of(layout), layout).estimate(simulated)
+        return Estimator(self.task, self._rates_of(layout), layout).estimate(simulated)
 
     def _rates_of(self, layout: Layout) -> Rates:
         """Of microbatches of its size, where a machine tells more than peaks."""
         key = layout.tp, layout.samples / layout.sp
         if key not in self._by_samples:
-            self._by_samples[key] = rates(*self._profiles, self._question.machine, *key)
+            self._by_samples[key] = rates(*self.profiles, self._question.machine, *key)
         return self._by_samples[key]
 
     def _layouts(self) -> Iterator[Layout]:
