@@ -91,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay one step of every pipeline rank without data: the peak of memory, when, and what holds it; needs "
         "--batch-size, and --seq-len for text",
     )
+    model.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="type of the ranks' devices, which sizes of buckets and chunks go by, else cuda, wherever this runs",
+    )
     model.add_argument("--json", action="store_true", help="the report as one JSON document")
     model.add_argument(
         "--html",
@@ -180,12 +185,21 @@ def run(args: argparse.Namespace) -> int:
     if ignored:
         args.fail(ignored)
     try:
+        _check_numbers(args)
+    except ValueError as error:
+        if not args.search:
+            args.fail(str(error))  # nothing was learnt about the layout
+        print(f"No layout was found: {error}")
+        return 1
+    try:
         config = _load(args.model)
         form = _load_form(args)
     except ValueError as error:
         args.fail(str(error))  # nothing was learnt about the layout
     if args.search:
         return plan_search.run(args, lambda: _lazy(config), lambda model: _optimizer(args.optimizer, model))
+    from ..utils.device import planning_for
+
     if args.html is not None:
         try:
             plan_page.refuse(args.html)
@@ -194,8 +208,9 @@ def run(args: argparse.Namespace) -> int:
             return 1
     try:
         given = _given(args)
-        layout, attention = _resolve(args, config, form, given)
-        peaks, note, text = _replay(args, config, form, given, layout) if args.peak or args.html else ([], "", "")
+        with planning_for(args.device or "cuda"):
+            layout, attention = _resolve(args, config, form, given)
+            peaks, note, text = _replay(args, config, form, given, layout) if args.peak or args.html else ([], "", "")
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
@@ -222,9 +237,13 @@ def _show(args: argparse.Namespace, layout: Any, attention: str, peaks: list[Any
 
 
 def _load_form(args: argparse.Namespace) -> dict[str, Any]:
-    """The dict form that `--config` names; the numbers of the job are looked at too."""
+    """The dict form that `--config` names."""
     from ..cluster.config import load_config
 
+    return load_config(args.config)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
     for option, value in (
         ("--world-size", args.world_size),
         ("--batch-size", args.batch_size),
@@ -232,7 +251,6 @@ def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     ):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
-    return load_config(args.config)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

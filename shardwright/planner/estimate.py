@@ -17,11 +17,13 @@ from ..pipeline.planning.rank_memory import SELECTIVE
 from ..pipeline.planning.simulate import Costs, Simulation, simulate
 from ..pipeline.schedules import STYLES, Schedule
 from ..pipeline.schedules import get as get_schedule
+from ..zero.layout import CUDA_BUCKET_BYTES
 from .machines import Machine
 from .rates import Rates
+from .stages import Ends, dealt
 from .states import NO_STEP, StepCost
 
-_BUCKET = 2 * 12 * 2**20 * 4  # bytes of gradients on their way
+_BUCKET = 2 * CUDA_BUCKET_BYTES  # of gradients on their way that are not reduced where they are
 _MESSAGES = 4  # under way at a time
 _ROUNDS = 4  # of so many microbatches per rank is simulated; all others take what those between take
 _BEHIND = 0.5  # share of a backward's collectives that weight gradients hide
@@ -57,6 +59,8 @@ class Task:
     states      numbers of four bytes that the optimizer keeps per element
     flops       of all forwards and backwards of a sample, on all ranks together
     step        what a step of the optimizer moves and computes
+    ends        what the cut takes to lie around the layers; None: by their times
+    table       elements of what is looked up before the layers, whose gradient is as large
     """
 
     machine: Machine
@@ -66,6 +70,8 @@ class Task:
     flops: float
     world_size: int
     step: StepCost = NO_STEP
+    ends: Ends | None = None
+    table: float = 0.0
 
 
 class Rounds(NamedTuple):
@@ -111,6 +117,7 @@ class Estimator:
     def __init__(self, task: Task, rates: Rates, layout: Layout, counts: Sequence[int] | None = None) -> None:
         self._task, self._rates, self._layout = task, rates, layout
         self._given = counts
+        self._exactly = False  # whether the stages are those that the cut makes
 
     # What stages hold and take. `stages` counts all chunks of all ranks.
 
@@ -189,12 +196,17 @@ class Estimator:
 
     @cached_property
     def _counts(self) -> list[int]:
-        """Layers of every stage, as the cut deals them: the last one has fewer, for its head, and the first ones."""
-        layers, stages = self._rates.layers, self._stages
+        """Layers of every stage, as the cut deals them; where only formulas are asked for, about so: the last one has
+        fewer, for its head, and the first ones.
+        """
+        layers, stages, layout = self._rates.layers, self._stages, self._layout
         if self._given is not None:
             return list(self._given)
         if stages == 1:
             return [layers]
+        if self._task.ends is not None and self._exactly:
+            placement = self._schedule[0].placement
+            return list(dealt(layers, self._task.ends, placement, layout.whole, layout.selective))
         last = min(max(round((layers + self._head) / stages - self._head), 0), layers - stages + 1)
         each, more = divmod(layers - last, stages - 1)
         return [each + (index >= stages - 1 - more) for index in range(stages - 1)] + [last]
@@ -203,6 +215,7 @@ class Estimator:
 
     def estimate(self, simulated: bool) -> Estimate:
         layout, machine = self._layout, self._task.machine
+        self._exactly = simulated
         forward, backward, late = self._actions
         computing = self._computing()
         length = self._simulated() if simulated and layout.pp > 1 else self._by_formula(forward, backward, late)
@@ -344,13 +357,21 @@ class Estimator:
         of_layers = max(layer.forward_top, layer.backward_top + again)
         return self._samples(of_layers), self._samples(max(of_layers, rest.forward_top, rest.backward_top))
 
+    @property
+    def _at_table(self) -> float:
+        """Of the end of a backward where the table is, when all of the microbatch has gone: its gradient in the dtype
+        of the weights, and as it is added up.
+        """
+        added = 4 if self._task.half else 0
+        return (self._itemsize + added) * self._task.table / self._layout.tp
+
     def _memory(self, simulated: bool) -> float:
         layout = self._layout
-        besides: float = _BUCKET * (layout.dp * layout.sp > 1)
+        besides: float = _BUCKET if layout.dp * layout.sp > 1 and layout.zero >= 2 else 0.0
         layers, head = self._transient
         if layout.pp == 1:
             held = self._rates.layers * self._kept + self._samples(self._rates.rest.kept)
-            return self._static(self._parameters()) + held + head + besides
+            return self._static(self._parameters()) + max(held + head, self._at_table) + besides
         message = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)
         besides += _MESSAGES * message
         if not simulated:
@@ -359,14 +380,15 @@ class Estimator:
             held = under_way * self._counts[0] * layout.chunks * self._kept
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
-            return ends + held + layers + besides
+            others = held - self._counts[0] * self._kept
+            return ends + max(held + layers, others + self._at_table) + besides
         schedule, _ = self._schedule
         kept = [count * self._kept for count in self._counts]
         kept[-1] += self._samples(self._rates.rest.kept)
         waiting = [count * self._samples(self._rates.layer.kept) * 0.8 for count in self._counts]
         deferred = waiting if STYLES[layout.style].splits else None
         curves = memory_curves(self._run.run, kept, deferred)
-        last = schedule.placement.rank_of(self._stages - 1)
+        first, last = (schedule.placement.rank_of(stage) for stage in (0, self._stages - 1))
         found: list[float] = []
         for rank, curve in enumerate(curves):
             # what waits is bounded by what 1F1B's first rank would hold
@@ -374,9 +396,12 @@ class Estimator:
             held = min(float(curve.peak), bound)
             own = sum(self._counts[stage] for stage in schedule.placement.stages_of(rank))
             parameters = own * self._rates.layer.parameters
-            if rank in (0, last):
-                parameters += self._rates.rest.parameters / (1 if last == 0 else 2)
-            found.append(self._static(parameters) + held + (head if rank == last else layers) + besides)
+            if rank in (first, last):
+                parameters += self._rates.rest.parameters / (1 if first == last else 2)
+            highest = held + (head if rank == last else layers)
+            if rank == first:
+                highest = max(highest, held - kept[0] + self._at_table)
+            found.append(self._static(parameters) + highest + besides)
         return max(found)
 
 

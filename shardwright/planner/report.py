@@ -25,7 +25,7 @@ def as_text(peaks: Sequence[Peak], note: str = "") -> str:
     ]
     lines = table(("pipeline rank", "between steps", "peak", "reached in", "held by, most first"), rows)
     mark = "; * the fullest rank" if len(peaks) > 1 else ""
-    lines.append(f"bytes of tensors, of one step replayed as on a CPU{mark}")
+    lines.append(f"bytes of tensors, of one step that was replayed{mark}")
     return "\n".join([*lines, *([f"note: {note}"] if note else [])])
 
 

@@ -24,6 +24,7 @@ from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
 from .shorter import NotShorterError
+from .stages import Ends, table_size
 from .states import optimizer_costs
 
 MOST_TENSOR_RANKS = 8
@@ -83,7 +84,8 @@ class Search:
         _check(question)
         self._question = question
         self._model = model = question.model()
-        self._layers = len(find_units(model))
+        units = find_units(model)
+        self._layers = len(units)
         self.along = False  # whether tensor-parallel ranks split sequences
         batch = batch_of(model, 1, question.length)
         if not any(_is_text(value, question.length) for value in batch.values()):
@@ -108,7 +110,7 @@ class Search:
             gc.unfreeze()
         few, many = profiles[0], profiles[-1] if len(profiles) > 1 else None
         self._tensor = tensor if many is not None or tensor == [1] else [few.tensor_ranks]
-        self._profiles = few, many
+        self.profiles = few, many
         self._by_samples: dict[tuple[int, float], Rates] = {}  # and tensor-parallel ranks
         one = rates(few, many, question.machine, self._tensor[0])
         self.along = few.along if few.tensor_ranks > 1 else many is not None and many.along
@@ -116,7 +118,17 @@ class Search:
         half = question.precision != "fp32"
         hidden = (hidden_size(model) or 0) * question.length * (2 if half else 4)
         states, step = optimizer_costs(question.optimizer(model))
-        self._task = Task(question.machine, hidden, half, states, self.model_flops, question.world_size, step)
+        self.task = Task(
+            question.machine,
+            hidden,
+            half,
+            states,
+            self.model_flops,
+            question.world_size,
+            step,
+            Ends.of(model, units),
+            table_size(model),
+        )
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
 
@@ -182,13 +194,13 @@ class Search:
         )
 
     def estimate(self, layout: Layout, simulated: bool) -> Estimate:
-        return Estimator(self._task, self._rates_of(layout), layout).estimate(simulated)
+        return Estimator(self.task, self._rates_of(layout), layout).estimate(simulated)
 
     def _rates_of(self, layout: Layout) -> Rates:
         """Of microbatches of its size, where a machine tells more than peaks."""
         key = layout.tp, layout.samples / layout.sp
         if key not in self._by_samples:
-            self._by_samples[key] = rates(*self._profiles, self._question.machine, *key)
+            self._by_samples[key] = rates(*self.profiles, self._question.machine, *key)
         return self._by_samples[key]
 
     def _layouts(self) -> Iterator[Layout]:
