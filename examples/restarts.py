@@ -1,7 +1,7 @@
 """A run that is started again whenever it ends, in the few lines of `shardwright.elastic.run`.
 
     torchrun --nproc-per-node 2 examples/restarts.py --tiny --directory run --taken-at 4    # ends with exit code 143
-    torchrun --nproc-per-node 4 examples/restarts.py --tiny --directory run --pp 2          # goes on behind the step that was saved
+    torchrun --nproc-per-node 4 examples/restarts.py --tiny --directory run --pp 2          # goes on behind that step
     torchrun --nproc-per-node 8 --max-restarts 10 examples/restarts.py --directory /shared/run
     sbatch --requeue --signal=USR1@120 --wrap "srun python examples/restarts.py --directory /shared/run"
 

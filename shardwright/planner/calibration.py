@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .gpus import like_device
-from .machines import COMPUTED, GIB, Machine
+from .machines import COMPUTED, GIB, Machine, check_known
 from .machines import machine as _published
 from .operators import Operator
 from .rates import scaled
@@ -26,6 +26,7 @@ FORMAT = 1
 _WORDS = "shardwright calibrate"
 _STEP_BYTES = 30  # that AdamW moves for an element: gradient, weight, two states, and the weight in half precision
 _NEAREST = 4
+_CPU_LINK = 1.0  # GB/s between processes of a machine, where it was not measured
 
 
 class Point(NamedTuple):
@@ -132,12 +133,14 @@ class Rates:
 
     def __init__(self, points: Sequence[Point]) -> None:
         self._places = np.array([_place(point.flops, point.moved) for point in points])
+        self._low, self._high = self._places.min(0), self._places.max(0)  # beyond which rates stay what they are
         self._rates = np.log(np.array([point.seconds / (point.flops or point.moved) for point in points]))
 
     def seconds(self, flops: float, moved: float) -> float:
         if not flops and not moved:
             return 0.0
-        apart = np.abs(self._places - np.array(_place(flops, moved))).sum(-1)
+        place = np.clip(np.array(_place(flops, moved)), self._low, self._high)
+        apart = np.abs(self._places - place).sum(-1)
         nearest = np.argsort(apart, kind="stable")[:_NEAREST]
         weights = 1 / (apart[nearest] + 0.05) ** 2
         return float(np.exp((self._rates[nearest] * weights).sum() / weights.sum())) * (flops or moved)
@@ -227,6 +230,7 @@ def calibrated(
     """The machine that was measured, with what is known better, as `machines.machine` takes it. Ranks of a CPU share
     its cores and its memory.
     """
+    check_known(memory, per_node, inside, between)
     dtype = _DTYPES.get(precision, "float32")
     if dtype not in found.products or dtype not in found.attention:
         raise ValueError(
@@ -242,7 +246,9 @@ def calibrated(
     if found.device["type"] == "cpu":
         if gpu is not None:
             raise ValueError(f"gpu={gpu!r} with a calibration of another device, {found.device['name']}; leave one out")
-        machine = Machine(found.device["name"], 1.0, 1.0, found.device["memory"] / world_size, 1e9, 1e9)
+        machine = Machine(found.device["name"], 1.0, 1.0, found.device["memory"] / world_size, 0.0, 0.0)
+        links = (inside or _CPU_LINK) * 1e9
+        machine = replace(machine, inside=links, between=between * 1e9 if between else links)
         known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
     else:
         name, own = like_device((found.device["name"], found.device["memory"] / GIB))
@@ -262,7 +268,7 @@ def calibrated(
         if between is None and found.device["type"] == "cpu":
             known["between"] = known["inside"]
     else:
-        given = "as given" if inside is not None else "as published"
+        given = "as given" if inside is not None else "taken to be 1 GB/s" if "device" in known else "as published"
         assumed = f"links {given}, collectives and messages by formulas: not measured"
     own_fields = {each.name: getattr(machine, each.name) for each in fields(Machine)}
     return CalibratedMachine(**{**own_fields, **known}, calibration=found, dtype=dtype, assumed=assumed)

@@ -108,14 +108,7 @@ def machine(
     `precision`, one of `gpus.PRECISIONS`; those of fp32 in TF32 where torch is told so for this process
     (`torch.set_float32_matmul_precision`).
     """
-    for option, value in (
-        ("gpu_memory", memory),
-        ("gpus_per_node", per_node),
-        ("inside_bandwidth", inside),
-        ("between_bandwidth", between),
-    ):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{option}={value} must be above 0, and a number")
+    check_known(memory, per_node, inside, between)
     row = gpu(name)
     if precision == "fp32" and row.tf32 and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
@@ -129,3 +122,15 @@ def machine(
         per_node or 8,
         precision=precision,
     )
+
+
+def check_known(memory: float | None, per_node: int | None, inside: float | None, between: float | None) -> None:
+    """ValueError where what is known better is nonsense."""
+    for option, value in (
+        ("gpu_memory", memory),
+        ("gpus_per_node", per_node),
+        ("inside_bandwidth", inside),
+        ("between_bandwidth", between),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option}={value} must be above 0, and a number")

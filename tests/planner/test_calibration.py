@@ -1,0 +1,274 @@
+"""`shardwright calibrate`, its file, and plans that follow from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwright.cli.main import main
+from shardwright.planner import measure
+from shardwright.planner.answer import search_arguments
+from shardwright.planner.calibration import FORMAT, Calibration, Point, Rates, calibrated, read, write
+from shardwright.planner.devices import device_of
+from shardwright.planner.estimate import Estimator, Layout, Task
+from shardwright.planner.machines import GIB
+from shardwright.planner.measure_links import links
+from shardwright.planner.operators import Operator
+from shardwright.planner.profile import Part, Profile
+from shardwright.planner.rates import rates
+from shardwright.testing import run_ranks
+
+TINY = measure.Size((8, 16), (4, 8), ((2, 8, 8),), (8, 10), (8, 10), 0.002)
+
+
+def made(kind: str = "cpu", **changes: Any) -> Calibration:
+    """Products at 10 GFLOP/s, attention at 5, 1 GB/s in memory, 1 ms for a collective and 0.5 GB/s."""
+    cpu = {"type": "cpu", "name": "Some Processor, 2 cores", "memory": 16 * GIB, "cores": 2, "count": 4}
+    cuda = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory": 79 * GIB, "cores": 0, "count": 1}
+    sizes = [2**power for power in range(10, 31, 4)]
+    dtypes = ("float32", "bfloat16")
+    found = Calibration(
+        device=cpu if kind == "cpu" else cuda,
+        made="2026-01-02 03:04:05 UTC",
+        versions={"torch": "2.13.0", "shardwright": "0.1.0"},
+        clock="processor time of one thread",
+        host={"call": 1e-6, "forward": 1e-5, "backward": 2e-5},
+        products={dtype: [Point(1, size, size // 8, size / 10e9) for size in sizes] for dtype in dtypes},
+        attention={dtype: [Point(1, size, size // 8, size / 5e9) for size in sizes] for dtype in dtypes},
+        moving=[Point(1, 0, size, size / 1e9) for size in sizes],
+        optimizer=[Point(1, 0, size, size / 1e8) for size in sizes],
+        collectives={"all_reduce": [Point(2, 0, size, 1e-3 + size / 5e8) for size in sizes]},
+        messages=[Point(2, 0, size, 1e-4 + size / 1e9) for size in sizes],
+    )
+    return replace(found, **changes)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write(made(), path)
+    assert asdict(read(path)) == json.loads(json.dumps(asdict(made())), object_hook=None) | {
+        name: _tuples(asdict(made())[name]) for name in ("products", "attention", "collectives", *_ROWS)
+    }
+
+
+_ROWS = ("moving", "optimizer", "messages")
+
+
+def _tuples(found: Any) -> Any:
+    return {key: tuple(rows) for key, rows in found.items()} if isinstance(found, dict) else tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, "cannot be read (No such file or directory); make it again with `shardwright calibrate -o FILE`"),
+        ("{", "is no JSON"),
+        ("[]", "has no `format`"),
+        ({"format": FORMAT + 1}, f"has format {FORMAT + 1}, this version reads {FORMAT}"),
+        ({"moving": [[1, 0, 4, -1.0]]}, "is damaged ([1, 0, 4, -1.0] is no measurement)"),
+        ({"moving": [[1, 0, 4, math.nan]]}, "is no measurement"),
+        ({"moving": [[1, 0]]}, "is damaged ("),
+        ({"products": []}, "is damaged ("),
+        ({"host": {"call": 1e-6}}, "it lacks 'forward'"),
+        ({"device": {"type": "tpu", "name": "?", "memory": 1, "cores": 0}}, "device.type is 'tpu'"),
+        ({"device": {"type": "cpu"}}, "it lacks 'device.name'"),
+        ({"optimizer": []}, "a table is empty"),
+        ({"colour": "red"}, "is damaged ("),
+    ],
+)
+def test_bad_files_are_told_in_a_sentence(
+    change: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calibration.json"
+    if isinstance(change, str):
+        path.write_text(change)
+    elif change is not None:
+        path.write_text(json.dumps(asdict(made()) | change))
+    with pytest.raises(ValueError, match="make it again with") as raised:
+        read(path)
+    assert said in str(raised.value)
+    asked = ["plan", "--search", "--model", "llama-tiny", "--world-size", "4", "--calibration", str(path)]
+    assert main(asked) == 1
+    assert capsys.readouterr().out == f"No layout was found: {raised.value}\n"
+
+
+def test_calls_take_what_those_like_them_took() -> None:
+    found = Rates([Point(1, 2**10, 2**10, 1e-6), Point(1, 2**20, 2**16, 1e-4), Point(1, 2**30, 2**24, 0.05)])
+    for flops, moved, seconds in ((2**10, 2**10, 1e-6), (2**20, 2**16, 1e-4), (2**30, 2**24, 0.05)):
+        assert found.seconds(flops, moved) == pytest.approx(seconds, rel=0.02)
+    assert 1e-4 < found.seconds(2**25, 2**20) < 0.05
+    assert found.seconds(2**40, 2**34) == pytest.approx(2**10 * 0.05, rel=0.3)  # and far ones what the nearest
+    assert found.seconds(0, 0) == 0.0
+
+
+def test_a_machine_is_what_was_measured() -> None:
+    found = calibrated(made(), "fp32", world_size=4)
+    calls = {
+        Operator("product", 2**20, 2**17): 2.0,
+        Operator("other", 0, 2**20): 1.0,
+        Operator("attention", 2**22, 9): 1,
+    }
+    wanted = 2 * 2**20 / 10e9 + 2**20 / 1e9 + 2**22 / 5e9
+    assert found.computing(calls) == pytest.approx(wanted)
+    assert found.starting(calls) == pytest.approx(4e-5)
+    assert found.starting(calls, backward=True) == pytest.approx(8e-5)
+    assert (found.cores, found.memory, found.per_node, found.device) == (2, 4 * GIB, 4, "cpu")
+    assert found.sent(2**22, 2, 2) == pytest.approx(1e-3 + 2**22 / 5e8, rel=0.01)
+    assert found.sent(2**22, 1, 1) == 0.0
+    assert found.message(2**22, 4) == pytest.approx(1e-4 + 2**22 / 1e9, rel=0.01)
+    assert "Some Processor, 2 cores, calibrated 2026-01-02 with torch 2.13.0" in found.source
+    assert calibrated(made(), "fp32", 4, memory=1.5).memory == 1.5 * GIB
+
+
+def test_what_was_not_measured_is_published_and_said() -> None:
+    alone = made("cuda", collectives={}, messages=())
+    found = calibrated(alone, "bf16", world_size=16)
+    assert (found.cores, found.memory, found.inside, found.between) == (0, 79 * GIB, 450e9, 50e9)
+    assert found.source.endswith("; links as published, collectives and messages by formulas: not measured")
+    assert found.sent(1e9, 8, 8) == pytest.approx(1e9 / (450e9 * found.sending) + found.latency)
+    calls = {Operator("product", 2**30, 2**20): 1.0}
+    assert found.starting(calls) == 0.0, "a device that computes for longer than its host starts is not waited for"
+    assert found.starting({Operator("product", 2**10, 2**10): 1.0}) == pytest.approx(1e-5, rel=0.1)
+    given = calibrated(made(), "fp32", 4, inside=10.0)
+    assert given.inside == 10e9
+    assert given.message(1e9, 4) == pytest.approx(given.latency + 1e9 / (given.inside * given.sending))
+
+
+def test_other_devices_and_precisions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write(made(), path)
+    with pytest.raises(ValueError, match="gpu='h100' with a calibration of another device, Some Processor, 2 cores"):
+        device_of(path, "h100", "fp32", 4)
+    with pytest.raises(ValueError, match="precision='fp16' needs products in float16, and only those in float32, bfl"):
+        device_of(path, None, "fp16", 4)
+    with pytest.raises(ValueError, match="is of another device, Some Processor, 2 cores, and this process has NVIDIA"):
+        device_of(path, None, "fp32", 4, own=("NVIDIA H100 80GB HBM3", 79.0))
+    write(made("cuda"), path)
+    assert device_of(path, None, "bf16", 8, own=("NVIDIA H100 80GB HBM3", 79.0)).name == "h100"
+    with pytest.raises(ValueError, match="gpu='a100-80' with a calibration of another device, NVIDIA H100"):
+        device_of(path, "a100-80", "bf16", 8)
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+PART = Part(GIB / 64, GIB / 512, GIB / 256, 1e6, {Operator("product", 2**26, 2**20): 1.0}, {})
+PROFILE = Profile(PART, Part(0.0, 0.0, 0.0, 1e6, {}, {}), 8, 1, False)
+
+
+def test_ranks_share_the_cores() -> None:
+    machine = calibrated(made(), "fp32", world_size=8)
+    own = rates(PROFILE, None, machine, 1)
+    task = Task(machine, 0.0, False, 2, 1e9, 8)
+    layout = Layout(1, 1, 1, 8, 0, "1f1b", 1, 1, 4)
+    parts = Estimator(task, own, layout).estimate(simulated=True).parts
+    work = 8 * (parts["computing"] + parts["optimizer"])
+    assert sum(parts.values()) == pytest.approx(max(work / 2, sum(parts.values()) - parts["sharing cores"]))
+    assert parts["computing"] == pytest.approx(4 * 8 * (2**26 / 10e9 + 1e-5), rel=1e-3)
+
+
+def test_searches_go_by_the_file_and_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "calibration.json"
+    write(made(), path)
+    monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
+    asked = ["plan", "--search", "--model", "llama-tiny", "--world-size", "4", "--seq-len", "32"]
+    asked += ["--global-batch-size", "16", "--precision", "fp32", "--calibration", str(path)]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "4 x Some Processor, 2 cores (4 GiB" in text
+    assert "times follow from Some Processor, 2 cores, calibrated 2026-01-02 with torch 2.13.0" in text
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["calibration"]["name"] == "Some Processor, 2 cores"
+    here: dict[str, Any] = {"world_size": 4, "global_batch_size": 16, "sequence_length": 32, "precision": "fp32"}
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2
+    )
+    arguments = search_arguments(
+        lambda: LlamaForCausalLM(config),
+        _adamw,
+        calibration=path,
+        **here,
+    )
+    assert arguments["microbatch_size"] == found["layouts"][0]["layout"]["samples"]
+
+
+def test_operators_and_the_host_are_measured() -> None:
+    said: list[str] = []
+    found = measure.operators(torch.device("cpu"), TINY, said.append)
+    assert said == [
+        *(f"{what} in {dtype}" for what in ("products", "attention") for dtype in ("float32", "bfloat16")),
+        "elementwise operators, norms, copies",
+        "optimizer step",
+    ]
+    assert len(found["products"]["float32"]) == 2 * 2 * 2 * 3
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2
+    )
+
+    def model(layers: int) -> LlamaForCausalLM:
+        config.num_hidden_layers = layers
+        return LlamaForCausalLM(config)
+
+    ids = torch.arange(8)[None]
+    host = measure.host(model, {"input_ids": ids, "labels": ids}, torch.device("cpu"), TINY)
+    assert 1e-7 < host["forward"] < 1e-3
+    assert 1e-7 < host["backward"] < 1e-3
+
+
+def _links(rank: int, world_size: int) -> Any:
+    return links(torch.device("cpu"), (10, 12), lambda what: None)
+
+
+def test_links_are_measured() -> None:
+    collectives, messages = run_ranks(_links, 2, timeout=60)[0]
+    assert set(collectives) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert [point.moved for point in collectives["all_reduce"]] == [2**10, 2**12]  # twice the half of it
+    assert [point.moved for point in collectives["all_gather"]] == [2**9, 2**11]
+    assert all(point.seconds > 0 for point in (*messages, *collectives["all_to_all"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "/nowhere/a.json"], "--output /nowhere/a.json cannot be written (No such file or directory)"),
+        (["--world-size", "0"], "--world-size 0 must be at least 1"),
+        (["--device", "cuda"], "torch sees no CUDA device here"),
+    ],
+)
+def test_nonsense_is_told(
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["calibrate", *options]) == 1
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.sweep
+def test_a_machine_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torchrun, as a user does."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "calibration.json"
+    assert main(["calibrate", "--quick", "--device", "cpu", "--world-size", "2", "-o", str(path)]) == 0
+    found = read(path)
+    assert {point.ranks for point in found.collectives["all_reduce"]} == {2}
+    assert calibrated(found, "bf16", 2).computing({Operator("product", 2**24, 2**16): 1.0}) > 0
