@@ -147,12 +147,13 @@ class Encoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _of_template():
-            (text,), (spans,) = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self.tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
+        (text,), (spans,) = rendered
         return str(text), [(start, end) for start, end in spans]
 
     def _written(self, messages: Sequence[Any], to_answer: bool = False) -> str:
