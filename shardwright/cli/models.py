@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if args.check is not None:
         if texts:
             print(
-                f"shardwright models: --check {args.check} is of one model, and {' '.join(texts)} filters the table; "
-                "give one of them",
+                f"shardwright models: --check {args.check} looks at one model, and {' '.join(texts)} filters the "
+                "table; give one of them",
                 file=sys.stderr,
             )
             return 2

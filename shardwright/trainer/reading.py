@@ -214,6 +214,8 @@ def _convert(value: Any, hint: Any, its: Key, key: str) -> Any:
         raise RecipeError(f"{key}={found!r} is not one of {', '.join(choices)}{nearest(found, choices)}")
     if least is not None and isinstance(found, (int, float)) and not isinstance(found, bool) and not found >= least:
         raise RecipeError(f"{key}={found} is too small: at least {least:g} - {its.doc}")
+    if its.most is not None and isinstance(found, int) and found > its.most:
+        raise RecipeError(f"{key}={found} is too large: at most {its.most} - {its.doc}")
     return found
 
 
@@ -430,6 +432,8 @@ def _schema_of(hint: Any) -> dict[str, Any]:
                 one["enum"] = list(its.choices)
             if its.least is not None:
                 one["minimum"] = its.least
+            if its.most is not None:
+                one["maximum"] = its.most
             properties[name] = one
         return {"type": "object", "properties": properties, "additionalProperties": False}
     origin = typing.get_origin(hint) or hint

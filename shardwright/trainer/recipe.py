@@ -16,11 +16,13 @@ class Key:
 
     choices   the words that it may be
     least     the smallest number that it may be
+    most      the largest
     """
 
     doc: str
     choices: tuple[str, ...] = ()
     least: float | None = None
+    most: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -122,7 +124,7 @@ class Recipe:
     chat_template: Annotated[str | None, Key("a Jinja template in place of the tokenizer's, or a file with one")] = None
 
     output_dir: Annotated[str, Key("directory for metrics, checkpoints and the model")] = "out"
-    seed: Annotated[int, Key("fixes new weights, the order of samples and dropout", least=0)] = 42
+    seed: Annotated[int, Key("fixes new weights, the order of samples and dropout", least=0, most=2**32 - 1)] = 42
     bf16: Annotated[bool, Key("compute in bfloat16, with fp32 masters")] = False
     fp16: Annotated[bool, Key("compute in float16, with fp32 masters and a loss scale")] = False
     activation_checkpointing: Annotated[bool, Key("compute activations of layers again in the backward pass")] = False

@@ -114,6 +114,8 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         (["--steps", "many"], "'many' is not a whole number"),
         (["--world-size", "3", "--device", "cpu"], "a world size of 2 or 4"),
         (["--world-size", "-2"], "-2 is too small"),
+        (["--seed", "-1"], "-1 is too small"),
+        (["--seed", "9" * 23], "too large, seeds are below 2**32"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--zero", "4"], "invalid choice: 4"),
         (["--pp-style", "1f1b,1f1b"], "not a list of different schedules"),

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes the GPUs if there are any"
     )
     parser.add_argument(
-        "--seed", type=int, default=DemoSettings.seed, help="fixes the text, the weights and the order of batches"
+        "--seed", type=_seed, default=DemoSettings.seed, help="fixes the text, the weights and the order of batches"
     )
     for name, doc in (("tp", "share every layer"), ("pp", "hold successive layers"), ("sp", "share every sequence")):
         parser.add_argument(
@@ -137,6 +137,13 @@ def _count_gpus() -> int:
 
 def _devices(gpus: int) -> str:
     return "GPUs" if gpus else f"the CPU ({os.cpu_count()} cores)"
+
+
+def _seed(text: str) -> int:
+    value = _positive(text) if text.strip() != "0" else 0
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{value} is too large, seeds are below 2**32")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -169,10 +169,12 @@ class Expressions:
                 return tell(node)
         except (Unreadable, LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
             return Unknown(written(node))
-        for inner in ast.walk(node):  # a comprehension, a lambda: what is called in it may change something
-            if isinstance(inner, ast.Call):
-                self._call(inner)
+        self.not_followed(node)  # a comprehension, a lambda: what is called in it may change something
         return Unknown(written(node))
+
+    def not_followed(self, node: ast.AST) -> None:
+        """An expression of a kind that is not followed."""
+        raise NotImplementedError
 
     def known(self, node: ast.AST) -> Any:
         """The value, or Unreadable."""

@@ -127,7 +127,7 @@ class Statements(Expressions):
             for _, value in arguments:
                 doubt(value, why)
         if isinstance(node.func, ast.Name) and name in self.functions:
-            self._doubt_function(name, why, set())
+            self._doubt_within(self.functions[name], why, {name})
         return Unknown(written(node))
 
     def _keep(self, node: ast.Call, arguments: list[tuple[str | None, Any]]) -> None:
@@ -145,10 +145,12 @@ class Statements(Expressions):
             found = [(name, Unknown("another in each turn")) for name, _ in found]
         self.calls[place] = Called(node, found)
 
-    def _doubt_function(self, name: str, why: str, seen: set[str]) -> None:
-        """What the body of a function of the file may change outside of it."""
-        seen.add(name)
-        for node in ast.walk(self.functions[name]):
+    def not_followed(self, node: ast.AST) -> None:
+        self._doubt_within(node, f"{written(node)} may change it", set())
+
+    def _doubt_within(self, body: ast.AST, why: str, seen: set[str]) -> None:
+        """What the body of a function of the file, or an expression, may change outside of it."""
+        for node in ast.walk(body):
             roots: list[ast.AST] = []
             if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 roots.append(node.value)
@@ -159,7 +161,8 @@ class Statements(Expressions):
                 if called not in HARMLESS:
                     roots += [*node.args, *(each.value for each in node.keywords)]
                 if isinstance(node.func, ast.Name) and called in self.functions and called not in seen:
-                    self._doubt_function(called, why, seen)
+                    seen.add(called)
+                    self._doubt_within(self.functions[called], why, seen)
             elif isinstance(node, ast.Return) and node.value is not None:
                 roots.append(node.value)
             elif isinstance(node, ast.Global):
