@@ -575,7 +575,8 @@ def nan_loss_skipped(rank: int, world: int) -> None:
 @mistake(
     symptom="the same with `Booster(on_nan='stop')`",
     gets="`NonFiniteLoss` on all ranks before the optimizer steps, with the number of the step",
-    fix="save and look at the batch; the weights are still good",
+    fix="`detect_anomaly='name'` beside it says which row, parameter or operator it came from; the weights are "
+    "still good",
 )
 def nan_loss_stops(rank: int, world: int) -> None:
     error, first, second, _ = train_with_nan(world, "stop")
@@ -591,3 +592,13 @@ def nan_loss_stops(rank: int, world: int) -> None:
 def unknown_policy(rank: int, world: int) -> None:
     with refused("on_nan='ignore'", "'warn', 'skip', 'stop'"):
         Booster(on_nan="ignore")
+
+
+@mistake(
+    symptom="`Booster(detect_anomaly='name')` by itself, which takes steps without waiting for other ranks",
+    gets="refused: to say where a number came from all ranks run the step once more before weights change",
+    fix="`on_nan='stop'` or `'skip'` with it",
+)
+def named_without_waiting(rank: int, world: int) -> None:
+    with refused("detect_anomaly='name' with on_nan='warn'", "on_nan='stop' or 'skip'"):
+        Booster(detect_anomaly="name")
