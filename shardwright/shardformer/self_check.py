@@ -51,7 +51,7 @@ class SelfCheck:
         example_inputs: Any = None,
         both_forwards: bool = False,
     ) -> None:
-        self.parallel = parallel
+        self.parallel, self.reason = parallel, ""
         self._both_forwards = both_forwards
         failure = None
         try:
@@ -154,17 +154,19 @@ class SelfCheck:
 
     def failures(self, apply: Apply) -> list[str] | None:
         """Names of parameters with wrong gradients and of buffers with wrong numbers ("loss" for the loss) on any rank;
-        None when the plan or the forward fails.
+        None when the plan or the forward fails, `reason` says with what on this rank.
 
         apply   shards the copy that it is given
         """
+        self.reason = ""
         model = copy.deepcopy(self.whole)
         error = torch.zeros(len(self._gradients) + len(self._buffers) + 2, dtype=torch.float64)
         try:
             apply(model)
             applied = True
-        except Exception:  # a wrong proposal may fit no module
+        except Exception as failure:  # a wrong proposal may fit no module
             applied = False
+            self._note(failure)
         if not self._agree(model if applied else None):
             return None
         try:
@@ -178,13 +180,18 @@ class SelfCheck:
                 with torch.no_grad():
                     again, _ = self._forward(model.eval())
                 error[1] += abs(float(again - expected)) / max(1.0, abs(float(expected)))
-        except Exception:  # a wrong proposal may fail anywhere in a foreign forward
+        except Exception as failure:  # a wrong proposal may fail anywhere in a foreign forward
             error[0] = 1.0
+            self._note(failure)
         error = self._largest(torch.nan_to_num(error, nan=torch.inf))
         if error[0] > 0:
             return None
         names = ["loss", *self._gradients, *self._buffers]
         return [name for name, value in zip(names, error[1:].tolist(), strict=True) if value > TOLERANCE]
+
+    def _note(self, failure: BaseException | None) -> None:
+        said = next(iter(str(failure).splitlines()), "").partition("; use ")[0]
+        self.reason = f"{type(failure).__name__}: {said}"
 
     def _agree(self, model: nn.Module | None) -> bool:
         """Whether all ranks call as many collectives, up to the end of the forward or a failure; None has failed
@@ -196,6 +203,7 @@ class SelfCheck:
                 count = self._count_collectives(model)
             except _DryRunError as error:
                 failed, count = True, error.collectives
+                self._note(error.__cause__)
         state = torch.tensor([failed, -float(failed), count, -count], dtype=torch.float64)
         most_failed, least_failed, most, least = self._largest(state).tolist()
         return most_failed == -least_failed and most == -least and (model is not None)

@@ -49,10 +49,12 @@ class Way:
     """
     careful     compute all regions whole and split what they return
     trusting    give parts to modules of which nothing is known and in which nothing is sharded
+    returning   regions return parameters of their own, which are applied to parts behind them
     """
 
     careful: bool = False
     trusting: bool = False
+    returning: bool = False
 
 
 @dataclass
@@ -225,6 +227,8 @@ class _Walk:
                 self._gather(name, region)
         elif region is not None and region.closes and inner and not any(self._regions[other].closes for other in inner):
             self._compute_whole(name)  # a mixer whose parts open by themselves: it views what they return as whole
+        elif self._way.careful and region is None and inner and self._gathers_alone(name, inner):
+            self._compute_whole(name)  # whose linears are in modules of their own
         elif region is not None or inner or any(is_within(other, name) for other in self._sums):
             self._open(name, module)
         elif any(is_within(other, name) for other in self._sharded) or not (self._way.trusting or is_by_token(module)):
@@ -257,12 +261,19 @@ class _Walk:
         self._put(name)
         opens = [self._names[id(module)] for module in region.opens]
         plan.gathering[name] = (*opens, *self._gathered_columns(name))
+        if self._way.returning:
+            for local, param in region.module.named_parameters(recurse=False):
+                self._note(f"{name}.{local}", param)
         for row in region.closes:
             self._put(self._names[id(row)])
             plan.rows[self._names[id(row)]] = False
             wrapper = self._wrapper(self._names[id(row)])
             # Behind what has been scattered: the bias, and LoRA's B.
             self._note_partial(*(wrapper if wrapper is not None else (self._names[id(row)], row)))
+
+    def _gathers_alone(self, name: str, inner: list[str]) -> bool:
+        """Whether all that a module reads in parts of features is whole again before its own forward sees it."""
+        return bool(self._gathered_columns(name)) and not any(self._regions[other].opens for other in inner)
 
     def _gathered_columns(self, name: str) -> list[str]:
         """Column linears of a region whose features are gathered behind them (norms over all heads)."""

@@ -65,8 +65,8 @@ def verified(
             "enable_sequence_parallelism=False"
         )
     check = SelfCheck(chain([smallest], copies), config.parallel, example)
-    failed: list[str] = []
-    for way in (Way(), Way(careful=True), Way(trusting=True)):
+    why = ""
+    for way in (Way(), Way(careful=True), Way(trusting=True), Way(returning=True)):
 
         def apply(copied: nn.Module, way: Way = way) -> None:
             own = plan.decide(copied, config.parallel, complete=False)
@@ -83,8 +83,12 @@ def verified(
                     "cannot scatter where they end; this sends twice what plain tensor parallelism does"
                 )
             return first if way == Way() else plan_sequence(model, decisions, regions, lists, way)
-        failed = found or ["its forward on parts of sequences"]
+        why = why or (
+            f"{', '.join(found[:3])} came out wrong"
+            if found
+            else f"its forward on parts of sequences fails ({check.reason or 'on another rank'})"
+        )
     raise ValueError(
         f"enable_sequence_parallelism=True: layers of {name} need whole sequences outside of attention and MLPs; on a "
-        f"small copy of it {', '.join(failed[:3])} came out wrong; use enable_sequence_parallelism=False"
+        f"small copy of it {why}; use enable_sequence_parallelism=False"
     )

@@ -37,6 +37,7 @@ ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parall
 RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 PARTS = {**SPLIT, "sequence_parallelism_mode": "ring", "enable_sequence_overlap": True}
 TWO = {"num_hidden_layers": 2}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 # With the graphs of one rank: one for a kind of layers, one more for lengths that change. Layers that are given a first
 # input without a gradient are of another kind.
 LAYOUTS: list[tuple[Layout, int | None]] = [
@@ -97,6 +98,12 @@ SWEPT: list[tuple[Layout, int | None]] = [  # None: not counted
     (Layout("qwen3-causal-lm", 4, {**ON, **RING, "tp_size": 2, "zero_stage": 3}, steps=2), 2),
     (Layout("llama-causal-lm", 4, {**PIPE, **ULYSSES, "zero_stage": 1}, FOUR), 2),
     (Layout("llama-causal-lm", 4, {**ON, **RING, "sp_size": 4, "ulysses_size": 2}), 2),
+    # Parts of layers, and layers of models that see whole sequences, among more axes.
+    (Layout("t5-conditional-generation", 4, {**PIPE, **RING}, steps=1), None),
+    (Layout("mixtral-causal-lm", 4, {**PIPE, **SPLIT}, TWO, steps=1), None),
+    (Layout("mixtral-causal-lm", 4, {**ON, **ULYSSES, "tp_size": 2}, TWO, steps=1), None),
+    (Layout("mixtral-causal-lm", 4, {**PIPE, **V, **SPLIT, "pp_style": "zbv"}, FOUR, steps=1), None),
+    (Layout("mixtral-causal-lm", 4, {**ON, **RING, "sp_size": 4, "ulysses_size": 2}, {**TWO, **ROUTED}, steps=1), None),
 ]
 # model, batch, arguments, called itself: windows and soft caps, packed rows, padding in front, heads that do not divide
 SEQUENCES = [

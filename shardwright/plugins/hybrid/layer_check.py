@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -55,12 +55,11 @@ def probe_layers(mode: str, model: nn.Module, reads: bool = False) -> LayerFacts
         raise CannotSplit(f"its attention is {name!r}, and 'sdpa' or 'eager' would do")
     name = "sdpa" if form == "flash" else name
     why = ""
-    chooses = mode == "ring_attn" and name == "eager"
-    for trades, own_masks in ((True, False), *([(True, True)] if chooses else []), (False, False)):
+    for trades, own_masks, wide in _forms(chooses=mode == "ring_attn" and name == "eager"):
         for joined in (False, True):
             copies = _Copies(mode, native, name, trades, reads)
             try:
-                facts = copies.facts(joined, own_masks)
+                facts = copies.facts(joined, own_masks, wide)
             except CannotShorten as error:
                 why = why or str(error)
                 continue
@@ -69,6 +68,14 @@ def probe_layers(mode: str, model: nn.Module, reads: bool = False) -> LayerFacts
                 break
             return facts._replace(plan=of_all_layers(facts.plan, copies.plain, native))
     raise CannotSplit(why)
+
+
+def _forms(chooses: bool) -> Iterator[tuple[bool, bool, bool]]:
+    """Plans that are tried: (attention is traded, `LayerPlan.own_masks`, `Probe.wide`)."""
+    yield True, False, False
+    if chooses:
+        yield True, True, False
+    yield from ((False, False, False), (True, chooses, True), (False, False, True))
 
 
 class CannotShorten(CannotSplit):
@@ -104,7 +111,8 @@ class _Copies:
         except Exception as error:
             raise CannotSplit(f"no small copy of it could be tried ({_line(error)})") from error
 
-    def facts(self, joined: bool, own_masks: bool) -> LayerFacts:
+    def facts(self, joined: bool, own_masks: bool, wide: bool) -> LayerFacts:
+        self._probe.wide = wide
         with torch.no_grad():
             try:
                 if not isinstance(getattr(self._probe.run(), "logits", None), Tensor):

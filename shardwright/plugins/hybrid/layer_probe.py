@@ -68,6 +68,8 @@ class Probe:
     trades      whether attention that goes through the interface may be traded
     """
 
+    wide = False  # see `_Walk`
+
     def __init__(self, model: nn.Module, name: str, trades: bool) -> None:
         self.model = model
         self._calls: dict[str, Call] = {}
@@ -294,6 +296,10 @@ class _Walk:
     """Goes down from layers to the modules in which tokens meet.
 
     others      calls where hidden states have other values
+
+    Where the probe is `wide`, modules without attention are whole from the outermost on: tokens may meet in one whose
+    result only another such reads, so that holding that one fixed hides it (RecurrentGemma's convolutions). And layers
+    get parts of whole numbers, such as the ids that experts are chosen by.
     """
 
     def __init__(self, probe: Probe, plan: LayerPlan, others: dict[str, Call], sizes: Sizes) -> None:
@@ -316,7 +322,7 @@ class _Walk:
             and id(tensor) not in read
             and tensor.shape[:2] in self._sizes.shapes(self._sizes.lengths[:1])
             and path not in parts
-            and tensor.dim() > 2
+            and (tensor.dim() > 2 or (self._probe.wide and tensor.dim() == 2 and tensor.dtype == torch.long))
         }
         if extras:
             self._plan.extras[name] = extras
@@ -366,7 +372,8 @@ class _Walk:
         found = []
         for child in meeting:
             child_call, child_parts = self._parts(child)
-            below = self._below(child, child_call, child_parts)
+            attends = any(module in probe.callers for module in child.modules())
+            below = self._below(child, child_call, child_parts) if attends or not probe.wide else None
             if below is None:
                 if not self._can_be_whole(child, child_parts):
                     return None

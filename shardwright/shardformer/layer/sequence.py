@@ -3,6 +3,7 @@
 Between the modules of a layer a rank holds [B, s_k, H], its part of the S positions as `torch.tensor_split` deals them.
 
     first layer         splits what it is given, [B, S, H] -> [B, s_k, H]
+    any layer           splits what it is given for every token besides
     gathering module    an attention, an MLP: gathers its first argument, [B, s_k, H] -> [B, S, H]; what else it is
                         given (masks, positions, an encoder's states) is whole
     gathering column    the same for one column linear, where the modules around it see parts of sequences
@@ -17,6 +18,7 @@ and so does one that generates a token at a time.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,9 +40,11 @@ from ...ops.weight_grad import deferral_possible
 from ...utils.carried import facts
 from ..rng import SHARED, sharded_rng, uses_dropout
 from .linear import ColumnParallel, RowParallel, is_conv1d
-from .parallel_module import ParallelGroup, ParallelModule
+from .parallel_module import ParallelGroup, ParallelModule, native_class
 
 _GATHERED = "_shardwright_gathered"
+# Arguments of layers that are made for every token before them, and read by no attention (Gemma 4).
+_BY_TOKEN = ("per_layer_input",)
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ class SplitLayer(_InStack):
     is_first = False
     is_last = False
     draws = False
+    by_token: Mapping[str, int] = {}
     compiled_method = "run_layer"  # see `ops.layer_graphs`: what is split and gathered around it is not compiled
 
     @classmethod
@@ -158,12 +163,17 @@ class SplitLayer(_InStack):
         split = cls.adopt(layer, parallel)
         split.stack, split.is_first, split.is_last = stack, is_first, is_last
         split.draws = uses_dropout(layer)
+        names = list(inspect.signature(native_class(layer).forward).parameters)[1:]
+        split.by_token = {name: names.index(name) for name in _BY_TOKEN if name in names}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self.parallel.group
         if self.is_first and self.stack.begin(first_tensor(args, kwargs), self.parallel.size):
             args, kwargs = with_first(lambda x: split_to_group(x, group, 1, self._sizes), args, kwargs)
         sizes = self._sizes
+        if sizes is not None:
+            for name, place in self.by_token.items():
+                args, kwargs = _with_part(name, place, args, kwargs, lambda x: split_to_group(x, group, 1, sizes))
         if self.draws and self.training and sizes is not None:
             with sharded_rng(group).fork():
                 output = self.run_layer(*args, **kwargs)
@@ -417,11 +427,26 @@ def has_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def with_first(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with other hidden states."""
-    place = _place(args, kwargs)
-    if isinstance(place, int):
-        return (*args[:place], change(args[place]), *args[place + 1 :]), dict(kwargs)
-    return args, {**kwargs, place: change(kwargs[place])}
+    """The arguments with other hidden states, wherever these are given: some attentions are given them as queries, keys
+    and values (CTRL, CPM-Ant).
+    """
+    hidden = first_tensor(args, kwargs)
+    changed = change(hidden)
+    return (
+        tuple(changed if value is hidden else value for value in args),
+        {name: changed if value is hidden else value for name, value in kwargs.items()},
+    )
+
+
+def _with_part(
+    name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another value of one of them, where it is a tensor."""
+    if isinstance(kwargs.get(name), Tensor):
+        return args, {**kwargs, name: change(kwargs[name])}
+    if place < len(args) and isinstance(args[place], Tensor):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    return args, kwargs
 
 
 def of_first(change: Callable[[Tensor], Tensor], output: Any) -> Any:
