@@ -157,7 +157,7 @@ class _Maker:
             (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
         )
         self.text = text_part(self.config)
-        self.vision = _part(self.config, "vision_config")
+        self.vision = _part(self.config, "encoder" if self.head == "VisionEncoderDecoderModel" else "vision_config")
         self.audio = _part(self.config, "audio_config")
         self._generator = torch.Generator().manual_seed(seed)
 

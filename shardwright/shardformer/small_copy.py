@@ -41,6 +41,8 @@ _WIDTHS = {
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 # Heads of linear attention: of keys, and of values, several of which may share a key.
 _LINEAR_HEADS = (("linear_num_heads", "linear_num_heads"), ("linear_num_key_heads", "linear_num_value_heads"))
+# What goes with the widths of stages, and would have to change with them.
+_BESIDE_STAGES = {"groups_width", "num_groups", "width_factor", "stage_out_channels", "embed_dim"}
 # What inputs have to fit.
 _VOCABULARY, _PIXELS = 128, 64
 _LENGTHS = {"max_position_embeddings": 64, "n_positions": 64, "max_source_positions": 32}
@@ -173,7 +175,7 @@ def _has_stages_of_convolutions(config: Any) -> bool:
 
 def _narrow(config: Any, ranks: int) -> None:
     values = vars(config)
-    if _has_stages_of_convolutions(config) and not {"groups_width", "num_groups", "width_factor"} & values.keys():
+    if _has_stages_of_convolutions(config) and not _BESIDE_STAGES & values.keys():
         factor = max(1, min(config.hidden_sizes) // (8 * ranks))
         if not any(size % factor for size in config.hidden_sizes):
             config.hidden_sizes = [size // factor for size in config.hidden_sizes]

@@ -108,6 +108,8 @@ REAL_SIZES = {
     "GPTJForCausalLM": "GPTJConfig",
     "DPTForDepthEstimation": "DPTConfig",
     "Wav2Vec2ForXVector": "Wav2Vec2Config",
+    "ConvNextForImageClassification": "ConvNextConfig",
+    "ResNetForImageClassification": "ResNetConfig",
 }
 
 

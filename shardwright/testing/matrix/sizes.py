@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,19 @@ _WAVES: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 4,
     "classifier_proj_size": 24,
 }
+_MOBILE: dict[str, Any] = {
+    "image_size": 64,
+    "width_coefficient": 0.25,
+    "depth_coefficient": 1.0,
+    "kernel_sizes": [3, 5, 3],
+    "in_channels": [32, 16, 24],
+    "out_channels": [16, 24, 40],
+    "strides": [1, 2, 2],
+    "num_block_repeats": [1, 2, 2],
+    "expand_ratios": [1, 4, 4],
+    "hidden_dim": 320,
+}
+_SIGHT = {"vision_start_token_id": 101, "vision_end_token_id": 102}
 # By the model type of the config, or of one of its parts.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bit": {"hidden_sizes": [32, 64, 64, 96], "depths": [1, 2, 1, 1], "embedding_size": 32, "num_groups": 8},
@@ -114,18 +128,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "mobilenet_v1": {"depth_multiplier": 0.25, "image_size": 64},
     "mobilenet_v2": {"depth_multiplier": 0.25, "image_size": 64},
-    "efficientnet": {
-        "image_size": 64,
-        "width_coefficient": 0.25,
-        "depth_coefficient": 1.0,
-        "kernel_sizes": [3, 5, 3],
-        "in_channels": [32, 16, 24],
-        "out_channels": [16, 24, 40],
-        "strides": [1, 2, 2],
-        "num_block_repeats": [1, 2, 2],
-        "expand_ratios": [1, 4, 4],
-        "hidden_dim": 320,
-    },
+    **dict.fromkeys(("efficientnet", "align_vision_model"), _MOBILE),
     "pp_lcnet": {"scale": 0.25, "class_expand": 64},
     "swiftformer": {"embed_dims": [16, 24, 32, 48], "depths": [1, 1, 2, 1], "image_size": 64, **_SCALED},
     "mobilevit": {"hidden_sizes": [24, 32, 40], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 64], "image_size": 64},
@@ -248,6 +251,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "projector_input_dim": WIDTH,
         "projector_output_dim": WIDTH,
     },
+    "glm_ocr_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}},
+    "qwen2_5_omni_thinker": _SIGHT,
+    "qwen3_omni_moe_thinker": _SIGHT,
     "codegen": {"n_head": 8},
     "cpmant": {"dim_head": 16},
     "qwen3_vl_vision": {"deepstack_visual_indexes": [1, 2]},
@@ -272,13 +278,21 @@ def sizes_of(config_class: type) -> dict[str, Any]:
         if isinstance(default, float) and any(word in name for word in _RANDOM):
             values[name] = 0 if kind in (int, "int") else 0.0
         elif name in _SIZES and not isinstance(default, list | tuple) and not (default is None and name in _OPTIONAL):
-            values[name] = _SIZES[name]
+            values[name] = _as_declared(_SIZES[name], str(kind))
     if "kv_lora_rank" in fields and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS  # latent attention has a key and a value per head
     for name, part, switches in parts_of(config_class):
         # What tells one part from another of its class, as a decoder from an encoder.
         values[name] = part(**{**switches, **sizes_of(part)})
     return values | _SPECIAL.get(getattr(config_class, "model_type", ""), {})
+
+
+def _as_declared(size: int | float, kind: str) -> Any:
+    """A size for a field of this type: one of several sizes, for height and width or two sorts of layers, gets two."""
+    several = re.sub(r"(list|tuple)\[[^\[\]]*\]", r"\1", kind)
+    if re.search(r"\b(int|float)\b", several) or not re.search(r"\b(list|tuple)\b", several):
+        return size
+    return [size, size] if "list" in several else (size, size)
 
 
 def parts_of(config_class: Any) -> Iterator[tuple[str, Any, dict[str, bool]]]:

@@ -201,6 +201,8 @@ def prepare_config(native: Any, config: Any) -> None:
         config.is_decoder = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
     for part in parts(config):
         part._experts_implementation = "eager"  # the grouped kernels have no double precision
         for key, value in list(vars(part).items()):

@@ -1,0 +1,38 @@
+"""Classes whose tiny configs and batches need sizes that agree: images and their places, towers and their heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.testing.matrix import Subject
+from shardwright.testing.matrix.sizes import _as_declared
+from shardwright.testing.matrix.subject import build
+
+QUICK = ("GlmOcrForConditionalGeneration", "VisionEncoderDecoderModel", "VJEPA2ForVideoClassification")
+OTHERS = (
+    *("AyaVisionForConditionalGeneration", "Mistral3ForConditionalGeneration", "LightOnOcrForConditionalGeneration"),
+    *("Idefics3ForConditionalGeneration", "EfficientNetForImageClassification", "HubertForCTC"),
+)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS)])
+def test_a_tiny_model_is_built_with_a_batch_that_it_computes_a_loss_of(name: str) -> None:
+    built = build(Subject(name))
+    assert built.own_loss
+    assert built.rows or "image_grid_thw" in built.batch
+    assert sum(param.numel() for param in built.model.parameters()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("int", 8),
+        ("int | list[int] | tuple[int, int]", 8),
+        ("list[int] | None", [8, 8]),
+        ("tuple[int, int]", (8, 8)),
+        ("<class 'int'>", 8),
+        ("dict[str, int] | None", 8),
+    ],
+)
+def test_sizes_are_given_as_fields_are_declared(kind: str, expected: object) -> None:
+    assert _as_declared(8, kind) == expected
