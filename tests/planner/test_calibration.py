@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import shardwright
 from shardwright.cli.main import main
 from shardwright.planner import measure
 from shardwright.planner.answer import search_arguments
@@ -37,7 +38,7 @@ def made(kind: str = "cpu", **changes: Any) -> Calibration:
     found = Calibration(
         device=cpu if kind == "cpu" else cuda,
         made="2026-01-02 03:04:05 UTC",
-        versions={"torch": "2.13.0", "shardwright": "0.1.0"},
+        versions={"torch": "2.13.0", "shardwright": shardwright.__version__},
         clock="processor time of one thread",
         host={"call": 1e-6, "forward": 1e-5, "backward": 2e-5},
         products={dtype: [Point(1, size, size // 8, size / 10e9) for size in sizes] for dtype in dtypes},
