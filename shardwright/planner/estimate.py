@@ -355,14 +355,17 @@ class Estimator:
         layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
         again = layer.kept if layout.whole or layout.selective else 0.0
         of_layers = max(layer.forward_top, layer.backward_top + again)
-        return self._samples(of_layers), self._samples(max(of_layers, rest.forward_top, rest.backward_top))
+        # a head's weight gradient that waits is summed where gradients are kept, not in room of its own
+        summed = 4 * rest.parameters / 2 if STYLES[layout.style].splits and layout.pp > 1 else 0.0
+        of_head = max(rest.forward_top, rest.backward_top - summed)
+        return self._samples(of_layers), self._samples(max(of_layers, of_head))
 
     @property
     def _at_table(self) -> float:
         """Of the end of a backward where the table is, when all of the microbatch has gone: its gradient in the dtype
-        of the weights, and as it is added up.
+        of the weights, and as it is added up; where weight gradients wait, it is added up when its turn comes.
         """
-        added = 4 if self._task.half else 0
+        added = 4 if self._task.half and not STYLES[self._layout.style].splits else 0
         return (self._itemsize + added) * self._task.table / self._layout.tp
 
     def _memory(self, simulated: bool) -> float:
@@ -393,14 +396,16 @@ class Estimator:
         for rank, curve in enumerate(curves):
             # what waits is bounded by what 1F1B's first rank would hold
             bound = max(float(curve.kept.max()), min(layout.count, layout.pp) * self._most * layout.chunks * self._kept)
-            held = min(float(curve.peak), bound)
             own = sum(self._counts[stage] for stage in schedule.placement.stages_of(rank))
             parameters = own * self._rates.layer.parameters
             if rank in (first, last):
                 parameters += self._rates.rest.parameters / (1 if first == last else 2)
-            highest = held + (head if rank == last else layers)
+            stages = self._run.run.actions.stages[self._run.run.of(rank)]
+            behind = np.minimum(curve.kept + curve.deferred, bound)
+            held = np.maximum(behind, np.concatenate([[0.0], behind[:-1]]))  # a backward begins with what it frees
+            highest = float((held + np.where(stages == self._stages - 1, head, layers)).max())
             if rank == first:
-                highest = max(highest, held - kept[0] + self._at_table)
+                highest = max(highest, float(held.max()) - kept[0] + self._at_table)
             found.append(self._static(parameters) + highest + besides)
         return max(found)
 

@@ -1,0 +1,68 @@
+"""Memory that the search estimates is that of replays, which is that of real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.cli.plan import _lazy, _load
+from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
+from shardwright.planner.machines import machine
+from shardwright.planner.profile import Part, Profile
+from shardwright.planner.rates import rates
+from shardwright.planner.remade import remade
+from shardwright.planner.search import Question
+from shardwright.planner.stages import Ends
+from shardwright.testing.estimates import compare
+
+LAYER, TABLE = 1e8, 5e8
+PROFILE = Profile(Part(1e9, 0.0, 2e8, LAYER, {}, {}), Part(0.0, 0.0, 1e8, 2 * TABLE, {}, {}), 16, 1, False)
+
+
+def estimated(**changes: Any) -> Estimate:
+    layout = Layout(
+        **{"tp": 1, "pp": 2, "sp": 1, "dp": 1, "zero": 0, "style": "1f1b", "chunks": 1, "samples": 1, "count": 8}
+        | changes
+    )
+    device = machine("h100")
+    task = Task(device, 4e6, True, 2, 1.0, 2, ends=Ends(0.1, 2.0, 0.1), table=TABLE)
+    return Estimator(task, rates(PROFILE, None, device, 1), layout).estimate(simulated=True)
+
+
+def test_recomputing_ranks_are_fullest_where_the_gradient_of_the_table_is() -> None:
+    static = (9 * LAYER + TABLE) * (2 + 4 + 4 + 8)  # stages of nine layers and of seven
+    messages, inputs = 4 * 4e6, 9 * 4e6
+    assert estimated(whole=1.0).memory == pytest.approx(static + inputs + (2 + 4) * TABLE + messages)
+    # where weight gradients wait, it is added up when its turn comes: a layer needs more
+    assert estimated(whole=1.0, style="zb").memory < static + 2 * inputs + 2e8 + 1e9 + messages + 1e7
+    nothing = estimated().memory
+    assert nothing == pytest.approx(static + 2 * 9 * 1e9 + 2e8 + messages)
+
+
+def _layouts() -> list[Layout]:
+    def made(**changes: Any) -> Layout:
+        given = {"tp": 1, "pp": 1, "sp": 1, "dp": 2, "zero": 1, "style": "1f1b", "chunks": 1, "samples": 1, "count": 4}
+        return Layout(**{**given, **changes})
+
+    two, four = {"pp": 2, "count": 8}, {"pp": 4, "count": 8}
+    kinds = (two, four, {**two, "style": "zb"}, {**two, "style": "interleaved", "chunks": 2})
+    piped = [{**kind, "whole": share} for kind in kinds for share in (0.0, 0.5, 1.0)]
+    piped += [{**two, "style": "zbv", "chunks": 2, "whole": share} for share in (0.0, 1.0)]
+    piped += [{**four, "tp": 2, "whole": 1.0}, {**two, "samples": 2, "whole": 1.0}]
+    alone = [{}, {"whole": 1.0}, {"tp": 2, "whole": 1.0}, {"whole": 0.5}]
+    return [made(**changes) for changes in alone + piped]
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+def test_of_layouts_with_and_without_recomputation() -> None:
+    config = _load("llama-8b")
+    config.num_hidden_layers = 16
+    build = remade(lambda: _lazy(config))
+    question = Question(build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 8, 4096)
+    found = list(compare(question, _layouts()))
+    assert len(found) >= 20
+    for one in found:
+        assert abs(one.off) <= 0.03, one
