@@ -112,7 +112,7 @@ def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[floa
     assert not times.relative, times.relative
     timeline = times.timeline
     work = len(timeline.ranks) * timeline.makespan * (1 - timeline.bubble)
-    return times.seconds, world * (work / len(timeline.ranks) + times.behind["optimizer"])
+    return times.seconds, world * (work / len(timeline.ranks) + times.behind["optimizer"] + times.behind["host"])
 
 
 def tau(one: Sequence[float], other: Sequence[float]) -> float:

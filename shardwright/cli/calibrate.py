@@ -105,14 +105,15 @@ def _measure(args: argparse.Namespace) -> int:
     if args.quick:
         size, powers = size.shorter(), powers[::2]
     collectives, messages = links(device, powers, say) if world > 1 else ({}, [])
+    dist.barrier()
+    dist.destroy_process_group()
     cores = os.cpu_count() or 1
     found: dict[str, Any] = {}
     # on a CPU all cores are busy, as they are in a job
     if rank == 0 or (device.type == "cpu" and rank < cores):
         found = measure.operators(device, size, say)
         say("what the host takes for an operator")
-        found["host"] = {"call": found.pop("call"), **measure.host(_model(), _batch(device), device, size)}
-    dist.barrier()
+        found["host"] = {"call": found.pop("call"), **_host(device, size)}
     if rank == 0:
         calibration = Calibration(
             device=_facts(device, cores if device.type == "cpu" else 0, world),
@@ -126,8 +127,21 @@ def _measure(args: argparse.Namespace) -> int:
         if not collectives:
             print("no collectives and messages were measured, with one rank: plans take links from the table")
         print(f"wrote {args.output}")
-    dist.destroy_process_group()
     return 0
+
+
+def _host(device: Any, size: Any) -> dict[str, float]:
+    """As the only rank of a job."""
+    import torch.distributed as dist
+
+    from ..cluster.launch import launch
+    from ..planner import measure
+
+    launch(0, 1, None, None, backend="fake")
+    try:
+        return measure.host(_model(), lambda samples: _batch(samples, device), device, size)
+    finally:
+        dist.destroy_process_group()
 
 
 def _facts(device: Any, cores: int, world: int) -> dict[str, Any]:
@@ -171,8 +185,8 @@ def _model() -> Callable[[int], Any]:
     return lambda layers: LlamaForCausalLM(LlamaConfig(**{**settings, "num_hidden_layers": layers}))
 
 
-def _batch(device: Any) -> dict[str, Any]:
+def _batch(samples: int, device: Any) -> dict[str, Any]:
     import torch
 
-    ids = torch.arange(_TOKENS, device=device)[None]
+    ids = torch.arange(_TOKENS, device=device).repeat(samples, 1)
     return {"input_ids": ids, "labels": ids}

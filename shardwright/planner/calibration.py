@@ -47,7 +47,8 @@ class Point(NamedTuple):
 class Calibration:
     """device     type, name, memory (bytes), cores (of a CPU, else 0), count
     made, versions, clock   when, with what, and by which clock
-    host        seconds of the host for an operator: "call" alone, and "forward" and "backward" in a model
+    host        seconds of the host for an operator: "call" alone, and "forward" and "backward" in a layer; and "around"
+                a microbatch and for a "step", beside those
     products, attention   by dtype; `moving`: elementwise operators, norms and copies
     optimizer   AdamW; `moved` are elements
     collectives by name, and messages between two ranks; empty where there was one device
@@ -121,7 +122,7 @@ def _check(found: Calibration) -> None:
             raise KeyError(f"device.{name}")
     if found.device["type"] not in ("cpu", "cuda"):
         raise ValueError(f"device.type is {found.device['type']!r}")
-    for name in ("call", "forward", "backward"):
+    for name in ("call", "forward", "backward", "around", "step"):
         if not float(found.host[name]) >= 0:
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     if not (found.products and found.attention and found.moving and found.optimizer):
@@ -250,6 +251,7 @@ def calibrated(
         links = (inside or _CPU_LINK) * 1e9
         machine = replace(machine, inside=links, between=between * 1e9 if between else links)
         known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
+        known |= {"around": found.host["around"], "step": found.host["step"]}
     else:
         name, own = like_device((found.device["name"], found.device["memory"] / GIB))
         if gpu is not None and gpu != name:

@@ -228,8 +228,10 @@ class Estimator:
         parts["optimizer"] = shared * (
             moved / (machine.bandwidth * machine.moving) + step.flops / (machine.flops * machine.product)
         )
+        if machine.step:
+            parts["host"] = machine.step
         if machine.cores:  # which all ranks share
-            busy = self._task.world_size * (computing + parts["optimizer"]) / machine.cores
+            busy = self._task.world_size * (computing + parts["optimizer"] + machine.step) / machine.cores
             parts["sharing cores"] = max(busy - sum(parts.values()), 0.0)
         seconds = sum(parts.values())
         samples = layout.samples * layout.count * layout.dp

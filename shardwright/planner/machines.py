@@ -32,6 +32,8 @@ class Machine:
     precision   that products are computed in, one of `gpus.PRECISIONS`
     device      its type, which sizes of buckets and chunks go by
     cores       that all ranks share, where they compute on a CPU; 0: each has a device of its own
+    around, step    seconds of the host for a microbatch and for a step, beside operators of layers, while which nothing
+                    is computed
     """
 
     name: str
@@ -50,6 +52,8 @@ class Machine:
     precision: str = "bf16"
     device: str = "cuda"
     cores: int = 0
+    around: float = 0.0
+    step: float = 0.0
 
     @property
     def source(self) -> str:

@@ -17,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..booster import Booster
+from ..models.example_inputs import loss_of
+from ..plugins import HybridParallelPlugin
 from .calibration import Point
 from .operators import Operators, attention_flops
 
 Say = Callable[[str], None]
+_WARM = 3  # steps of a model that do not count: in the first ones a loss is looked into
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
 
@@ -194,17 +198,44 @@ def _steps(device: torch.device, size: Size) -> Iterator[tuple[int, int, Callabl
 
 
 def host(
-    model: Callable[[int], nn.Module], batch: Mapping[str, Any], device: torch.device, size: Size
+    model: Callable[[int], nn.Module],
+    batch: Callable[[int], Mapping[str, Any]],
+    device: torch.device,
+    size: Size,
 ) -> dict[str, float]:
-    """Seconds of the host for an operator, forward and backward, in a layer that has hardly anything to compute: of
-    layers in which a model with more of them differs. `model` makes one with so many.
+    """Seconds of the host where there is hardly anything to compute: for an operator, forward and backward, as models
+    of one and of four layers differ; around a microbatch and for a step, as steps of one and of four microbatches do.
+    This process must be the only rank of a job.
+
+    model, batch   with so many layers, and of so many samples
     """
-    found = [_host(model(layers).to(device), batch, size) for layers in (1, 4)]
-    (few, many), names = found, ("forward", "backward")
-    return {
-        name: max(many[place][0] - few[place][0], 0.0) / max(many[place][1] - few[place][1], 1)
-        for place, name in enumerate(names)
-    }
+    few, many = (_host(model(layers).to(device), batch(1), size) for layers in (1, 4))
+    layer = [max(many[place][0] - few[place][0], 0.0) / 3 for place in (0, 1)]
+    one, four = (_step(model(1).to(device), batch(samples), samples, size) for samples in (1, 4))
+    microbatch = max(four - one, 0.0) / 3
+    found = {"around": max(microbatch - sum(layer), 0.0), "step": max(one - microbatch, 0.0)}
+    for place, name in enumerate(("forward", "backward")):
+        found[name] = 3 * layer[place] / max(many[place][1] - few[place][1], 1)
+    return found
+
+
+def _step(model: nn.Module, batch: Mapping[str, Any], microbatches: int, size: Size) -> float:
+    """Seconds of the processor for a step through the Booster, without the optimizer's."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", num_microbatches=microbatches))
+    boosted: Any
+    optimizer: Any
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    times = []
+    for _ in range(_repeats(size)):
+        began = time.process_time()
+        booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: loss_of(outputs), optimizer)
+        times.append(time.process_time() - began)
+        optimizer.zero_grad()
+    return median(times[_WARM:])
+
+
+def _repeats(size: Size) -> int:
+    return _WARM + max(9, round(200 * size.budget))
 
 
 def _host(model: nn.Module, batch: Mapping[str, Any], size: Size) -> Sequence[tuple[float, int]]:
@@ -217,7 +248,7 @@ def _host(model: nn.Module, batch: Mapping[str, Any], size: Size) -> Sequence[tu
         loss.backward()
         counted.part = ""
     times: list[list[float]] = [[], []]
-    for _ in range(max(5, round(100 * size.budget))):
+    for _ in range(_repeats(size)):
         marks = [time.process_time()]
         loss = model(**batch).loss
         marks.append(time.process_time())
@@ -226,5 +257,6 @@ def _host(model: nn.Module, batch: Mapping[str, Any], size: Size) -> Sequence[tu
         for place in (0, 1):
             times[place].append(marks[place + 1] - marks[place])
         model.zero_grad()
+    times = [own[_WARM:] for own in times]
     numbers = [sum(counted.calls[name].values()) for name in ("forward", "backward")]
     return [(median(own), number) for own, number in zip(times, numbers, strict=True)]

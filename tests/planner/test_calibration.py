@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import shardwright
 from shardwright.cli.main import main
+from shardwright.cluster.launch import launch
 from shardwright.planner import measure
 from shardwright.planner.answer import search_arguments
 from shardwright.planner.calibration import FORMAT, Calibration, Point, Rates, calibrated, read, write
@@ -38,9 +39,9 @@ def made(kind: str = "cpu", **changes: Any) -> Calibration:
     found = Calibration(
         device=cpu if kind == "cpu" else cuda,
         made="2026-01-02 03:04:05 UTC",
-        versions={"torch": "2.13.0", "shardwright": shardwright.__version__},
+        versions={"torch": "2.13.0", "shardwright": "9.9"},
         clock="processor time of one thread",
-        host={"call": 1e-6, "forward": 1e-5, "backward": 2e-5},
+        host={"call": 1e-6, "forward": 1e-5, "backward": 2e-5, "around": 2e-3, "step": 3e-3},
         products={dtype: [Point(1, size, size // 8, size / 10e9) for size in sizes] for dtype in dtypes},
         attention={dtype: [Point(1, size, size // 8, size / 5e9) for size in sizes] for dtype in dtypes},
         moving=[Point(1, 0, size, size / 1e9) for size in sizes],
@@ -172,8 +173,10 @@ def test_ranks_share_the_cores() -> None:
     layout = Layout(1, 1, 1, 8, 0, "1f1b", 1, 1, 4)
     parts = Estimator(task, own, layout).estimate(simulated=True).parts
     work = 8 * (parts["computing"] + parts["optimizer"])
-    assert sum(parts.values()) == pytest.approx(max(work / 2, sum(parts.values()) - parts["sharing cores"]))
-    assert parts["computing"] == pytest.approx(4 * 8 * (2**26 / 10e9 + 1e-5), rel=1e-3)
+    assert parts["host"] == 3e-3
+    others = sum(parts.values()) - parts["sharing cores"]
+    assert sum(parts.values()) == pytest.approx(max((work + 8 * 3e-3) / 2, others))
+    assert parts["computing"] == pytest.approx(4 * 8 * (2**26 / 10e9 + 1e-5) + 4 * 2e-3, rel=1e-3)
 
 
 def test_searches_go_by_the_file_and_say_so(
@@ -204,7 +207,7 @@ def test_searches_go_by_the_file_and_say_so(
     assert arguments["microbatch_size"] == found["layouts"][0]["layout"]["samples"]
 
 
-def test_operators_and_the_host_are_measured() -> None:
+def test_operators_and_the_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found = measure.operators(torch.device("cpu"), TINY, said.append)
     assert said == [
@@ -222,9 +225,20 @@ def test_operators_and_the_host_are_measured() -> None:
         return LlamaForCausalLM(config)
 
     ids = torch.arange(8)[None]
-    host = measure.host(model, {"input_ids": ids, "labels": ids}, torch.device("cpu"), TINY)
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        return {name: ids.repeat(samples, 1) for name in ("input_ids", "labels")}
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    launch(0, 1, None, None, backend="fake")
+    try:
+        host = measure.host(model, batch, torch.device("cpu"), TINY)
+    finally:
+        dist.destroy_process_group()
+    assert set(host) == {"forward", "backward", "around", "step"}
     assert 1e-7 < host["forward"] < 1e-3
     assert 1e-7 < host["backward"] < 1e-3
+    assert 1e-5 < host["around"] < 1
 
 
 def _links(rank: int, world_size: int) -> Any:
