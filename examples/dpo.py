@@ -32,6 +32,7 @@ from shardwright.booster import Booster
 from shardwright.cluster import DistCoordinator
 from shardwright.optim import HybridAdam
 from shardwright.trainer import Log, Trainer
+from shardwright.trainer.samples import Encoder
 from shardwright.utils import get_current_device
 
 Batch = dict[str, torch.Tensor]
@@ -64,10 +65,8 @@ class Pairs(torch.utils.data.Dataset):
 
     @staticmethod
     def _encode(tokenizer: Any, row: dict[str, str], kind: str, length: int) -> dict[str, list[int]]:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        answer = [*tokenizer(row[kind], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        targets = [-100] * len(prompt) + answer
-        return {"input_ids": (prompt + answer)[:length], "labels": targets[:length]}
+        sample = Encoder(tokenizer, length).one({"prompt": row["prompt"], "completion": row[kind]})
+        return {"input_ids": list(sample.ids), "labels": list(sample.labels)}
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,23 @@ def test_python_files_are_not_run(tmp_path: Path) -> None:
     values, unread = read_assignments(text, "a.py")
     assert values == {"D": 9, "E": "9b"}
     assert [name for name, _ in unread] == ["A", "B", "C"]
+
+
+def test_positional_arguments_have_the_order_of_colossalai(tmp_path: Path) -> None:
+    code = (
+        "import inspect, shardwright.compat.colossalai, colossalai.booster.plugin as theirs\n"
+        "from shardwright.compat.configs.plugin_arguments import ORDER\n"
+        "for name, order in ORDER.items():\n"
+        "    assert tuple(inspect.signature(getattr(theirs, name)).parameters)[: len(order)] == order, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    # Scripts are read without that import, which refuses to stand beside an installed Colossal-AI.
+    (tmp_path / "a.py").write_text("plugin = LowLevelZeroPlugin(2, 'bf16')")
+    code = (
+        "import sys; from shardwright.compat.configs import read_file; from pathlib import Path\n"
+        "read_file(Path(sys.argv[1])); assert 'shardwright.compat.colossalai' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.py")], check=True)
 
 
 def test_the_command_offers_what_there_is() -> None:

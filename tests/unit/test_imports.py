@@ -86,7 +86,6 @@ DEFERRED_ALLOWED = {
     "cli/doctor": "it must tell of a machine without torch",
     "cli/plan": "`--help` and a mistyped option do not wait for torch",
     "cli/plan_search": "as cli/plan",
-    "cli/calibrate": "as cli/plan",
     "cli/plan_page/command": "as cli/plan",
     "cli/train": "as cli/plan",
     "cli/demo/command": "as cli/plan",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import shlex
 from collections.abc import Callable, Mapping, Set
@@ -12,18 +11,11 @@ from typing import Any
 from ...plugins import HybridParallelPlugin
 from .found import Found
 from .literals import Unknown
+from .plugin_arguments import ORDER
 from .statements import Called, Statements, parse
 from .training_calls import OPTIMIZERS, is_schedule, named, read_optimizer, read_schedule
 
-_HOMES = {
-    "HybridParallelPlugin": "hybrid",
-    "MoeHybridParallelPlugin": "hybrid",
-    "LowLevelZeroPlugin": "zero",
-    "GeminiPlugin": "gemini",
-    "TorchDDPPlugin": "ddp",
-    "TorchFSDPPlugin": "fsdp",
-}
-PLUGINS = tuple(_HOMES)
+PLUGINS = tuple(ORDER)
 _LEAVE = {
     "scheduler_nodes": 'pp_style="zbv" plans itself',
     "custom_policy": "an object: give it to the plugin in a script",
@@ -89,7 +81,7 @@ def _script(text: str, file: str) -> Found:
             found.note(ast.unparse(other.func), f"line {other.lineno}", why)
     arguments: dict[str, Any] = {}
     unread = set()
-    for argument, value in named(call, _order(name)).items():
+    for argument, value in named(call, ORDER[name]).items():
         if argument in ("*", "**"):
             found.note(argument, getattr(value, "why", value), "arguments that only running the script tells")
             unread |= {"precision", "max_norm"}
@@ -108,14 +100,6 @@ def _script(text: str, file: str) -> Found:
 
 def _last(function: ast.expr) -> str:
     return ast.unparse(function).rpartition(".")[2]
-
-
-def _order(plugin: str) -> tuple[str, ...]:
-    """Its arguments as Colossal-AI has them."""
-    assert __package__ is not None
-    compat = __package__.rpartition(".")[0]
-    kind = getattr(importlib.import_module(f"{compat}.colossalai.{_HOMES[plugin]}"), plugin)
-    return tuple(inspect.signature(kind).parameters)
 
 
 def _follow(tree: ast.Module, file: str) -> Statements:
