@@ -52,9 +52,11 @@ class LossGuard:
         self.step = 0  # steps asked for
         self.skipped = 0
         self._found = 0
-        # their sum since they were last looked at: one that is not finite makes it so
+        # their sums, since one that is not finite makes a sum so: of the running step, and of steps that were taken and
+        # not looked at yet
         self._losses: torch.Tensor | None = None
-        self._since = 0  # step of the first of them
+        self._taken: torch.Tensor | None = None
+        self._since = 0  # step of the first of these
         # steps, sum on the host, the event that says it has arrived
         self._travelling: tuple[str, torch.Tensor, Any] | None = None
         self._room: torch.Tensor | None = None  # for it, on the host
@@ -70,11 +72,8 @@ class LossGuard:
         loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
         # the job has recovered, and left out the step that the last ones were of
         if self._generation != job.generation():
-            self._generation, self._losses = job.generation(), None
-        if self._losses is None:
-            self._losses, self._since = loss, self.step + 1
-        else:
-            self._losses = self._losses + loss.to(self._losses)
+            self._generation, self._losses, self._taken = job.generation(), None, None
+        self._losses = loss if self._losses is None else self._losses + loss.to(self._losses)
 
     def drop(self) -> None:
         """The gradients were cleared, and with them what the losses since the last step were of."""
@@ -125,14 +124,19 @@ class LossGuard:
 
     def _look(self) -> None:
         """Say what is known by now, and send off what is not. What cannot be sent yet waits for a later step."""
+        losses, self._losses = self._losses, None
+        if losses is not None and self._taken is not None:
+            self._taken = self._taken + losses.to(self._taken)
+        elif losses is not None:
+            self._taken, self._since = losses, self.step
         if self._travelling is not None and self._travelling[2].query():
             steps, total, _ = self._travelling
             self._travelling = None
             self._check(steps, float(total))
-        losses = self._losses
+        losses = self._taken
         if losses is None or self._travelling is not None:
             return
-        self._losses = None
+        self._taken = None
         steps = f"step {self.step}" if self._since == self.step else f"steps {self._since} to {self.step}"
         streams = streams_of(losses.device)
         if streams is None:

@@ -49,7 +49,7 @@ def launch_table() -> dict[str, list[Any]]:
         "verbose": [Said(options("verbose"), True, "1 rank(s)")],
         "deterministic": [  # what follows: tests/reliability/test_deterministic.py
             Changes(deterministic, False, True),
-            Refused(options("deterministic"), "yes", "use False"),
+            Refused(options("deterministic"), "yes", "deterministic='yes' must be True or False"),
         ],
         "step_timeout": [
             Changes(lambda value: (launched(step_timeout=value), heart.budgets.of("Model.forward"))[1], "auto", 5.0),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright import Booster
-from shardwright.interface import NonFiniteLoss
+from shardwright.interface import LossGuard, NonFiniteLoss
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.testing import run_ranks
 from shardwright.utils.tensors import local_tensor
@@ -63,3 +63,32 @@ def compare(rank: int, world: int) -> None:
 
 def test_all_ranks_decide_alike() -> None:
     run_ranks(compare, 2, debug="INFO", timeout=110)
+
+
+class _Later:
+    """An event of a device that is late."""
+
+    ready = False
+
+    def query(self) -> bool:
+        return self.ready
+
+
+def test_what_waits_for_a_device_outlives_cleared_gradients() -> None:
+    """And a batch whose gradients were cleared before a step is held against none."""
+    guard, later, told = LossGuard("warn"), _Later(), list[str]()
+    guard._travelling = "step 0", torch.tensor(1.0), later
+    guard._say = lambda message, ranks=None: told.append(message)  # type: ignore[method-assign]
+    guard.note(torch.tensor(math.nan))
+    guard.withholds(None)
+    guard.drop()
+    assert told == []
+    later.ready = True
+    guard.note(torch.tensor(1.0))
+    guard.withholds(None)
+    assert ["the loss of steps 1 to 2 is nan" in message for message in told] == [True]
+    guard.note(torch.tensor(math.nan))
+    guard.drop()
+    guard.note(torch.tensor(1.0))
+    guard.withholds(None)
+    assert len(told) == 1
