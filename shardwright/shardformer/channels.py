@@ -96,12 +96,12 @@ def among_channels(
     `least` of the parameters.
     """
     pixels = any_of(shape_of_name(name) for name in of_pixels)
-    modules = {name: module for name, module in model.named_modules() if is_convolution(module) or is_linear(module)}
+    modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
     dealt = [name for name in modules if taken(name)]
     sizes: Counter[str] = Counter()
     found: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        if taken(name) or not (is_convolution(module) or pixels(name)):
+        if taken(name) or not (is_convolution(module) or (is_linear(module) and pixels(name))):
             continue
         unlike = [other for other, beside in modules.items() if _kind(beside) != _kind(module)]
         shape = _apart_from(name, [*dealt, *unlike])
@@ -114,8 +114,9 @@ def among_channels(
             yield Proposal(shape, _alone(shape, module))
 
 
-def _kind(module: nn.Module) -> tuple[bool, bool]:
-    return is_linear(module), is_grouped(module)
+def _kind(module: nn.Module) -> tuple[bool, ...]:
+    """What tells modules apart that no one style is for."""
+    return is_linear(module), is_convolution(module), is_grouped(module)
 
 
 def _apart_from(name: str, others: Collection[str]) -> str:

@@ -15,12 +15,13 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.hybrid.channel_traffic import channel_traffic
 from shardwright.plugins.hybrid.traffic import Tokens
 from shardwright.shardformer import ModelSharder, Plan, ShardConfig
-from shardwright.shardformer.channels import _apart_from
+from shardwright.shardformer.channels import _apart_from, among_channels
 from shardwright.shardformer.convolution import ChannelNorms, ConvColumn, ConvGroups, ConvRow
 from shardwright.shardformer.feeding import find_feedings
 from shardwright.shardformer.layer.parallel_module import ParallelGroup
 from shardwright.shardformer.policies.inferred import InferredPolicy
 from shardwright.shardformer.self_check import SelfCheck
+from shardwright.shardformer.styles import Row
 from shardwright.spec import get_spec
 from shardwright.testing import adamw, compare_models, run_ranks
 from shardwright.testing.matrix import Subject, pick_axes, run_cells
@@ -187,6 +188,16 @@ def test_patterns_tell_what_is_dealt_in_another_way() -> None:
     assert _apart_from("a.3.layers.2.layer.0.conv", ["a.0.layers.0.layer.1.conv"]) == "a.*.layers.*.layer.0.conv"
     assert _apart_from("0.conv", ["1.conv"]) == "0.conv"
     assert _apart_from("a.3.conv", []) == "a.*.conv"
+
+
+def test_a_norm_beside_a_convolution_is_in_no_pattern_of_its() -> None:
+    stages = nn.ModuleList(nn.Sequential(nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 2, 2), nn.Linear(8, 4)) for _ in range(2))
+    net = nn.ModuleDict({"stages": stages})
+    found = {each.name: each.alternatives for each in among_channels(net, ["stages.0.2"], lambda name: False, 0.01)}
+    assert {*found} == {"stages.*.1", "stages.*.2"}
+    assert found["stages.*.1"][0] == {"stages.*.1": ConvColumn(gather_output=True)}
+    assert found["stages.*.2"][0] == {"stages.*.2": Row(split_input=True)}
+    assert not [*among_channels(net, [], lambda name: name.endswith("1"), 0.01)]
 
 
 def refused(rank: int, world: int) -> list[str]:
