@@ -30,9 +30,7 @@ import functools
 import importlib.util
 import itertools
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import FunctionType
@@ -43,6 +41,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..comm.compat import runs_backward
+from ..kernels.backends import cpp_compiler
 from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..models.shared_layers import compound_lists
@@ -76,8 +75,8 @@ def require_compiler() -> None:
                 "install triton, or leave enable_jit_fused out"
             )
         return
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) is None:
+    compiler, is_there = cpp_compiler()
+    if not is_there:
         raise ValueError(
             f"enable_jit_fused=True: torch.compile needs a C++ compiler on a CPU, and there is no {compiler}; install "
             "one (apt-get install g++) or name another in CXX, or leave enable_jit_fused out"
