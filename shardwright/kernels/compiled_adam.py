@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..utils.pytree import current_dispatch_mode
 from .adam import Piece, Rule
 
 backend = "inductor"  # what tests that need no fast code replace
@@ -23,8 +24,9 @@ class CompiledAdam:
         for piece in pieces:
             flat = (piece.master, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.weight)
             numbers, is_coupled = _numbers(rule, piece.step, factor), bool(rule.weight_decay) and not rule.decoupled
-            # a single element would have a graph of its own
-            function = _compiled() if piece.master.numel() > 1 else _pass
+            # A single element would have a graph of its own, and modes want to look at every operator.
+            compiles = piece.master.numel() > 1 and current_dispatch_mode() is None
+            function = _compiled() if compiles else _pass
             function(*flat, numbers, skip, is_coupled)
         if skip is not None:
             torch._foreach_sub_(steps, [skip] * len(steps))

@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..comm.compat import runs_backward
 from ..kernels.backends import cpp_compiler
@@ -46,6 +45,7 @@ from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..models.shared_layers import compound_lists
 from ..utils.device import get_current_device
+from ..utils.pytree import current_dispatch_mode
 from .compiled import keep_order, share_copies
 from .compiled_numbers import draw_in_order, put_back_after_errors, spare_switches
 from .compiled_products import join_linears
@@ -240,7 +240,7 @@ class LayerGraph:
             return self.native(layer, *args, **kwargs)
         given, named, has_cache = without_cache(args, kwargs, layer.training)
         values = (*given, *named.values())
-        if has_cache or any(map(is_past, values)) or _get_current_dispatch_mode() is not None or _on_meta(values):
+        if has_cache or any(map(is_past, values)) or current_dispatch_mode() is not None or _on_meta(values):
             return self.native(layer, *args, **kwargs)
         inside = hooks_inside(layer)
         state = vars(layer)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from adam_kernels import step_beside_torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.kernels.compiled_adam import CompiledAdam
 
 SKIPPED = (1, 4)
+
+
+class Looking(TorchDispatchMode):
+    """A mode that sees every operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_operators() -> None:
+    with Looking():
+        step_beside_torch(CompiledAdam(), torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("weight", "skipped"), [(torch.bfloat16, ()), (None, SKIPPED)])
