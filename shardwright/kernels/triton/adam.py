@@ -75,6 +75,8 @@ def _update(
     count = tl.load(row + 6)
     if SKIPS:
         count = tl.where(tl.load(skip) == 0.0, count, 0)
+    if ALIGNED:
+        count = tl.multiple_of(count, 8)  # so that what is read at once is inside or outside as a whole
     inside = place < count
     size, root, decay = tl.load(numbers + piece * 3), tl.load(numbers + piece * 3 + 1), tl.load(numbers + piece * 3 + 2)
     g = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
@@ -103,7 +105,7 @@ class _Table(NamedTuple):
     table        [pieces, _COLUMNS] int64, on the device
     blocks       [programs, 2] int32: a piece and the block of it
     numbers      [pieces, 3] fp32
-    is_aligned   whether all pieces begin where sixteen bytes can be read at once
+    is_aligned   whether all pieces begin and end where sixteen bytes can be read at once
     """
 
     places: list[tuple[int, ...]]
@@ -188,7 +190,7 @@ def _table_of(places: list[tuple[int, ...]], device: torch.device) -> _Table:
     block = torch.arange(len(piece)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     blocks = torch.stack([piece, block], dim=1).to(torch.int32)
     numbers = torch.empty(len(places), 3, dtype=torch.float32, device=device)
-    is_aligned = not bool((table[:, :5] % 16).any())
+    is_aligned = not bool((table[:, :5] % 16).any() or (table[:, -1] % 8).any())
     return _Table(places, table.to(device), blocks.to(device), numbers, is_aligned)
 
 
