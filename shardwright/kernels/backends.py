@@ -5,6 +5,8 @@ long to import and is not on every machine.
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -38,6 +40,12 @@ def triton_kernels(name: str, x: Tensor) -> Any:
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def cpp_compiler() -> tuple[str, bool]:
+    """What inductor compiles with for a CPU, and whether it is there."""
+    compiler = os.environ.get("CXX") or "g++"
+    return compiler, shutil.which(compiler) is not None
 
 
 @cache

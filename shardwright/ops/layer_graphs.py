@@ -30,9 +30,7 @@ import functools
 import importlib.util
 import itertools
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import FunctionType
@@ -40,13 +38,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..comm.compat import runs_backward
+from ..kernels.backends import cpp_compiler
 from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..models.shared_layers import compound_lists
 from ..utils.device import get_current_device
+from ..utils.pytree import current_dispatch_mode
 from .compiled import keep_order, share_copies
 from .compiled_numbers import draw_in_order, put_back_after_errors, spare_switches
 from .compiled_products import join_linears
@@ -76,8 +75,8 @@ def require_compiler() -> None:
                 "install triton, or leave enable_jit_fused out"
             )
         return
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) is None:
+    compiler, is_there = cpp_compiler()
+    if not is_there:
         raise ValueError(
             f"enable_jit_fused=True: torch.compile needs a C++ compiler on a CPU, and there is no {compiler}; install "
             "one (apt-get install g++) or name another in CXX, or leave enable_jit_fused out"
@@ -241,7 +240,7 @@ class LayerGraph:
             return self.native(layer, *args, **kwargs)
         given, named, has_cache = without_cache(args, kwargs, layer.training)
         values = (*given, *named.values())
-        if has_cache or any(map(is_past, values)) or _get_current_dispatch_mode() is not None or _on_meta(values):
+        if has_cache or any(map(is_past, values)) or current_dispatch_mode() is not None or _on_meta(values):
             return self.native(layer, *args, **kwargs)
         inside = hooks_inside(layer)
         state = vars(layer)

@@ -74,10 +74,10 @@ def is_elementwise(optim: Optimizer) -> bool:
         return bool(declared)
     if f"{type(optim).__module__}.{type(optim).__qualname__}" in _ELEMENTWISE_ELSEWHERE:
         return True
-    return _keeps_step(optim, ELEMENTWISE)
+    return keeps_step(optim, ELEMENTWISE)
 
 
-def _keeps_step(optim: Optimizer, classes: tuple[type[Optimizer], ...]) -> bool:
+def keeps_step(optim: Optimizer, classes: tuple[type[Optimizer], ...]) -> bool:
     """Whether `optim` steps as one of `classes` does: a subclass with a `step` of its own is another optimizer."""
     return any(isinstance(optim, cls) and _undecorated(type(optim).step) is _undecorated(cls.step) for cls in classes)
 
@@ -115,10 +115,10 @@ def choose_fused(optim: Optimizer, device: torch.device) -> bool:
     Only then does the step read `grad_scale` and `found_inf`: others may have a key "fused" in their groups and mean
     something else.
     """
-    fusable = _keeps_step(optim, _FUSABLE) and device.type in ("cpu", "cuda")
+    fusable = keeps_step(optim, _FUSABLE) and device.type in ("cpu", "cuda")
     if fusable and not (isinstance(optim, torch.optim.Adagrad) and device.type != "cpu"):
         for group in optim.param_groups:
             open_choice = group.get("fused") is None and group.get("foreach") is None
             if open_choice and not group.get("differentiable") and not group.get("capturable"):
                 group["fused"] = True
-    return _keeps_step(optim, _FUSED) and all(bool(group.get("fused")) for group in optim.param_groups)
+    return keeps_step(optim, _FUSED) and all(bool(group.get("fused")) for group in optim.param_groups)

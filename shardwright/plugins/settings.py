@@ -248,5 +248,9 @@ class HybridSettings:
         settings.pipeline.check(settings.layout.pp_size)
         settings.layout.check(settings.zero.stage)
         settings.replicas.check(settings.zero.stage)
-        zero = replace(settings.zero, quantises=settings.precision.fp8_communication)
+        zero = replace(
+            settings.zero,
+            quantises=settings.precision.fp8_communication,
+            compiles=settings.sharding.enable_jit_fused,
+        )
         return replace(settings, zero=settings.replicas.bucketed(zero))

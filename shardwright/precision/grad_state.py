@@ -23,7 +23,7 @@ What each event does in each state ("refused" is a ValueError with the way to do
       clip by norm             into the factor       into the factor       into the factor       multiplies
       clip by value            -> CONSUMED           -> CONSUMED           -> CONSUMED           clamps
     param.grad read, assigned  refused (4)           settles -> CONSUMED   -> CONSUMED (4)       the view (4)
-    step                       -> CONSUMED           -> CONSUMED           -> CONSUMED           steps again (torch)
+    step                       -> CONSUMED (6)       -> CONSUMED (6)       -> CONSUMED (6)       steps again (torch)
     backward after step        refused               refused               refused               refused
     zero_grad                  empties               settles, empties      empties               empties
     weights loaded or edited   masters follow before the next read or step, whatever the state
@@ -36,6 +36,7 @@ What each event does in each state ("refused" is a ValueError with the way to do
     outside no_sync; else refused. A read starts no collective, so that a rank may read alone.
 (5) `zero.other_backwards`: where either has a loss scale it spoils in every state. All but zero_grad is refused then.
     Stage 3 adds in every state, as torch does, and refuses only under a loss scale.
+(6) Or FINAL: a step in one pass (`zero.one_pass`) reads gradients and leaves them as they are, with their factor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What optimizers of all ZeRO stages share: loss scaling, overflow, the norm, clipping and the inner step.
 
 Gradients lie in the buffers as *raw* sums; everything that multiplies them (the mean over data-parallel ranks, the
-inverse loss scale, the clip coefficient) is collected in one factor and applied once, inside torch's fused kernel where
-there is one. Which call may do what to them when: [Note: states of gradients]. Nothing here waits for the device unless
-the caller asks for a number, or fp16 meets an optimizer without a fused kernel.
+inverse loss scale, the clip coefficient) is collected in one factor and applied once, inside the kernel that steps
+where there is one. Which call may do what to them when: [Note: states of gradients]. Nothing here waits for the device
+unless the caller asks for a number, or fp16 meets an optimizer without a fused kernel.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._has_stepped = False
         self._fused = choose_fused(optim, device)
         self._constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+        self._stepped_scale: torch.Tensor | None = None  # of the loss, when a step left gradients as they were
 
     # What a subclass brings.
 
@@ -160,6 +161,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._clip = None
         self._raw_norm = None
         self._grad_norm = None
+        self._stepped_scale = None
 
     def _after_backward(self) -> None:
         """Called when a backward started through this wrapper has returned."""
@@ -176,7 +178,10 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             self.clip_grad_by_norm(self.max_norm)
         found_inf = self._found_inf() if self.scaler is not None else None
         with label("optimizer: update"):
-            self._inner_step(found_inf)
+            if not self._step_at_once(found_inf):
+                self._inner_step(found_inf)
+            elif self.scaler is not None:
+                self._stepped_scale = self._loss_scale()
         if self.scaler is not None and found_inf is not None:
             self.scaler.update(found_inf)
         self._has_stepped = self._has_gradients
@@ -243,6 +248,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         self._clip = None
         self._raw_norm = None
         self._overflow = None
+        self._stepped_scale = None
         self._has_gradients = False
         self._has_stepped = False
 
@@ -306,7 +312,12 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
 
     def _base_factor(self) -> float | torch.Tensor:
         """What makes raw sums the gradients of the step."""
-        return 1.0 / self._divisor if self.scaler is None else 1.0 / self._divisor / self.scaler.scale
+        return 1.0 / self._divisor if self.scaler is None else 1.0 / self._divisor / self._loss_scale()
+
+    def _loss_scale(self) -> torch.Tensor:
+        """The scale that the gradients in the buffers have; a step moves that of the next ones."""
+        assert self.scaler is not None
+        return self.scaler.scale if self._stepped_scale is None else self._stepped_scale
 
     def _factor(self) -> float | torch.Tensor:
         """What the gradients in the buffers must still be multiplied by."""
@@ -332,6 +343,10 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def _consume(self) -> None:
         """Note that the gradients are those of the step now."""
         self.grad_state = GradState.CONSUMED
+
+    def _step_at_once(self, found_inf: torch.Tensor | None) -> bool:
+        """Whether a kernel of ours has taken the step, with the pending factor, which stays pending."""
+        return False
 
     def _inner_step(self, found_inf: torch.Tensor | None) -> None:
         """Step the inner optimizer with the pending factor, or not at all where `found_inf` is set."""

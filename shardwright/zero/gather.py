@@ -35,10 +35,12 @@ from .quantised import gather_updates
 class ParamGatherer:
     """Copies masters into the working parameters and gathers them.
 
-    guard   of the parameters
+    guard     of the parameters
+    written   buckets whose masters have been copied already, when they are published next
     """
 
     guard: ParamGuard
+    written: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -81,11 +83,7 @@ class ParamGatherer:
                     [Note: weights that all ranks hold alike] in `zero.quantised`)
         """
         self.wait()  # for those of the last step that nobody has used
-        exact = {
-            bucket.index: exactly or group is None or not is_quantised(group)
-            for bucket in self._buckets
-            for group in (self._groups[bucket.index],)
-        }
+        exact = {bucket.index: exactly or self._is_exact(bucket) for bucket in self._buckets}
         if self._stream is None:
             self._copy_masters([bucket for bucket in self._buckets if exact[bucket.index]])
             for bucket in self._buckets:
@@ -107,9 +105,22 @@ class ParamGatherer:
             self.guard.values_pending([param for index in on_their_way for param in self._params[index]], True)
         else:
             self.wait()
+        self.written = frozenset()
+
+    def written_by_steps(self) -> frozenset[int]:
+        """Buckets whose working parameters a step may write with their masters: those that would be copied."""
+        return frozenset(
+            bucket.index
+            for bucket in self._buckets
+            if bucket.has_copies and self._is_exact(bucket) and bucket.master.device == bucket.flat.device
+        )
+
+    def _is_exact(self, bucket: Bucket) -> bool:
+        group = self._groups[bucket.index]
+        return group is None or not is_quantised(group)
 
     def _copy_masters(self, buckets: Sequence[Bucket]) -> None:
-        copied = [bucket for bucket in buckets if bucket.has_copies]
+        copied = [bucket for bucket in buckets if bucket.has_copies and bucket.index not in self.written]
         if copied:
             torch._foreach_copy_(
                 [bucket.own_flat for bucket in copied], [bucket.master for bucket in copied], non_blocking=True

@@ -39,6 +39,7 @@ from .entries import Job, check_job, collect_entries
 from .gather import ParamGatherer
 from .groups import zero_groups
 from .layout import BucketPlan, plan_buckets
+from .one_pass import OnePass
 from .other_backwards import OtherBackwards
 from .param_guard import ParamGuard
 from .reducer import GradReducer
@@ -139,6 +140,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         for bucket in self.buckets:
             bucket.make_gradients(full=stage < 2)
         self.segments = Segments(self.buckets, optim)
+        self._one_pass = OnePass(optim, self.buckets, settings.compiles)
         self._counted = {
             bucket.index: counted_ranges(bucket, mesh) if self._counts_replica(bucket) else []
             for bucket in self.buckets
@@ -376,6 +378,22 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def _step_wrapped(self) -> Any:
         with self.segments.installed():
             return super()._step_wrapped()
+
+    def _step_at_once(self, found_inf: torch.Tensor | None) -> bool:
+        kernel = self._one_pass.kernel()
+        if kernel is None:
+            return False
+        written = self.gatherer.written_by_steps()
+        self.gatherer.wait()  # gathers of the last step that nobody has used may still read the weights
+        with self.segments.installed(none=True):
+            super()._step_wrapped()
+        device, factor = self.buckets[0].master.device, self._factor()
+        on_device = self._constant(factor, device) if isinstance(factor, float) else factor.to(device)
+        skip = None if found_inf is None else found_inf.to(device)
+        self._one_pass.take(kernel, self.segments.items, on_device, skip, written)
+        if isinstance(self.gatherer, ParamGatherer):
+            self.gatherer.written = written
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -62,12 +62,13 @@ class Segments:
             begin_state(optim)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the optimizer's groups hold the segments."""
+    def installed(self, none: bool = False) -> Iterator[None]:
+        """Inside, the optimizer's groups hold the segments; `none`: nothing."""
         groups = self._optim.param_groups
         shown = [group["params"] for group in groups]
         for number, group in enumerate(groups):
-            group["params"] = [segment.tensor for segment in self.items if segment.run.group == number]
+            mine = [] if none else [segment.tensor for segment in self.items if segment.run.group == number]
+            group["params"] = mine
         try:
             yield
         finally:

@@ -32,6 +32,7 @@ class ZeroSettings:
     gather_ahead          stage 3: how many units (in a pipeline: chunks) are gathered before they are needed; None: as
                           many as take the memory of the largest, two chunks
     quantises             gradients and updated weights travel in 8 bits, as `zero.quantised` says
+    compiles              on a CPU inductor makes the kernel of Adam's steps (`zero.one_pass`)
     names                 what a plugin calls these options, where it has another name: errors speak of that one
     """
 
@@ -45,6 +46,7 @@ class ZeroSettings:
     master_weights: bool = True
     gather_ahead: int | None = None
     quantises: bool = False
+    compiles: bool = False
     names: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

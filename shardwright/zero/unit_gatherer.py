@@ -470,6 +470,10 @@ class UnitGatherer:
         for bucket in self.buckets:
             self._hide(bucket)
 
+    def written_by_steps(self) -> frozenset[int]:
+        """None: working parameters do not exist between steps."""
+        return frozenset()
+
     def _hide(self, bucket: ShardedBucket) -> None:
         if bucket.shown is not None:
             self._data.forget(bucket.params)

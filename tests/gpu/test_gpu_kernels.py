@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from adam_kernels import step_beside_torch
 from place import ALL, CLOSE, DEVICE, HALF, NAMES, draw, exact, same, size
 from test_gated_and_rotary import as_written
 from torch import Tensor
 
 from shardwright.attention import blocks
 from shardwright.comm.quantised import dequantise, quantise
+from shardwright.kernels.adam import Piece, Rule
+from shardwright.kernels.backends import triton_kernels
 from shardwright.kernels.gated import ACTIVATIONS, gated
 from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwright.kernels.norms import layer_norm, rms_norm
@@ -197,6 +200,25 @@ def test_norm_of_gradients(dtype: torch.dtype) -> None:
     expected = sum(float(exact(part).square().sum()) for part in parts)
     found = float(power_sum(parts, torch.device(DEVICE)))
     assert abs(found - expected) <= max(1e-5 if dtype != torch.float64 else 0.0, 1e-12) * expected
+
+
+@pytest.mark.parametrize("skipped", [(), (1, 4)], ids=["all", "some skipped"])
+@pytest.mark.parametrize("weight", [None, *HALF], ids=lambda dtype: NAMES.get(dtype, "fp32"))
+def test_steps_of_adam(weight: torch.dtype | None, skipped: tuple[int, ...]) -> None:
+    """In one pass, for which the host never waits once the places of the pieces are known."""
+    kernels: Any = triton_kernels("adam", torch.empty(1, device=DEVICE))
+    if kernels is None:
+        pytest.skip(f"no Triton kernels on {DEVICE}")
+    step_beside_torch(kernels.TritonAdam(), torch.float32, weight, skipped, DEVICE)
+    kernel, flat = kernels.TritonAdam(), torch.zeros(5, 3001, device=DEVICE)
+    piece = Piece(*flat[:4], flat[4, 0], None if weight is None else flat[0].to(weight))
+    rule, one = Rule(1e-3, 0.9, 0.999, 1e-8, 0.1, True, False), torch.ones((), device=DEVICE)
+    kernel(0, [piece], rule, one, None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(0, [piece], rule._replace(lr=2e-3), one, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=NAMES.get)

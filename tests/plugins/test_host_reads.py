@@ -49,6 +49,11 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     (LLAMA, {"attention_backend": "eager"}),
     ("lora", {"zero_stage": 1, "max_norm": 1.0}),
     ("lora", PIPELINE),
+    ("lora", {"zero_stage": 3, **FP16}),
+    (LLAMA, TWO_CHUNKS | {"pp_style": "interleaved", "precision": "bf16", "max_norm": 1.0, "zero_stage": 2}),
+    (LLAMA, PIPELINE | FP16 | {"zero_stage": 1}),
+    (LLAMA, TRADED | FP16 | {"zero_stage": 3}),
+    (LLAMA, SPLIT | FP16 | {"zero_stage": 1, "num_microbatches": 2}),
     (MOE, PIPELINE),
     (MOE, {"tp_size": 2}),
 ]

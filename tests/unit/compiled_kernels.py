@@ -17,9 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from shardwright.kernels.adam import Piece, Rule
 from shardwright.kernels.gated import ACTIVATIONS
 from shardwright.kernels.rotary import FORMS
-from shardwright.kernels.triton import cross_entropy, gated, norms, rotary
+from shardwright.kernels.triton import adam, cross_entropy, gated, norms, rotary
 
 
 class Absent:
@@ -63,6 +64,17 @@ def launch_all(dtype: torch.dtype) -> None:
     cross_entropy.row_gradients(x.detach(), rows, rows, target, target > 0, target > 0, 30, 37, 0.1, 1e-3, out)
 
 
+def step_by_adam(dtype: torch.dtype) -> None:
+    """Gradients and weights in `dtype`, with every switch on and off, aligned and not."""
+    flat, given, one = torch.ones(4, 3000), torch.ones(3000, dtype=dtype), torch.ones(())
+    for start in (0, 1):
+        master, exp_avg, exp_avg_sq = flat[:3, start:]
+        weight = given[start:].clone() if dtype != torch.float32 else None
+        pieces = [Piece(master, given[start:], exp_avg, exp_avg_sq, one, weight)]
+        for decoupled, rate, skip in ((True, 1e-3, None), (False, one, one)):
+            adam.TritonAdam()(0, pieces, Rule(rate, 0.9, 0.999, 1e-8, 0.1, decoupled, decoupled), one, skip)
+
+
 def main(capability: int) -> None:
     driver.set_active(Absent(capability))
     launch, compiled = JITFunction.run, set[tuple[str, Any]]()
@@ -76,6 +88,8 @@ def main(capability: int) -> None:
     JITFunction.run = compile_only
     for dtype in (torch.bfloat16, torch.float64):
         launch_all(dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        step_by_adam(dtype)
     print(f"{len(compiled)} kernels")
 
 

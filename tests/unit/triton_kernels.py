@@ -7,24 +7,30 @@ blocks are made small.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from adam_kernels import step_beside_torch
 from test_gated_and_rotary import as_written
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import shardwright
 from shardwright.kernels import backends
 from shardwright.kernels import cross_entropy_rows as rows
+from shardwright.kernels.adam import Piece, Rule
 from shardwright.kernels.gated import ACTIVATIONS
 from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwright.kernels.rotary import FORMS, Form
 from shardwright.kernels.triton import cross_entropy, norms
 from shardwright.kernels.triton import gated as gated_kernels
 from shardwright.kernels.triton import rotary as rotary_kernels
+from shardwright.kernels.triton.adam import TritonAdam
 from shardwright.shardformer.layer.norm import fuse_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,3 +150,48 @@ def test_rotary_positions(dtype: torch.dtype, form: Form, monkeypatch: pytest.Mo
         view = x.transpose(1, 2) if heads == 1 else x
         expected = as_written(view.float(), cos.float(), sin.float(), form, heads).to(dtype)
         same_gradients(rotary_kernels.rotated(view, cos, sin, form, heads), expected, (x,), dtype)
+
+
+@pytest.mark.parametrize("skipped", [(), (1, 4)], ids=["all", "some skipped"])
+@pytest.mark.parametrize(
+    ("grad", "weight"), [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_steps_of_adam(grad: torch.dtype, weight: torch.dtype | None, skipped: tuple[int, ...]) -> None:
+    step_beside_torch(
+        TritonAdam(), grad, weight, skipped, DEVICE, rounds=DEVICE != "cpu"
+    )  # the interpreter cuts bf16 off
+
+
+def test_steps_of_zero_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE != "cpu":
+        pytest.skip("tests/gpu has whole layouts")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "ranks"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    import test_zero_one_pass
+
+    shardwright.launch(0, 1, None, None, backend="gloo")
+    try:
+        cases: list[Any] = [("bf16", {"stage": 1}, {}), ("fp16", {"stage": 2}, {}), ("fp32", {"stage": 3}, {})]
+        test_zero_one_pass.compare(0, 1, [*cases, ("bf16", {"stage": 1, "cpu_offload": True}, {})], "triton")
+    finally:
+        backends.INTERPRETED = False
+        dist.destroy_process_group()
+
+
+def test_a_rate_on_the_device() -> None:
+    """Which nobody reads; the table follows pieces that move."""
+    kernel, rate = TritonAdam(), torch.tensor(1e-2, device=DEVICE)
+    rule = Rule(rate, 0.9, 0.999, 1e-8, 0.1, True, False)
+    values, grads = numbers(3001, dtype=torch.float32).detach(), numbers(3001, dtype=torch.float32, seed=1).detach()
+    param = nn.Parameter(values.double())
+    optim = torch.optim.AdamW([param], weight_decay=0.1)
+    state = [torch.zeros_like(values) for _ in range(2)]
+    step, one = torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE)
+    for taken in range(3):
+        values, state = values.clone(), [moment.clone() for moment in state]
+        kernel(0, [Piece(values, grads, *state, step, None)], rule, one, None)
+        optim.param_groups[0]["lr"] = 1e-2 / 2**taken
+        rate /= 2
+        param.grad = grads.double()
+        optim.step()
+    torch.testing.assert_close(values.double(), param.detach(), rtol=2e-6, atol=2e-7)
