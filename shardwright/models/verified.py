@@ -55,7 +55,7 @@ class Verified:
     """All results and with which versions they were found.
 
     axes        (name, title, group)
-    one_step    how many verified cells that train did so for one step only
+    one_step    how many verified cells that train did so for one step only, at most
     """
 
     versions: Mapping[str, str]

@@ -56,6 +56,12 @@ def test_written_data_are_read_back(tmp_path: Path) -> None:
     assert (found.cells["zbv"].outcome, found.cells["zbv"].why) == ("refused", "too | short")
     assert (found.share, found.whole, found.kinds) == (0.5, ("a.b",), ("masked LM",))
     assert (found.times["tp2"], data.one_step) == ((20.0, 60.0), 1)
+    later = {**cells[0], "outcome": "verified", "why": "", "steps": 2}
+    write_data([later], tmp_path / "data.json")
+    again = load(tmp_path / "data.json")
+    assert again.rows[0].cells["pp2"].outcome == "verified"
+    assert again.rows[1:] == data.rows[1:]
+    assert {**again.rows[0].cells, "pp2": found.cells["pp2"]} == found.cells
     shown = page(data).splitlines()
     name = "BertForMaskedLM"
     for line in (

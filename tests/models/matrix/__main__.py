@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--jobs", type=_positive, default=max(1, cores // 2), help="classes side by side")
     parser.add_argument(
-        "--write", action="store_true", help="run nothing: make the package's data and docs/models.md of --json"
+        "--write",
+        action="store_true",
+        help="run nothing: put the cells of --json into the package's data, and write docs/models.md of it",
     )
     parser.add_argument("--trace", action="store_true", help="show where a cell failed")
     return parser

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from shardwright.models.verified import FILE
+from shardwright.models.verified import FILE, Row, load
 from shardwright.testing.matrix.axes import AXES, GROUPS
 from tests.models.matrix.rows import kinds_of
 
@@ -19,10 +19,20 @@ _TRAINING = ("train", "lazy", "lora", "xformers")
 
 
 def write_data(results: Iterable[dict[str, Any]], file: Path = FILE) -> None:
-    """One line per class, so that a change of one cell is a change of one line."""
+    """One line per class, so that a change of one cell is a change of one line. What the file holds of other cells
+    stays.
+    """
     rows: dict[str, dict[str, Any]] = {}
     reasons: dict[str, int] = {}
     one_step = 0
+
+    def number_of(why: str) -> int:
+        return reasons.setdefault(why, len(reasons)) if why else -1
+
+    if file.exists():
+        before = load(file)
+        one_step = before.one_step
+        rows = {row.model_class: _as_data(row, number_of) for row in before.rows}
     for cell in results:
         name = cell["model_class"]
         row = rows.setdefault(name, {"model_class": name, "first": False, "kinds": kinds_of(name), "cells": {}})
@@ -32,8 +42,7 @@ def write_data(results: Iterable[dict[str, Any]], file: Path = FILE) -> None:
             row["times"] = cell["times"]
             continue
         why = _plain(cell.get("why", "") or cell.get("note", ""), name)
-        number = reasons.setdefault(why, len(reasons)) if why else -1
-        row["cells"][cell["axis"]] = [cell["outcome"], number]
+        row["cells"][cell["axis"]] = [cell["outcome"], number_of(why)]
         one_step += is_one_step(cell)
         if "share" in cell:
             row |= {"share": cell["share"], "whole": cell["whole"]}
@@ -49,6 +58,15 @@ def write_data(results: Iterable[dict[str, Any]], file: Path = FILE) -> None:
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     listed = ",\n".join(json.dumps(row) for row in rows.values())
     file.write_text("{" + ",\n".join(lines) + ',\n"rows": [\n' + listed + "\n]}\n")
+
+
+def _as_data(row: Row, number_of: Callable[[str], int]) -> dict[str, Any]:
+    known: dict[str, Any] = {"family": row.family, "model_type": row.model_type, "model_class": row.model_class}
+    known |= {"first": row.first, "kinds": list(row.kinds)}
+    known["cells"] = {axis: [cell.outcome, number_of(cell.why)] for axis, cell in row.cells.items()}
+    if row.share is not None:
+        known |= {"share": row.share, "whole": list(row.whole)}
+    return known | ({"times": {name: list(times) for name, times in row.times.items()}} if row.times else {})
 
 
 def is_one_step(cell: dict[str, Any]) -> bool:

@@ -81,7 +81,7 @@ def _head(found: Verified) -> Iterator[str]:
         f"Written by `python -m tests.models.matrix --write` with {versions}; `shardwright models` prints the same "
         "data."
     )
-    some = f" {found.one_step} of the cells that train did so for one step only." if found.one_step else ""
+    some = f" At most {found.one_step} of the cells that train did so for one step only." if found.one_step else ""
     yield from _text(
         "A cell is one class of transformers at a tiny size, run on rank processes (two, or four where two axes meet) "
         "and compared with the same class in one process: the losses and every gradient of two steps of AdamW and "
