@@ -195,7 +195,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     model = build_model(recipe, parts.config)
     parameters = sum(param.numel() for param in model.parameters())
     plugin = make_plugin(recipe, parameters)
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin, on_nan=recipe.on_nan)
     replicas, _ = plugin.data_parallel
     samples = layouts.samples_of_a_step(recipe)
     dataset = parts.dataset("data")
@@ -252,6 +252,8 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
         timeline_steps=recipe.timeline_steps,
         profile_steps=recipe.profile_steps,
+        rollbacks=recipe.rollbacks,
+        spike_factor=recipe.spike_factor,
     )
     trainer.measured = held_out
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}

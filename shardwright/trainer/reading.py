@@ -319,11 +319,25 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("early_stopping_patience needs eval_strategy: steps or epoch, which is no")
     if recipe.load_best_model_at_end and recipe.eval_strategy == "no":
         raise RecipeError("load_best_model_at_end needs eval_strategy: steps or epoch, which is no")
+    _check_rollbacks(recipe)
     if recipe.greater_is_better:
         raise RecipeError("greater_is_better: true, and metric_for_best_model is a loss, the lowest of which is best")
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs == 0):
         raise RecipeError("nothing would be trained: give max_steps or num_train_epochs above 0")
     _check_streams(recipe, recipe.data)
+
+
+def _check_rollbacks(recipe: Recipe) -> None:
+    if recipe.spike_factor == 1:
+        raise RecipeError("spike_factor=1: losses are never all below their median; give more than 1, such as 3")
+    if not recipe.rollbacks:
+        return
+    if recipe.on_nan != "stop" and recipe.spike_factor is None:
+        raise RecipeError(
+            f"rollbacks={recipe.rollbacks} without what goes back: say on_nan: stop, or spike_factor: 3, or both"
+        )
+    if recipe.save_strategy == "no":
+        raise RecipeError(f"rollbacks={recipe.rollbacks} needs checkpoints: say save_strategy: steps or epoch")
 
 
 def _check_streams(recipe: Recipe, data: Data) -> None:

@@ -155,6 +155,20 @@ class Recipe:
     adam_beta2: Annotated[float, Key("of AdamW", least=0)] = 0.999
     adam_epsilon: Annotated[float, Key("of AdamW", least=0)] = 1e-8
     max_grad_norm: Annotated[float, Key("gradients are scaled down to this norm; 0: they are not", least=0)] = 1.0
+    on_nan: Annotated[
+        str,
+        Key("what a loss that is nan or inf does: a warning, no step, or the end", choices=("warn", "skip", "stop")),
+    ] = "warn"
+    spike_factor: Annotated[
+        float | None, Key("a loss ends the run that is so many times the median of the last 50", least=1)
+    ] = None
+    rollbacks: Annotated[
+        int,
+        Key(
+            "how often spike_factor and on_nan: stop go back to the last checkpoint, and on without the data since",
+            least=0,
+        ),
+    ] = 0
 
     dataloader_num_workers: Annotated[int, Key("processes that prepare samples for one rank", least=0)] = 0
     logging_steps: Annotated[int, Key("steps between lines of the log; metrics.jsonl has every step", least=1)] = 1

@@ -24,7 +24,7 @@ from transformers import (
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.testing import run_ranks
+from shardwright.testing import RankError, run_ranks
 from shardwright.trainer import RecipeError, Trainer, build_recipe
 from shardwright.trainer.build import prepare
 from shardwright.trainer.datasets import Collate
@@ -76,6 +76,16 @@ def by_hand(
         if len(losses) == steps:
             break
     return losses, model
+
+
+def test_a_recipe_goes_back_from_losses_that_are_not_finite(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At this rate the second loss is none, also behind the first checkpoint, so that the run ends after going back."""
+    steps = {"max_steps": 4, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
+    given = recipe(tmp_path, learning_rate=1e30, on_nan="stop", rollbacks=1, layout={"tp_size": 2}, **steps)
+    with pytest.raises(RankError, match="NonFiniteLoss"):
+        run_ranks(train_on_rank, 2, given)
+    printed = capfd.readouterr()
+    assert (printed.out + printed.err).count("back to step 1, without the data of the steps since: 0 more times") == 1
 
 
 def evaluate_by_hand(given: dict[str, Any], model: Any) -> float:
