@@ -52,6 +52,7 @@ class SaveOnSignal:
         _active.discard(self)
         if self._job is not None and self._appointment is not None:
             self._job.answers.remove(self._appointment.look)
+            self._appointment.leave()
             self._job = self._appointment = None
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -3,10 +3,11 @@
 A rank that wants it promises to stop at the step that it is at. The watching threads of the others look for that twice
 a second (`watch`), and promise the step that their main thread comes to next. No rank passes the step that it has
 promised before it knows all promises; what is agreed on is the latest of them, which no rank has passed. Threads
-promise, not scripts, so nobody who waits for the promises keeps anybody from giving one.
+promise, not scripts, so nobody who waits for the promises keeps anybody from giving one. A rank that comes to no
+further step says so where it has promised none: who asks in the last step would wait for it otherwise.
 
     <name>/asked      somebody wants it
-    <name>/at/<rank>  the rank's promise
+    <name>/at/<rank>  the rank's promise, "inf" of one that comes to no step
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Appointment:
         self._job, self._name = job, name
         self._generation = job.generation
         self._arrived = 0
-        self._promise: int | None = None
+        self._promise: float | None = None
         self._agreed: float | None = None
         self._lock = threading.Lock()
 
@@ -58,18 +59,28 @@ class Appointment:
             self._agreed = self._latest()
         return self._arrived >= self._agreed
 
+    def leave(self) -> None:
+        """This rank arrives no more, though its script may go on."""
+        self._begin_anew()
+        with self._lock:
+            is_open = self._promise is None
+            if is_open:
+                self._promise = math.inf
+        if is_open:
+            self._tell()
+
     def _tell(self) -> None:
         self._job.tell(f"{self._name}/at/{self._job.rank}", str(self._promise))
 
     def _begin_anew(self) -> None:
-        """After a recovery, which no key outlives."""
+        """After a recovery, which no key outlives, and before which ranks may have come to different steps."""
         with self._lock:
             if self._generation != self._job.generation:
-                self._generation = self._job.generation
+                self._generation, self._arrived = self._job.generation, 0
                 self._promise = self._agreed = None
 
     def _latest(self) -> float:
-        """Of all promises; never, where a rank has come to the end of its script."""
+        """Of all promises; never, where a rank comes to no further step, or has come to the end of its script."""
         job, limit = self._job, groups.get_timeout() or timedelta(minutes=30)
         deadline = time.monotonic() + limit.total_seconds()
         missing = list(range(job.world_size))
@@ -86,4 +97,4 @@ class Appointment:
             job.find_dead()
         promises = [job.ask(f"{self._name}/at/{rank}") for rank in range(job.world_size)]
         job.require_store("ranks could not agree on a step")
-        return max(int(promise or 0) for promise in promises)
+        return max(float(promise or 0) for promise in promises)

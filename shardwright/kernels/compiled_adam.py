@@ -40,7 +40,9 @@ def _numbers(rule: Rule, step: Tensor, factor: Tensor) -> Tensor:
         lr = lr.to(step.device)
     wide = factor.double()
     rest = torch.tensor(
-        [1 - lr * decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay], dtype=torch.float64
+        [1 - lr * decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay],
+        dtype=torch.float64,
+        device=step.device,  # a script may have made another the default
     )
     size = lr / (1 - rule.beta1**taken)
     root = (1 - rule.beta2**taken).sqrt()

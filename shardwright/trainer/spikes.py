@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -24,8 +25,10 @@ class SpikeWatch:
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
 
     def note(self, step: int, loss: float) -> None:
-        """LossSpike for a loss that is one, which is not remembered."""
-        if self.factor is None:
+        """LossSpike for a loss that is one, which is not remembered. What is not finite is `on_nan`'s to judge, and
+        says nothing of what is usual.
+        """
+        if self.factor is None or not math.isfinite(loss):
             return
         if len(self._losses) >= _ENOUGH and (usual := median(self._losses)) > 0 and loss > self.factor * usual:
             raise LossSpike(

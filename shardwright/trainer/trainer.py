@@ -144,6 +144,8 @@ class Trainer:
         self._supply: Any = None  # the iterator over the running pass
         self._pass_ended = False
         self._random: dict[str, torch.Tensor] | None = None  # states of generators before the next batch was made
+        self._resumed: tuple[int, Options] | None = None  # the step that was gone on from, and what the run was given
+        self._has_own = False  # whether what is in `checkpoints` is of this run
         self.interrupted = False
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
@@ -167,6 +169,8 @@ class Trainer:
         self.progress = Progressed(**extra)
         if self.keep_best and not self._best_is_here():
             self.progress.best_loss, self.progress.best_step = math.inf, 0
+        self._resumed = self.progress.step, options
+        self._has_own = self._has_own or path is None
         return True
 
     def train(self, facts: Mapping[str, Any] | None = None) -> Progressed:
@@ -228,14 +232,17 @@ class Trainer:
         often enough. On all ranks alike.
         """
         self.booster.wait()
-        if self.rollbacks == 0 or not candidates(self.checkpoints)[0]:
+        if self.rollbacks == 0 or not (self._has_own and candidates(self.checkpoints)[0]):
             return False
         self.rollbacks -= 1
-        epoch = self.progress.epoch
+        # The data goes on where it is, and in best/ is what evaluations since the checkpoint have put there.
+        kept = {name: getattr(self.progress, name) for name in ("epoch", "best_loss", "best_step")}
         self.optimizer.zero_grad()
         extra = self._load(self.checkpoints)
-        del extra["must_match"]
-        self.progress = Progressed(**{**extra, "epoch": epoch})
+        extra.pop("must_match", None)
+        self.progress = Progressed(**{**extra, **kept})
+        if self._resumed is not None and self._resumed[0] == self.progress.step:
+            self._resumed[1].restore()
         get_dist_logger().warning(
             f"{error}\nback to step {self.progress.step}, without the data of the steps since: {self.rollbacks} more "
             "times",
@@ -345,6 +352,7 @@ class Trainer:
 
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
         """A checkpoint that a run at any layout can go on from."""
+        self._has_own = self._has_own or path is None
         with self._as_before():
             self.booster.save(
                 str(path or self.checkpoints / f"step-{self.progress.step}"),
@@ -389,7 +397,7 @@ class Trainer:
                 empty, left = 0, left - 1
                 self.progress.epoch += left == 0
                 self._pass_ended, self._random = left == 0, None
-                if hasattr(self._supply, "send"):
+                if hasattr(self._supply, "look_ahead"):  # a generator's `send` would take the next batch
                     self._supply.send(batch)
                 yield batch, left == 0
         raise ValueError("the loader has no batches; give it more samples, or smaller batches")

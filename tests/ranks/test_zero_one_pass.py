@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,6 +170,23 @@ def compiled(rank: int, world: int) -> None:
 
 def test_compiled() -> None:
     run_ranks(compiled, 2, timeout=240)
+
+
+def test_where_scripts_make_tensors_does_not_matter() -> None:
+    """torch.set_default_device, of which the kernel's own numbers know nothing."""
+    found = []
+    for place in ("cpu", "meta"):
+        piece = Piece(*(torch.full((1,), number) for number in (1.0, 0.5, 0.1, 0.2)), torch.zeros(()), None)
+        with torch.device(place):
+            rule = Rule(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False)
+            compiled_adam.CompiledAdam()(0, [piece], rule, torch.ones((), device="cpu"), None)
+        found.append(piece.master)
+    assert torch.equal(*found)
+    kernels: Any = pytest.importorskip("shardwright.kernels.triton.adam")
+    with torch.device("meta"):
+        assert kernels._log(0.9) == pytest.approx(math.log(0.9), rel=1e-15)
+        assert kernels._in_two(0.9) == (float(torch.tensor(0.9, device="cpu")), pytest.approx(0.0, abs=1e-7))
+        assert kernels._table_of([(0,) * 6 + (4096,)], torch.device("cpu")).blocks.tolist() == [[0, 0], [0, 1]]
 
 
 def declined(rank: int, world: int) -> None:

@@ -53,7 +53,14 @@ class Layer(nn.Linear):
         return super().forward(x)
 
 
-def trained(directory: Path, factors: dict[int, float], **options: Any) -> tuple[Any, Any]:
+def trained(
+    directory: Path,
+    factors: dict[int, float],
+    make: Any = Squares,
+    lr: float = 1e-3,
+    resume: bool = False,
+    **options: Any,
+) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model: Any = Layer(4, 2)
     plain = Layer(4, 2)
@@ -61,12 +68,12 @@ def trained(directory: Path, factors: dict[int, float], **options: Any) -> tuple
     samples = [{"x": torch.randn(4) + 1} for _ in range(16)]
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32"), on_nan="stop")
     loader = booster.plugin.prepare_dataloader(samples, batch_size=4, shuffle=True, seed=3)  # type: ignore[union-attr]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)  # type: ignore[assignment]
-    trainer = Squares(
-        booster, model, optimizer, loader, total_steps=STEPS, directory=directory, save=Every(steps=5), **options
-    )
+    options = {"total_steps": STEPS, "save": Every(steps=5), **options}
+    trainer = make(booster, model, optimizer, loader, directory=directory, **options)
     trainer.factors = factors
+    assert trainer.resume() if resume else True
     trainer.train()
     return trainer, plain
 
@@ -99,6 +106,55 @@ def test_bad_batches_are_left_out(tmp_path: Path) -> None:
         trained(tmp_path / "early", {3: float("nan")}, rollbacks=5)  # there is nothing to go back to
 
 
+class Scored(Squares):
+    """Whose evaluations are best once, at step 7; what the weights were then is in `best_weights`."""
+
+    def evaluate(self) -> float:
+        if self.progress.step == 7 and not hasattr(self, "best_weights"):
+            self.best_weights = [param.detach().clone() for param in self.model.unwrap().parameters()]
+            return 1.0
+        return 10.0 + self.progress.step
+
+
+def test_the_best_of_the_steps_that_were_left_out_stays_the_best(tmp_path: Path) -> None:
+    """The checkpoint of step 5 knows of another, which best/ has no more."""
+    options: dict[str, Any] = {"evaluation": [], "evaluate": Every(steps=1), "keep_best": True}
+    trainer, _ = trained(tmp_path, {9: float("nan")}, make=Scored, rollbacks=1, **options)
+    assert (trainer.progress.best_step, trainer.progress.step) == (7, STEPS)
+    for one, other in zip(trainer.model.unwrap().parameters(), trainer.best_weights, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_a_run_was_given_holds_behind_the_checkpoint_that_it_went_on_from(tmp_path: Path) -> None:
+    trained(tmp_path, {}, total_steps=5)
+    trainer, _ = trained(tmp_path, {3: float("nan")}, lr=2e-3, resume=True, rollbacks=1, total_steps=8)
+    assert (trainer.progress.step, len(trainer.seen)) == (8, 6)
+    assert trainer.optimizer.param_groups[0]["lr"] == 2e-3
+    with pytest.raises(NonFiniteLoss):  # those checkpoints are another run's
+        trained(tmp_path, {3: float("nan")}, rollbacks=1)
+
+
+class OneByOne:
+    """A loader whose iterator is a generator, which has a `send` of its own."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+
+
+def test_every_batch_of_a_loader_of_ones_own_is_trained_on(tmp_path: Path) -> None:
+    model: Any = Layer(4, 2)
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32"))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+    own: Any = OneByOne([{"x": torch.full((2, 4), float(number))} for number in range(3)])
+    model, optimizer, _, own, _ = booster.boost(model, optimizer, None, own)
+    trainer: Any = Squares(booster, model, optimizer, own, total_steps=5, directory=tmp_path)
+    trainer.train()
+    assert [int(x[0, 0]) for x in trainer.seen] == [0, 1, 2, 0, 1]
+
+
 def test_what_a_jump_is() -> None:
     watch = SpikeWatch(3.0)
     for step in range(10):
@@ -107,6 +163,10 @@ def test_what_a_jump_is() -> None:
         watch.note(11, 3.1)
     watch.note(12, 2.9)
     SpikeWatch(None).note(1, float("inf"))
+    for step in range(30):  # as of steps that on_nan="skip" has left out
+        watch.note(step, float("nan" if step % 2 else "inf"))
+    with pytest.raises(LossSpike):
+        watch.note(31, 3.1)
     negative = SpikeWatch(2.0)
     for step in range(30):
         negative.note(step, 3.0 if step == 20 else -5.0)  # a median below 0 is no measure

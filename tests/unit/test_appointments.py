@@ -93,6 +93,38 @@ def test_all_ranks_stop_at_one_step(seed: int) -> None:
         assert min(wants.values()) <= stopped[0] <= min(wants.values()) + 25
 
 
+def test_nobody_waits_for_a_rank_that_takes_no_further_step() -> None:
+    """Asked in the last step, or behind it, whatever the others do then."""
+    for asks_first in (True, False):
+        mine, other = (Appointment(job, "signals/1") for job in jobs(2))
+        assert not other.arrive(wanted=False)
+        if asks_first:
+            timer = threading.Timer(0.2, other.leave)
+            timer.start()
+        else:
+            other.leave()
+        begun = time.monotonic()
+        assert not mine.arrive(wanted=True)
+        assert not mine.arrive(wanted=True)
+        assert time.monotonic() - begun < 5
+        other.look()
+        mine.leave()
+        assert [mine._promise, other._promise] == [1, float("inf")]
+
+
+def test_ranks_count_steps_alike_after_a_recovery() -> None:
+    """Before it one had come a step further than the other."""
+    members = jobs(2)
+    dates = [Appointment(job, "signals/1") for job in members]
+    for date, steps in zip(dates, (3, 2), strict=True):
+        assert not any(date.arrive(wanted=False) for _ in range(steps))
+    for job in members:
+        job.begin_anew(1, 0)
+    assert not any(date.arrive(wanted=False) for date in dates)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda date: date.arrive(wanted=True), dates)) == [True, True]
+
+
 def test_who_waits_hears_of_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = jobs(2)
     set_current(first)

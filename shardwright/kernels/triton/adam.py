@@ -9,7 +9,9 @@ are computed from comes as a sum of two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import c_float
 from typing import NamedTuple
 
 import torch
@@ -184,10 +186,10 @@ def _place(piece: Piece) -> tuple[int, ...]:
 
 
 def _table_of(places: list[tuple[int, ...]], device: torch.device) -> _Table:
-    table = torch.tensor(places, dtype=torch.int64)
+    table = torch.tensor(places, dtype=torch.int64, device="cpu")
     counts = (table[:, -1] + _BLOCK - 1) // _BLOCK
-    piece = torch.repeat_interleave(torch.arange(len(places)), counts)
-    block = torch.arange(len(piece)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    piece = torch.repeat_interleave(torch.arange(len(places), device="cpu"), counts)
+    block = torch.arange(len(piece), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     blocks = torch.stack([piece, block], dim=1).to(torch.int32)
     numbers = torch.empty(len(places), 3, dtype=torch.float32, device=device)
     is_aligned = not bool((table[:, :5] % 16).any() or (table[:, -1] % 8).any())
@@ -195,10 +197,10 @@ def _table_of(places: list[tuple[int, ...]], device: torch.device) -> _Table:
 
 
 def _log(beta: float) -> float:
-    return float(torch.tensor(beta, dtype=torch.float64).log()) if beta > 0 else -1e4  # beta^t is 0 then
+    return math.log(beta) if beta > 0 else -1e4  # beta^t is 0 then
 
 
 def _in_two(value: float) -> tuple[float, float]:
     """Two numbers of fp32 whose sum is `value`, to 48 bits."""
-    high = float(torch.tensor(value, dtype=torch.float64).float())
+    high = c_float(value).value  # a tensor would lie on the default device, and be waited for there
     return high, float(value) - high
