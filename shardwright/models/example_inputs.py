@@ -336,11 +336,13 @@ class _Maker:
     def pictures(self) -> Iterator[Batch]:
         """[B, C, H, W], and as one of several images of each sample where texts have places for them."""
         made = self.images()
-        if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size
-            made["image_sizes"] = torch.tensor([_image_size(self.vision)] * SAMPLES)
-        yield made
+        shown = [made]
         if "input_ids" in self.arguments and any(hasattr(self.config, name) for name in _PLACEHOLDERS):
-            yield {**made, "pixel_values": made["pixel_values"][:, None]}
+            shown.append({"pixel_values": made["pixel_values"][:, None]})
+        yield from shown
+        if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size: some towers take it
+            sizes = {"image_sizes": torch.tensor([_image_size(self.vision)] * SAMPLES)}
+            yield from ({**each, **sizes} for each in shown)
         if "aspect_ratio_ids" in self.arguments:  # tiles of one image [B, 1, T, C, H, W]
             tiles = _size(self.vision, "max_num_tiles") or 1
             yield {

@@ -65,6 +65,13 @@ class Parts:
                 return int(token)
         return 0
 
+    def collate(self, key: str) -> Collate:
+        """What makes batches of samples of `data` or `eval_data`."""
+        # The answer is one of all places, padding too: were it of as many as the longest window beside it has, the loss
+        # would follow from who shares a batch, and so from the layout.
+        filled = self.recipe.task == "question-answering"
+        return Collate(self.padding, self.max_length_of(key) if filled else 0)
+
     def dataset(self, key: str) -> Any:
         """A Dataset or IterableDataset of `data` or `eval_data`."""
         data: Data = getattr(self.recipe, key)
@@ -199,7 +206,6 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     replicas, _ = plugin.data_parallel
     samples = layouts.samples_of_a_step(recipe)
     dataset = parts.dataset("data")
-    collate = Collate(parts.padding)
     streaming = isinstance(dataset, SampleStream)
     if isinstance(dataset, SampleStream):
         dataset.step = samples * replicas
@@ -210,7 +216,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         seed=recipe.seed,
         drop_last=True,
         num_workers=recipe.dataloader_num_workers,
-        collate_fn=collate,
+        collate_fn=parts.collate("data"),
         distributed_sampler_cls=None if streaming else EvenedSampler,
     )
     evaluation = held_out = None
@@ -220,7 +226,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         )
         held_out = parts.dataset("eval_data")
         evaluation = plugin.prepare_dataloader(
-            Evened(held_out, size * replicas, parts.padding), batch_size=size, collate_fn=collate
+            Evened(held_out, size * replicas, parts.padding), batch_size=size, collate_fn=parts.collate("eval_data")
         )
     total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
     optimizer = make_optimizer(recipe, model)

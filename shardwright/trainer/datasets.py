@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
@@ -153,10 +154,12 @@ class EvenedSampler(DataParallelSampler, _SamplesFirst):
 
 
 class Collate:
-    """Items of different lengths as one batch: filled up behind their ends, which a mask says."""
+    """Items of different lengths as one batch: filled up behind their ends, which a mask says; to the longest of them,
+    or to `length`.
+    """
 
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
+    def __init__(self, padding: int, length: int = 0) -> None:
+        self.padding, self.length = padding, length
 
     def __call__(self, items: Sequence[Item]) -> Item:
         if "position_ids" in items[0]:
@@ -168,7 +171,8 @@ class Collate:
         if not values[0].ndim:  # one label of a text
             return torch.stack(list(values))
         filling = {"input_ids": self.padding, "labels": IGNORED}.get(name, 0)
-        return pad_sequence(list(values), batch_first=True, padding_value=filling)
+        column = pad_sequence(list(values), batch_first=True, padding_value=filling)
+        return nn.functional.pad(column, (0, max(self.length - column.shape[1], 0)), value=filling)
 
 
 def placed(error: RecipeError, place: str) -> str:

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from shardwright.testing import run_ranks
 from shardwright.trainer import RecipeError, build_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.datasets import Collate
 from shardwright.trainer.questions import normal, shared_words
 from shardwright.trainer.tasks import TASKS
 
@@ -80,7 +79,7 @@ def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], Any, A
     schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=3)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses: list[float] = []
-    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=Collate(parts.padding)):
+    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=parts.collate("data")):
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,7 +89,7 @@ def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], Any, A
         losses.append(loss.item())
         if len(losses) == 3:
             break
-    whole = Collate(parts.padding)([dataset[at] for at in range(len(dataset))])
+    whole = parts.collate("data")([dataset[at] for at in range(len(dataset))])
     with torch.no_grad():
         return losses, model, model.eval()(**whole), dataset
 

@@ -17,7 +17,7 @@ from shardwright.testing.exact import keep_float64
 from shardwright.trainer import RecipeError, build_recipe
 from shardwright.trainer.build import prepare
 from shardwright.trainer.counting import labels_of, tokens_of
-from shardwright.trainer.datasets import Collate, Evened, EvenedSampler
+from shardwright.trainer.datasets import Evened, EvenedSampler
 from shardwright.trainer.packing import fill
 from shardwright.trainer.samples import IGNORED, Encoder
 from shardwright.trainer.tokenizer import CHAT_TEMPLATE, byte_tokenizer
@@ -98,7 +98,7 @@ def test_packed_is_as_alone(tmp_path: Path, streaming: bool) -> None:
         loss.backward()
         return loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad.clone(), count
 
-    collate = Collate(parts.padding)
+    collate = parts.collate("data")
     items = list(parts.dataset("data"))
     assert len(items) < 20  # several texts in each
     packed = total([collate(items[:3]), collate(items[3:])])
@@ -116,7 +116,7 @@ def test_packed_is_as_alone(tmp_path: Path, streaming: bool) -> None:
 def test_a_batch_is_filled_behind_its_ends(tmp_path: Path) -> None:
     parts = prepare(build_recipe(recipe(tmp_path, data={"path": str(write_chat(tmp_path / "c.jsonl"))})))
     dataset = parts.dataset("data")
-    batch = Collate(parts.padding)([dataset[0], dataset[1], dataset[2]])
+    batch = parts.collate("data")([dataset[0], dataset[1], dataset[2]])
     lengths = batch["attention_mask"].sum(1)
     assert batch["input_ids"].shape[1] == lengths.max()
     assert len(set(lengths.tolist())) > 1
@@ -149,7 +149,7 @@ def test_workers_of_a_stream_give_every_sample_once(tmp_path: Path) -> None:
             dataset = parts.dataset("data")
             dataset.step = 4
             sizes = {"batch_size": 4, "num_replicas": 1, "rank": 0, "num_workers": workers}
-            return build_dataloader(dataset, **sizes, collate_fn=Collate(parts.padding))
+            return build_dataloader(dataset, **sizes, collate_fn=parts.collate("data"))
 
         def texts(batches: Any, parts: Any = parts) -> list[str]:
             rows = [parts.tokenizer.decode(row) for batch in batches for row in batch["input_ids"]]
@@ -186,7 +186,7 @@ def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
         parts = prepare(build_recipe(recipe(tmp_path, data=data)))
         evened = Evened(parts.dataset("data"), 8, parts.padding)
         assert len(evened) > len(evened.samples)
-        batch = Collate(parts.padding)([evened[at] for at in range(len(evened))])
+        batch = parts.collate("data")([evened[at] for at in range(len(evened))])
         assert tokens_of(batch) == sum(len(text) + 1 for text in sentences(30))
         assert labels_of(batch) == sum(len(text) for text in sentences(30))
     assert tokens_of({"pixel_values": torch.zeros(3, 2), "labels": torch.zeros(3)}) == 0

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from shardwright.testing import run_ranks
 from shardwright.trainer import RecipeError, Trainer, build_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.datasets import Collate
 from shardwright.trainer.tasks import TASKS
 
 BERT: dict[str, Any] = {
@@ -120,7 +119,7 @@ def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], float,
     schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=3)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses = []
-    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=Collate(parts.padding)):
+    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=parts.collate("data")):
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,7 +129,7 @@ def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], float,
         losses.append(loss.item())
         if len(losses) == 3:
             break
-    whole = Collate(parts.padding)([dataset[at] for at in range(len(dataset))])
+    whole = parts.collate("data")([dataset[at] for at in range(len(dataset))])
     with torch.no_grad():
         outputs = model.eval()(**whole)
     counted = whole["labels"] != -100

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from shardwright.trainer import RecipeError, build_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.datasets import Collate
 from shardwright.trainer.errors import RowError
 
 BAD = {"null": '{"text": null}', "not JSON": '{"text": ', "not UTF-8": b'{"text": "\xff"}'}
@@ -50,7 +49,7 @@ def test_a_bad_line_is_named(tmp_path: Path, packing: bool, streaming: bool, mix
         parts = prepare(build_recipe(recipe(tmp_path, data=data)))
         at_start = packing and not streaming  # where all rows are read before the first step, by every rank
         with pytest.raises(RecipeError if at_start else RowError) as caught:
-            list(DataLoader(parts.dataset("data"), 4, num_workers=workers, collate_fn=Collate(parts.padding)))
+            list(DataLoader(parts.dataset("data"), 4, num_workers=workers, collate_fn=parts.collate("data")))
         said = str(caught.value).strip().rpartition("RowError: ")[2]
         assert said.startswith(f"{tmp_path / 'two.jsonl'}:177: "), (name, said)
         assert said.count("177") == 1

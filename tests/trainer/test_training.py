@@ -27,7 +27,6 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import RankError, run_ranks
 from shardwright.trainer import RecipeError, Trainer, build_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.datasets import Collate
 from shardwright.trainer.run import train_here
 
 
@@ -63,7 +62,7 @@ def by_hand(
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses = []
-    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=Collate(parts.padding)):
+    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=parts.collate("data")):
         if change is not None:
             change(optimizer, len(losses))
         loss = model(**batch, use_cache=False).loss
