@@ -11,6 +11,9 @@ import torch
 PAST_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 SHAPES_FOLLOW_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
+# They write to running statistics, which their schemas do not tell.
+_NORMS_WITH_STATISTICS = frozenset(["aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"])
+
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
@@ -27,8 +30,14 @@ def reads_data(func: Any, args: Sequence[Any]) -> bool:
     return any(tag in func.tags for tag in SHAPES_FOLLOW_DATA)
 
 
+def may_write(func: Any) -> bool:
+    return func._schema.is_mutable or func._schema.name in _NORMS_WITH_STATISTICS
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Tensors that an operator writes to."""
+    if func._schema.name in _NORMS_WITH_STATISTICS and args[5]:  # in training
+        yield from tensors_in(args[3:5])
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in([args[place] if place < len(args) else kwargs.get(argument.name)])

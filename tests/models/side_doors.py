@@ -136,6 +136,56 @@ class BufferInPlace(Net):
         return self.mean
 
 
+class BufferReplaced(BufferInPlace):
+    """The same with another tensor in place of the old one."""
+
+    block = Block
+
+    def behind(self, x: Tensor, first: Tensor, beside: Any) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x
+
+
+class TensorKept(BufferReplaced):
+    """The same of a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.mean = torch.ones(1, dtype=torch.float64)
+
+
+class FrozenWritten(Net):
+    """A parameter without gradients, which the forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def beside(self, x: Tensor) -> Any:
+        x.add_(self.mean)
+
+    def behind(self, x: Tensor, first: Tensor, beside: Any) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(), alpha=0.1)
+        return x
+
+
+class SharedStatistics(Net):
+    """Layers of several stages would each gather running statistics of their own."""
+
+    class block(Block):
+        def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+            return super().forward(beside(x.transpose(1, 2)).transpose(1, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def beside(self, x: Tensor) -> Any:
+        return self.statistics
+
+
 class InputInPlace(Net):
     """The second layer writes to what the first has returned, which the head reads."""
 
@@ -159,7 +209,11 @@ REFUSED: dict[type[Net], str] = {
     Counted: r"layers\.0 changes the dict that it gets as its argument number 2, and layers\.2 reads it",
     Popped: r"layers\.0 changes the list that it gets as its argument number 2, and layers\.2 reads it",
     OtherInPlace: r"layers\.0 writes in place to a tensor that it has not made, and what lies behind the layers reads",
-    BufferInPlace: r"layers\.2 writes to the buffer mean, which layers\.0 reads",
+    BufferInPlace: r"layers\.2 writes to mean, which layers\.0 reads",
+    BufferReplaced: r"what lies behind the layers writes to mean, which layers\.0 reads",
+    TensorKept: r"what lies behind the layers writes to mean, which layers\.0 reads",
+    FrozenWritten: r"what lies behind the layers writes to mean, which layers\.0 reads",
+    SharedStatistics: r"layers\.\d writes to statistics\.running_mean, which layers\.\d reads",
     InputInPlace: r"layers\.1 writes in place to a tensor that it has not made, and what lies behind the layers reads",
 }
 
@@ -238,6 +292,30 @@ class Positions(nn.Module):
             return torch.arange(x.shape[1]).expand(x.shape[:2]), self.table * 2 + x.mean((1, 2), keepdim=True)
 
 
+class ListRead(Net):
+    """What `torch.tensor` reads of a list of tensors no operator tells of."""
+
+    def between(self, x: Tensor, number: int, first: Tensor, beside: Any) -> Tensor:
+        if number != 2:
+            return x
+        means = torch.tensor([one.detach().mean() for one in first])
+        return x * (1 + (means > 0).to(x)[:, None, None])
+
+
+def look(module: nn.Module, args: Any, output: Any = None) -> None:
+    (args[0] if output is None else output).detach().abs().max().item()
+
+
+class HooksRead(Net):
+    """Hooks of a script tell what layers, and modules outside of them, get and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (*self.layers, self.words, self.head):
+            module.register_forward_pre_hook(look)
+            module.register_forward_hook(look)
+
+
 class NoGradient(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +352,7 @@ class WritesAside(Net):
 
 RIGHT: tuple[type[Net], ...] = (
     *(WrittenBetween, DataWrite, ViewWrite, KeptBefore, DataRead, Mapped, NumberRead, ShapeRead, NoGradient),
-    WritesAside,
+    *(WritesAside, ListRead, HooksRead),
 )
 
 

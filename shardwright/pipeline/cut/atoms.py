@@ -23,7 +23,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a buffer held before the forward."""
+    """What a buffer, or another tensor that a module keeps, held before the forward."""
 
     name: str
 

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ...utils import pytree
-from ..operators import PAST_OPERATORS, SHAPES_FOLLOW_DATA, reads_data, tensors_in, written_by
+from ..operators import PAST_OPERATORS, SHAPES_FOLLOW_DATA, may_write, reads_data, tensors_in, written_by
 
 _aten = torch.ops.aten
 
@@ -35,6 +35,8 @@ _LIKE_FIRST = frozenset(
     + [f"aten::new_{what}" for what in ("zeros", "ones", "empty", "empty_strided", "full")]
 )
 _OVERWRITES = frozenset(["aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_"])
+# Those that read every tensor of a list as a number, below all modes.
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class _Kind(NamedTuple):
@@ -42,7 +44,7 @@ class _Kind(NamedTuple):
 
     is_view: bool = False
     is_higher: bool = False
-    is_mutable: bool = False
+    may_write: bool = False
     may_ask: bool = False  # whether it may tell Python what is in a tensor
     overwrites: bool = False
     first_read: int = 0  # number of the first tensor whose contents matter
@@ -58,7 +60,7 @@ def _kind_of(func: Any) -> _Kind:
     else:
         kind = _Kind(
             is_view=func.is_view,
-            is_mutable=schema.is_mutable,
+            may_write=may_write(func),
             may_ask=func is _aten.index.Tensor or any(tag in func.tags for tag in SHAPES_FOLLOW_DATA),
             overwrites=schema.name in _OVERWRITES,
             first_read=int(schema.name in _LIKE_FIRST),
@@ -235,7 +237,7 @@ class Flows(pytree.TorchDispatchMode):
             mask |= self._masks.get(key, 0)
         if kind.may_ask and reads_data(func, args):
             self.note_numbers(self._shape_mask(func, args, mask))
-        written = list(written_by(func, args, kwargs)) if kind.is_mutable else ()
+        written = list(written_by(func, args, kwargs)) if kind.may_write else ()
         output = func(*args, **kwargs)
         mask |= self._inner
         for tensor in written:
@@ -279,4 +281,6 @@ class _PastOperators(TorchFunctionMode):
     ) -> Any:
         if func in PAST_OPERATORS and not self._flows._paused:
             self._flows.note_numbers(self._flows.mask(args[0]))
+        if func in _FROM_NUMBERS and args and isinstance(args[0], list | tuple) and not self._flows._paused:
+            self._flows.note_numbers(self._flows.union(tensors_in(args[0])))
         return func(*args, **(kwargs or {}))

@@ -169,6 +169,8 @@ class _Surveyor:
     ran: set[str] = field(default_factory=set)
     # modules outside that do more, or less, than to return tensors: who depends on them is unknown
     untracked: set[str] = field(default_factory=set)
+    # tensors that modules keep: full name, table of the module, name in there
+    kept: list[tuple[str, dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     running: list[_Layer] = field(default_factory=list)
     regions: dict[int, Region] = field(default_factory=dict)  # that made what a gate returned
     numbers: dict[int, int] = field(default_factory=dict)  # what a layer has read off tensors
@@ -179,19 +181,23 @@ class _Surveyor:
     def run(self, call: Callable[[Flows], Any]) -> Survey:
         """call: runs the model, inside of the flows that it is given."""
         handles = []
-        for gate, numbers in numbers_by_module(unit.gate for unit in self.units).items():
-            module = self.model.get_submodule(gate)
-            # Before transformers' own hooks that collect hidden states, where a tower's are read later on.
-            before = list_of(self.units[numbers[0]]) != list_of(self.units[-1])
-            handles.append(module.register_forward_hook(self._gate_hook(numbers), prepend=before))
-            if self.units[numbers[0]].layer != gate:
-                handles.append(module.register_forward_pre_hook(self._begin_gate(numbers[0])))
-        first = self.model.get_submodule(self.units[0].layer)
-        handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True))
+        # Hooks of a script belong to what they are on, as in the stage that runs it: its region lasts from before the
+        # first of them until behind the last one.
         for layer, numbers in numbers_by_module(unit.layer for unit in self.units).items():
             module = self.model.get_submodule(layer)
-            handles.append(module.register_forward_pre_hook(self._begin_layer(numbers), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._end_layer, prepend=True))
+            handles.append(module.register_forward_pre_hook(self._begin_layer(numbers), with_kwargs=True, prepend=True))
+            if not self._is_early(numbers[0]):
+                handles.append(module.register_forward_hook(self._end_layer))
+        first = self.model.get_submodule(self.units[0].layer)
+        handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        for gate, numbers in numbers_by_module(unit.gate for unit in self.units).items():
+            module, early = self.model.get_submodule(gate), self._is_early(numbers[0])
+            handles.append(module.register_forward_hook(self._gate_hook(numbers), prepend=early))
+            if self.units[numbers[0]].layer != gate:
+                handles.append(module.register_forward_pre_hook(self._begin_gate(numbers[0]), prepend=True))
+            if early:
+                module = self.model.get_submodule(self.units[numbers[0]].layer)
+                handles.append(module.register_forward_hook(self._end_layer, prepend=True))
         outside = self._outside()
         for name in outside:
             handles += self._watch_outside(name)
@@ -207,14 +213,28 @@ class _Surveyor:
         self.made[len(self.units)] = self.flows.union(result) | self.flows.numbers
         return self._evaluate(outside, names)
 
+    def _is_early(self, number: int) -> bool:
+        """Whether a unit is cut before transformers' own hooks collect hidden states: those of a tower, which are read
+        later on.
+        """
+        return list_of(self.units[number]) != list_of(self.units[-1])
+
     def _begin_atoms(self) -> dict[int, list[str]]:
         """Parameters and buffers; every name of each parameter by its id."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             self.flows.add(parameter, self.flows.bit(Weight(names[id(parameter)][0])))
-        for name, buffer in self.model.named_buffers():
-            self.flows.add(buffer, self.flows.bit(Buffer(name)))
+        for prefix, module in self.model.named_modules():
+            path = f"{prefix}." if prefix else ""
+            for table in (module._parameters, module._buffers, vars(module)):
+                self.kept += [
+                    (path + name, table, name, tensor)
+                    for name, tensor in table.items()
+                    if isinstance(tensor, torch.Tensor)
+                ]
+        for name, _, _, tensor in self.kept:
+            self.flows.add(tensor, self.flows.bit(Buffer(name)))
         return names
 
     def _outside(self) -> list[str]:
@@ -352,7 +372,7 @@ class _Surveyor:
             return pytree.tree_map_only(torch.Tensor, mark, output)
 
         return [
-            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
             module.register_forward_hook(end, with_kwargs=True),
         ]
 
@@ -430,18 +450,20 @@ class _Surveyor:
         return Template(*self.others[index], tuple(map(self.flows.is_written, tensors)), unread)
 
     def _follow_state(self) -> bool:
-        """What a forward leaves in buffers, the next one reads: there, too, who reads it needs what it is made of.
-        Whether what comes before the first layer does.
+        """What a forward leaves in buffers, and in other tensors that modules keep, the next one reads: there, too, who
+        reads it needs what it is made of. Whether what comes before the first layer does.
         """
         before_layers = False
-        for name, buffer in self.model.named_buffers():
-            if not self.flows.is_written(buffer):
+        for name, table, key, before in self.kept:
+            now = table.get(key)
+            if not isinstance(now, torch.Tensor) or (now is before and not self.flows.is_written(before)):
                 continue
-            atom, left = self.flows.bit(Buffer(name)), self.flows.mask(buffer)
+            atom, left = self.flows.bit(Buffer(name)), self.flows.mask(now)
             made_of = Reads.of(self.flows.atoms(left))
             inside = {each.unit for each in made_of.inside}
             behind = min(max(made_of.units, default=ENTRY) + 1, len(self.units))  # where it can be written at all
-            if self.entered is not None and self.entered[1] & atom:
+            made_later = made_of.units or made_of.inside
+            if self.entered is not None and self.entered[1] & atom and made_later:
                 self.made[0] |= atom
                 before_layers = True
             for index, mask in self.made.items():
@@ -450,7 +472,7 @@ class _Surveyor:
                 self.made[index] = mask | left
                 for other in sorted(inside) or [behind] * (behind > index):
                     where = self.joints.name(other)
-                    why = f"{where} writes to the buffer {name}, which {self.joints.name(index)} reads"
+                    why = f"{where} writes to {name}, which {self.joints.name(index)} reads"
                     self.joints.join(other, index, why)
         return before_layers
 
