@@ -21,7 +21,7 @@ TITLES = {
     "microbatches": "Microbatches",
     "logits": "Logits that a loss did without",
     "model": "The boosted model",
-    "numbers": "Losses that are not numbers",
+    "numerics": "Losses that are not numbers",
     "options": "Settings",
     "pairs": "Forwards and backwards at the same time",
     "pipelines": "Pipelines",

@@ -64,6 +64,11 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
+def test_no_file_of_tests_is_taken_for_one_of_python() -> None:
+    """pytest puts the folders of tests on the path, and a process that a test starts finds them before Python's own."""
+    assert [path.name for path in (ROOT / "tests").rglob("*.py") if path.stem in sys.stdlib_module_names] == []
+
+
 def test_no_paths_of_one_machine() -> None:
     wrong = lines_where(r"(?<![\w.~}/-])/(home|root|opt|work|mnt|Users)/\w", text_files())
     assert not wrong, "\n".join(wrong)
