@@ -41,7 +41,8 @@ def run_forked(ranks: int, script: Path, *options: str, cwd: Path) -> tuple[list
     server = fork_server()
     environs = [_as_rank(rank, ranks, store) for rank in range(ranks)]
     started = [
-        server.Process(target=_run, args=(script, options, cwd, *each)) for each in zip(outputs, environs, strict=True)
+        server.Process(target=run_script, args=(script, options, cwd, output, environ))
+        for output, environ in zip(outputs, environs, strict=True)
     ]
     deadline = time.monotonic() + LIMIT
     try:
@@ -72,7 +73,8 @@ def _as_rank(rank: int, ranks: int, store: dist.TCPStore | None) -> dict[str, st
     return {**environment(), **agent, **{name: str(number) for name, number in names.items()}}
 
 
-def _run(script: Path, options: tuple[str, ...], cwd: Path, output: Path, environ: dict[str, str]) -> None:
+def run_script(script: Path, options: tuple[str, ...], cwd: Path, output: Path, environ: dict[str, str]) -> None:
+    """What a forked process does: the script, as `python script options` would, and its end."""
     threading.Thread(target=end_with_caller, daemon=True).start()
     redirect_output(output)
     os.environ.clear()
@@ -86,6 +88,7 @@ def _run(script: Path, options: tuple[str, ...], cwd: Path, output: Path, enviro
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
+        uncaught = end  # noqa: F841  as the interpreter does, for those who note that it was caught
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         sys.last_value = error

@@ -5,7 +5,8 @@ needs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -244,23 +245,36 @@ def _read(
 
 def _load_optimizer(opened: Opened, optimizer: Any, parts: ShardedOptimizer, shards: dict[str, LoadedShard]) -> None:
     state = opened.state
-    load_hyperparameters(optimizer.param_groups, decode(state["param_groups"]))
+    with as_saved(opened.directory, "param_groups"):
+        load_hyperparameters(optimizer.param_groups, decode(state["param_groups"]))
     parts.load_shards(shards)
     scaler = optimizer.scaler if isinstance(optimizer, OptimizerWrapper) else None
     if scaler is not None and state["scaler"] is not None:
-        scaler.load_state_dict(decode(state["scaler"]))
+        with as_saved(opened.directory, "scaler"):
+            scaler.load_state_dict(decode(state["scaler"]))
     history = optimizer.amax_history if isinstance(optimizer, OptimizerWrapper) else None
     if history is not None:
-        history.load_state_dict(
-            {name: each for table in opened.tables for name, each in table.get("amax_history", {}).items()}
-        )
+        with as_saved(opened.directory, "amax_history"):
+            history.load_state_dict(
+                {name: each for table in opened.tables for name, each in table.get("amax_history", {}).items()}
+            )
+
+
+@contextmanager
+def as_saved(directory: Path, what: str) -> Iterator[None]:
+    """UnsafeCheckpoint where what is loaded has not the form that whoever saved it gives it."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+        raise UnsafeCheckpoint(f"{directory}: {what} is not of the form that a save writes ({error!r})") from error
 
 
 def _load_dataloader(dataloader: Any, opened: Opened, position: Position) -> None:
     saved = opened.tables[_counterpart(opened, position)]["dataloader"]
     if saved is None:
         raise ValueError(f"{opened.directory} was saved without a dataloader; leave dataloader out")
-    dataloader.load_state_dict(decode(saved))
+    with as_saved(opened.directory, "dataloader"):
+        dataloader.load_state_dict(decode(saved))
 
 
 def read_held(source: Any, name: str, held: Held) -> None:
@@ -303,9 +317,10 @@ def _read_optimizer(opened: Opened, position: Position, parts: ShardedOptimizer)
 def load_lr_scheduler(lr_scheduler: Any, saved: Any, where: Path) -> None:
     if saved is None:
         raise ValueError(f"{where} was saved without an lr scheduler; leave lr_scheduler out")
-    values = decode(saved)
     current = lr_scheduler.state_dict()
-    lr_scheduler.load_state_dict({key: as_before(current.get(key), value) for key, value in values.items()})
+    with as_saved(where, "lr_scheduler"):
+        values = decode(saved)
+        lr_scheduler.load_state_dict({key: as_before(current.get(key), value) for key, value in values.items()})
 
 
 def _counterpart(opened: Opened, position: Position) -> int:

@@ -131,11 +131,27 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return [{key: value for key, value in group.items() if key not in _KERNELS} for group in groups]
 
 
+def _is_alike(here: Any, there: Any) -> bool:
+    """Whether one can take the other's place: numbers and tensors of one element each other's, tuples those of as many;
+    of the rest only the optimizer knows.
+    """
+    if isinstance(here, int | float):
+        return isinstance(there, int | float) or (isinstance(there, torch.Tensor) and there.numel() == 1)
+    if isinstance(here, tuple | list):
+        same = isinstance(there, tuple | list) and len(here) == len(there)
+        return same and all(map(_is_alike, here, there))
+    return not isinstance(here, torch.Tensor) or isinstance(there, int | float | torch.Tensor)
+
+
 def load_hyperparameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     if len(groups) != len(saved):
         raise ValueError(
             f"the checkpoint has {len(saved)} param groups, the optimizer {len(groups)}: build it with the same groups"
         )
+    for group, values in zip(groups, saved, strict=True):  # before any is written to
+        for key, value in values.items():
+            if not _is_alike(group.get(key), value):
+                raise TypeError(f"{key} is {group[key]!r} here and {value!r} there")
     for group, values in zip(groups, saved, strict=True):
         for key, value in values.items():
             current = group.get(key)

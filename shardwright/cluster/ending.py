@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 
 from .failure import DIED, INTERRUPTED, LEFT, STALLED, TIMEOUT, Failure
 from .job import Job
+from .stopped import kill_stopped
 
 _OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
 _STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
@@ -71,6 +72,8 @@ def _tell(job: Job, failure: Failure) -> None:
 
 def _tell_now(job: Job, failure: Failure) -> None:
     global _exit_code
+    # The first to speak looks at all ranks, the others at those that they were started with.
+    kill_stopped(job, range(job.world_size) if job.rank == failure.speaker else job.local_ranks)
     if failure.kind == INTERRUPTED:
         leave_interrupted(job)
     torchrun = _under_torchrun()

@@ -21,7 +21,7 @@ from ..comm.turns import BACKWARD_THREAD
 
 RAISED, TIMEOUT, DIED, LEFT, INTERRUPTED = "raised", "timeout", "died", "left", "interrupted"
 STALLED = "stalled"  # a step took longer than its budget
-_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/")
+_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/", "shardwright/cluster/job.py")
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
 _PACKAGE = str(Path(__file__).parents[1])

@@ -255,6 +255,11 @@ class Job:
                 return self.first(self._about(rank, DIED, "died without a word (killed?)", ""))
         return None
 
+    def meet_server(self) -> None:
+        """Wait a moment until the rank that serves the store has said which process it is."""
+        self.wait_for(["host/0"], _AGREE)
+        self.note_server()
+
     def note_server(self) -> None:
         """Who serves the store, for when it does not answer any more."""
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

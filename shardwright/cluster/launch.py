@@ -277,9 +277,11 @@ def _fail_together(timeout: timedelta) -> None:
     # that was said in it.
     store = dist.PrefixStore(f"shardwright/{next(_joined)}", dist.distributed_c10d._get_default_store())
     me = job.Job(store, dist.get_rank(), dist.get_world_size())
+    me.meet_server()  # before it may be stopped or gone
     job.set_current(me)
     groups.set_timeout(timeout)
-    watch, watchdog = Watch(me), Watchdog(me)
+    watch = Watch(me)
+    watchdog = Watchdog(me, lambda: watch.asked)
     watch.install()
     watchdog.start()
     ending.remember_exits()

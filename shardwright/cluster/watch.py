@@ -24,10 +24,11 @@ from typing import Any
 import torch.distributed as dist
 
 from . import ending
-from .failure import Failure
+from .failure import STALLED, Failure
 from .heart import heart
 from .job import POLL, Job, is_running
-from .watchdog import answer, kill_stopped, last_inquiry
+from .stopped import kill_stopped
+from .watchdog import answer, last_inquiry
 
 # seconds from the end of the first rank, or from Ctrl-C, until a rank that does not come to an end by itself is ended
 _TO_END = 3.0
@@ -45,6 +46,7 @@ class Watch(threading.Thread):
         self._answered = 0, 0
         self._heard: tuple[int, int | None] = 0, None  # generation of the job, and what was announced in it
         self._looks_without_news = 0
+        self.asked: float | None = None  # since when the store has been asked for something; None: it has answered
         self._interrupted_at: float | None = None
         self._interrupt_raised = False
         self._listens = False
@@ -108,10 +110,12 @@ class Watch(threading.Thread):
                 continue
             next_look = time.monotonic() + 0.8 * POLL
             beats += 1
+            self.asked = time.monotonic()
             if job.tell(f"beat/{job.rank}", f"{beats} {job.checks} in {heart.words()}"):
                 self._look()
             else:
                 self._lose_store()
+            self.asked = None
 
     def _lose_store(self) -> None:
         """Nobody hears of this rank any more, nor it of them: it ends, unless the store went with a script that was
@@ -139,7 +143,8 @@ class Watch(threading.Thread):
             if told is not None:
                 failure = Failure.from_json(told)
                 job.learn(failure)
-                kill_stopped(job, failure)
+                if failure.kind == STALLED:
+                    kill_stopped(job, [failure.rank])
             else:
                 self._answer()
                 for answer_besides in tuple(job.answers):

@@ -11,25 +11,25 @@ follows who is late (`verdict`). Then the job ends as it does by any failure (`e
 One rank inquires at a time. Others whose calls are overdue as well answer like everybody, and wait for what comes of
 it; they inquire next if the job has not ended, or if the one that did is gone.
 
-Where the store does not answer, because the rank that serves it is stopped, each rank says so for itself and ends.
+Where the store does not answer, because the rank that serves it is stopped, each rank says so for itself and ends: from
+a call that is overdue, and from whatever else waits for other ranks, since who asks such a store waits for ever.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from . import groups
 from .ending import leave_alone
-from .failure import LEFT, STALLED, Failure
+from .failure import LEFT, STALLED, Failure, main_stack
 from .heart import heart
 from .job import POLL, Job
 from .standing import COMPILATION, DEBUGGER, Standing, stand
+from .stopped import is_stopped, kill_if_stopped, kill_stopped
 
 _ANSWERS = 3.0  # seconds for all ranks to say where they stand
 _DEALING = 1.0  # seconds more for who has asked to make something of it
@@ -39,11 +39,13 @@ _STOPPED = 10 * POLL  # between two looks of a process that was stopped
 
 
 class Watchdog(threading.Thread):
-    """Of one rank."""
+    """Of one rank. `asked_since`: since when, on the monotonic clock, the watching thread waits for the store's answer;
+    None while it does not.
+    """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, asked_since: Callable[[], float | None]) -> None:
         super().__init__(name="shardwright-watchdog", daemon=True)
-        self._job = job
+        self._job, self._asked_since = job, asked_since
         self._done = threading.Event()
 
     def stop(self) -> None:
@@ -51,11 +53,15 @@ class Watchdog(threading.Thread):
         self.join(2 * POLL)
 
     def run(self) -> None:
-        looked = time.monotonic()
+        looked = awake = time.monotonic()
         while not self._done.wait(POLL):
             before, looked = looked, time.monotonic()
             if looked - before > _STOPPED:  # SIGSTOP and SIGCONT, a suspended job
                 heart.excuse(before, looked)
+                awake = looked
+            asked = self._asked_since()
+            if asked is not None and is_silent(looked - max(asked, awake), self._job.server):
+                _end_alone(self._job, f"it waits, in {heart.words()}, and has heard nothing for {looked - asked:.0f} s")
             took = heart.overdue()
             if took is None or self._job.failure is not None:
                 continue
@@ -64,7 +70,9 @@ class Watchdog(threading.Thread):
             inquiry.start()
             inquiry.join(_STORE)
             if inquiry.is_alive() and self._job.failure is None and heart.number == number and heart.overdue():
-                _end_alone(self._job, took)
+                _end_alone(
+                    self._job, f"{heart.call} had taken {took:.0f} s; its budget is {heart.budgets.why(heart.call)}"
+                )
             looked = time.monotonic()
 
 
@@ -132,7 +140,8 @@ def _inquire(job: Job, took: float) -> None:
         return
     failure = job.first(_failure(job, {job.rank: mine, **standings}, f"{call} had taken {took:.0f} s", call))
     job.announce("ended")
-    kill_stopped(job, failure)
+    if failure.kind == STALLED:
+        kill_stopped(job, [failure.rank])
     job.learn(failure)
 
 
@@ -208,37 +217,24 @@ def _highest(standings: Mapping[int, Standing]) -> dict[str, int]:
     return found
 
 
-def kill_stopped(job: Job, failure: Failure) -> None:
-    """A stopped process of this machine does not hear that its job has ended."""
-    if failure.kind == STALLED and failure.rank != job.rank:
-        kill_if_stopped(*job.process_of(failure.rank))
-
-
-def kill_if_stopped(host: str, pid: int) -> bool:
-    """SIGKILL is what a stopped process still gets. Whether it was stopped, and on this machine."""
-    stopped = host == socket.gethostname() and is_stopped(pid)
-    if stopped:
-        with contextlib.suppress(ProcessLookupError):  # another rank has
-            os.kill(pid, signal.SIGKILL)
-    return stopped
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine has been stopped by a signal."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
+def is_silent(seconds: float, server: tuple[str, int]) -> bool:
+    """Whether a store that has not answered for so long will not, and the main thread waits for that or for other
+    ranks. What it computes meanwhile, it may.
+    """
+    given, limit = heart.budgets.given, groups.get_timeout()
+    if given is None or (isinstance(given, str) and limit is None):
         return False
+    patience = limit.total_seconds() if isinstance(given, str) and limit is not None else float(given)
+    host, pid = server
+    if not (host == socket.gethostname() and is_stopped(pid)):
+        patience += _STORE
+    return seconds > patience and main_stack()[0]
 
 
-def _end_alone(job: Job, took: float) -> None:
+def _end_alone(job: Job, why: str) -> None:
     """The store does not answer."""
     host, pid = job.server
     stopped = kill_if_stopped(host, pid)
     served = f"{job.served_by} (process {pid} on {host}), which serves it, {'was' if stopped else 'may be'} stopped"
-    mine, call = stand(job.rank, job.place), heart.call
-    leave_alone(
-        f"{mine.who} ended the job: {call} had taken {took:.0f} s; its budget is {heart.budgets.why(call)}. "
-        f"The job's store does not answer: {served}\n{mine.whole()}"
-    )
+    mine = stand(job.rank, job.place)
+    leave_alone(f"{mine.who} ended the job: {why}. The job's store does not answer: {served}\n{mine.whole()}")

@@ -6,8 +6,8 @@
 
 The default never waits for the device: on a GPU the losses of a step travel to the host while the next one runs and are
 looked at then. "skip" and "stop" are decisions that all ranks must take alike and before the step, so they cost a
-reduction of one number and a read per step. They look at the gradients' norm as well, except under a loss scaler, which
-skips steps that overflow by itself.
+reduction of one number and a read per step. They look at the gradients' norm as well, under a loss scaler once its
+scale is at its lowest: until then it skips steps that overflow by itself.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class LossGuard:
             bad = bool(flag)
         if bad:
             return "the loss"
-        if optimizer.measures_before_step and optimizer.scaler is None:
+        if optimizer.measures_before_step and (optimizer.scaler is None or not optimizer.scaler.can_fall()):
             norm = optimizer.get_grad_norm()
             if norm is not None and not math.isfinite(norm):
                 return "the norm of the gradients"

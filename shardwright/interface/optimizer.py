@@ -32,11 +32,13 @@ NO_COPY = (
 
 
 class LossScaler(Protocol):
-    """What checkpoints keep of a loss scale."""
+    """What checkpoints keep of a loss scale, and whether overflows can be its fault."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+    def can_fall(self) -> bool: ...
 
 
 class AmaxHistory(Protocol):

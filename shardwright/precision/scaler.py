@@ -75,6 +75,12 @@ class DynamicScaler:
         """Steps skipped so far because of an overflow. Reads from the device."""
         return int(self._skipped)
 
+    def can_fall(self) -> bool:
+        """Whether another overflow would lower the scale, now or with the next ones. Where it would not, what is not
+        finite is no overflow that a smaller scale mends. Reads from the device.
+        """
+        return self.config.backoff_factor < 1 and float(self.scale) > self.config.min_scale
+
     def update(self, found_inf: torch.Tensor) -> None:
         """Move the scale after a step; `found_inf` is 1.0 on every rank where any rank overflowed, else 0.0."""
         config, found = self.config, found_inf > 0

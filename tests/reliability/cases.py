@@ -60,6 +60,24 @@ CASES = [
         for layout in ("pp2", "tp2", "zero2", "zero3", "ddp", "fsdp")
     ),
     _stalled("stop", "pp2", 0, "The job's store does not answer: rank 0", "SIGSTOP to the rank that serves the store"),
+    Case(
+        "stop first",
+        "zero2",
+        0,
+        (KILLED, STALLED),
+        "it waits, in code outside of shardwright, and has heard nothing for",
+        "SIGSTOP to the rank that serves the store before the first step, which no budget is for",
+        seconds=BOOST,
+    ),
+    Case(
+        "stop first",
+        "zero2",
+        1,
+        (RAISED, KILLED),
+        "timeout: rank 1 did not come",
+        "SIGSTOP before the first step, which no budget is for: the job's timeout",
+        seconds=BOOST,
+    ),
     *(
         _stalled("sleep", layout, rank, "commit: time.sleep(300)", "waits in its own code")
         for layout, rank in (("pp2", 1), ("tp2", 0), ("zero2", 1), ("zero3", 0), ("ddp", 0), ("fsdp", 1))

@@ -55,7 +55,7 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
     match fault:
         case "kill" | "kill while away":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
+        case "stop" | "stop first":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "pause":  # a debugger, a swapping machine
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
@@ -134,12 +134,14 @@ def broken_disk(fault: str) -> None:
 
 def main() -> None:
     layout, fault, culprit, when, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    if fault == "stop first":
+        when = 1
     limit = float(os.environ.get("STEP_TIMEOUT", "3"))
     taken = socket.socket()
     if fault == "port" and os.environ["SLURM_PROCID"] == "0":
         taken.bind(("", int(os.environ["MASTER_PORT"])))
         taken.listen()
-    shardwright.launch_from_torch(seed=1, timeout=10 if fault == "port" else 60, step_timeout=limit)
+    shardwright.launch_from_torch(seed=1, timeout={"port": 10, "stop first": 20}.get(fault, 60), step_timeout=limit)
     rank = torch.distributed.get_rank()
     is_culprit = rank == culprit
     if is_culprit:

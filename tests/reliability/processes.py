@@ -1,4 +1,8 @@
-"""Real processes as srun, or torchrun, starts them, and how they end."""
+"""Real processes as srun, or torchrun, starts them, and how they end.
+
+With SHARDWRIGHT_FORKED=1 ranks are forked from one process that has loaded torch and transformers, in place of each
+loading them: on a machine that does much else starting is most of what they do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from shardwright.testing.ranks import fork_server
+from tests.forked_scripts import run_script
+
+FORKED = os.environ.get("SHARDWRIGHT_FORKED") == "1"
 PATIENCE = float(os.environ.get("SHARDWRIGHT_PATIENCE", "1"))  # of tests that run beside other work
 LAUNCHERS = (
     "RANK",
@@ -44,31 +53,71 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+class Process(Protocol):
+    """What runs a rank. `code` is None until it has ended."""
+
+    def code(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+class Started:
+    """`python arguments`."""
+
+    def __init__(self, arguments: list[str], variables: dict[str, str], output: Path) -> None:
+        with open(output, "w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments], env=variables, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Forked:
+    """The same of a process that has imported what scripts import."""
+
+    def __init__(self, arguments: list[str], variables: dict[str, str], output: Path) -> None:
+        output.touch()
+        script, *options = arguments
+        self._process = fork_server().Process(
+            target=run_script, args=(Path(script), tuple(options), output.parent, output, variables)
+        )
+        self._process.start()
+
+    def code(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
 def run(arguments: list[str], directory: Path, world: int = 2, limit: float = 120, **extra: str) -> Ended:
     """`python arguments` on `world` ranks, as srun would start them; killed after `limit` seconds."""
     port = str(free_port())
-    started = []
+    started: list[Process] = []
     begun = time.monotonic()
     for rank in range(world):
         variables = environment(
             SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS=str(world), MASTER_PORT=port, **extra
         )
         variables["SLURM_NODELIST"] = "localhost"
-        with open(directory / f"out-{rank}", "w") as output:
-            started.append(
-                subprocess.Popen([sys.executable, *arguments], env=variables, stdout=output, stderr=subprocess.STDOUT)
-            )
-    while any(process.poll() is None for process in started) and time.monotonic() - begun < limit * PATIENCE:
+        started.append((Forked if FORKED else Started)(arguments, variables, directory / f"out-{rank}"))
+    while any(process.code() is None for process in started) and time.monotonic() - begun < limit * PATIENCE:
         time.sleep(0.05)
     ended = time.time()
     for process in started:
-        if process.poll() is None:
+        if process.code() is None:
             process.kill()
-            process.wait()
     marks = [path.stat().st_mtime for path in directory.glob("rank-*")]
     since = max(marks) if marks else ended - (time.monotonic() - begun)
     return Ended(
-        [process.returncode for process in started],
+        [code for process in started if (code := process.code()) is not None],
         [(directory / f"out-{rank}").read_text() for rank in range(world)],
         ended - since,
     )

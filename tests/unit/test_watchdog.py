@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import bdb
+import socket
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from shardwright.cluster import watchdog
 from shardwright.cluster.heart import Budgets, Heart
 from shardwright.cluster.launch import _step_limit
 from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with
-from shardwright.cluster.watchdog import is_excused, verdict
+from shardwright.cluster.watchdog import is_excused, is_silent, verdict
 
 
 def at(rank: int, waits: bool = True, number: int = 7, **groups: int) -> Standing:
@@ -66,6 +69,29 @@ def test_who_is_in_a_debugger_or_compiles_is_not_stuck() -> None:
         False,
     ]
     assert not is_excused({0: at(0), 1: at(1)}, learned=True)
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that is stopped nothing is expected behind the limit, of others a little longer; and who waits for
+    nobody needs no answer.
+    """
+    waits, stopped = [True], [False]
+    monkeypatch.setattr(watchdog, "main_stack", lambda: (waits[0], ()))
+    monkeypatch.setattr(watchdog, "is_stopped", lambda pid: stopped[0])
+    monkeypatch.setattr(watchdog.groups, "get_timeout", lambda: timedelta(seconds=60))
+    here = socket.gethostname(), 7
+
+    def silent(given: Any, seconds: float) -> bool:
+        monkeypatch.setattr(watchdog.heart, "budgets", Budgets(given))
+        return is_silent(seconds, here)
+
+    assert [silent(3.0, seconds) for seconds in (2.0, 4.0, 12.0, 14.0)] == [False, False, False, True]
+    assert [silent("auto", seconds) for seconds in (14.0, 69.0, 71.0)] == [False, False, True]
+    assert not silent(None, 1e6)
+    stopped[0] = True
+    assert [silent(3.0, seconds) for seconds in (2.0, 4.0)] == [False, True]
+    waits[0] = False
+    assert not silent(3.0, 1e6)
 
 
 def test_budgets_are_learned_from_steps_alone() -> None:

@@ -68,8 +68,38 @@ class ShardedDataLoader(DataLoader):
         """Go on where `state` was taken, also with another batch size or number of ranks: samples are dealt in one
         global order.
         """
+        _require_position(state)
         self._pending = self.dealer.load(state)
         self._progress = None
+
+
+_NUMBERS = ("epoch", "batches", "samples_per_batch", "items", "round", "workers")
+_MOST = 2**48  # of any of them: what generators are seeded with is a sum
+_SEEDS = 2**63
+
+
+def _require_position(state: Any) -> None:
+    """ValueError for what no loader's `state_dict` gives: a file may have been changed."""
+    order = state.get("order", {}) if isinstance(state, dict) else None
+    if not isinstance(order, dict):
+        raise ValueError(f"{state!r:.200} is no position in data: a loader's state_dict() gives a table")
+    wrong = [name for name in _NUMBERS if not _is_count(state.get(name, 0))]
+    if state.get("samples_per_batch", 1) == 0:
+        wrong.append("samples_per_batch")
+    fits = {name: _is_count(value, _SEEDS) if name == "seed" else _is_state(value) for name, value in order.items()}
+    wrong += [f"order.{name}" for name, well in fits.items() if not well]
+    if wrong:
+        raise ValueError(f"the position in the data is not what a loader's state_dict() gives: look at {wrong[0]}")
+
+
+def _is_count(value: Any, limit: int = _MOST) -> bool:
+    return type(value) is int and 0 <= value < limit
+
+
+def _is_state(value: Any) -> bool:
+    """Of a generator, in hexadecimal digits: one of the CPU's, or of a device's, which are short."""
+    sizes = (2 * torch.Generator().get_state().numel(), 32)
+    return isinstance(value, str) and len(value) in sizes and not value.strip("0123456789abcdef")
 
 
 class _Progress:
