@@ -15,8 +15,8 @@ import torch
 
 from ...utils import pytree
 
-_DEEPEST = 4
-_PLAIN = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum, str, bytes, int, float, complex, torch.dtype)
+DEEPEST = 4
+PLAIN = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum, str, bytes, int, float, complex, torch.dtype)
 
 
 class Change(NamedTuple):
@@ -55,7 +55,7 @@ class Containers:
         return (noted.container for noted in self._noted)
 
     def _note(self, value: Any, place: str, depth: int) -> None:
-        if value is None or isinstance(value, _PLAIN) or depth > _DEEPEST or id(value) in self._seen:
+        if value is None or isinstance(value, PLAIN) or depth > DEEPEST or id(value) in self._seen:
             return
         if hasattr(value, "get_seq_length"):  # a cache of keys and values, each for the layer that puts them there
             return
@@ -63,11 +63,11 @@ class Containers:
             for part in value:
                 self._note(part, place, depth + 1)
             return
-        table = _table(value)
+        table = table_of(value)
         if table is None:
             return
         self._seen.add(id(value))
-        items = _items(table)
+        items = items_of(table)
         self._noted.append(_Noted(value, place, items))
         for _, part in items:
             self._note(part, place, depth + 1)
@@ -76,9 +76,9 @@ class Containers:
         """Of all that were noted. Every tensor that was put into one is replaced by `mark(tensor)`."""
         found = []
         for container, place, before in self._noted:
-            table = _table(container)
+            table = table_of(container)
             assert table is not None
-            now = _items(table)
+            now = items_of(table)
             if len(now) == len(before) and all(
                 one[0] == other[0] and one[1] is other[1] for one, other in zip(now, before, strict=True)
             ):
@@ -100,7 +100,7 @@ class Containers:
 _UNNAMED = object()
 
 
-def _table(value: Any) -> Any:
+def table_of(value: Any) -> Any:
     """What can be looked into and changed by its keys; None where there is nothing."""
     if isinstance(value, dict | UserDict | list | deque | set):
         return value
@@ -110,7 +110,7 @@ def _table(value: Any) -> Any:
     return vars(value)
 
 
-def _items(table: Any) -> list[tuple[Any, Any]]:
+def items_of(table: Any) -> list[tuple[Any, Any]]:
     if isinstance(table, dict | UserDict):
         return list(table.items())
     return [(_UNNAMED, value) for value in table] if isinstance(table, set) else list(enumerate(table))

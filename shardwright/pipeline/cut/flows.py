@@ -105,6 +105,7 @@ class Flows(pytree.TorchDispatchMode):
         self._python = _PastOperators(self)
         self._aliases: dict[int, list[tuple[int, int]]] = {}
         self.written: set[int] = set()  # storages
+        self._added_to: set[int] = set()  # those in which there is something made of what was there before
 
     # Atoms and masks -------------------------------------------------------------------------------------------------
 
@@ -139,9 +140,17 @@ class Flows(pytree.TorchDispatchMode):
     def is_written(self, tensor: torch.Tensor) -> bool:
         return self._key(tensor) in self.written
 
+    def is_added_to(self, tensor: torch.Tensor) -> bool:
+        """Whether what was written to it is made of what it held."""
+        return self._key(tensor) in self._added_to
+
     def is_new(self, tensor: torch.Tensor, region: Region) -> bool:
         """Whether its memory came into being in the region."""
         return self._born.get(self._key(tensor), -1) >= region.start
+
+    def is_one(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether they are of the same memory."""
+        return self._key(one) == self._key(other)
 
     def share(self, one: torch.Tensor, other: torch.Tensor, atom: int) -> None:
         """Both are one in the model's own forward: who reads one depends on what is written to the other, and on
@@ -249,6 +258,8 @@ class Flows(pytree.TorchDispatchMode):
 
     def _write(self, tensor: torch.Tensor, mask: int, kind: _Kind, args: tuple[Any, ...]) -> None:
         key = self._key(tensor)
+        if not kind.overwrites or self.union(tensors_in(args[1:])) & self._masks.get(key, 0):
+            self._added_to.add(key)
         if kind.overwrites and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
             mask = self.union(tensors_in(args[1:])) | self._inner
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ...models.layer_chain import Unit
+from .attributes import Actor, Place
 from .containers import Change
 
 
@@ -13,11 +15,13 @@ class Joints:
     """Of the `units`; behind the last of them comes the tail.
 
     wrote   units whose layers write in place to a tensor that they have not made
+    returned_alike  units that return several tensors of the same memory
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self.wrote: set[int] = set()
+        self.returned_alike: set[int] = set()
         self._found: dict[tuple[int, int], str] = {}
         self._changes: dict[int, list[tuple[int, Change]]] = {}  # by id of the container, with the unit
         self._given: dict[int, tuple[Any, set[int]]] = {}  # by its id the container, and the units that get it
@@ -64,12 +68,38 @@ class Joints:
         if inside in self._first:
             self._join_by(self._first[inside], inside, unit)
             return
-        does = "writes in place to a tensor that it has not made" if inside in self.wrote else "makes it by the way"
+        does = (
+            "writes in place to a tensor that it has not made"
+            if inside in self.wrote
+            else "returns several tensors of one memory, to one of which the model writes"
+            if inside in self.returned_alike
+            else "makes it by the way"
+        )
         self.join(inside, unit, f"{self.name(inside)} {does}, and {self.name(unit)} reads it")
 
     def _join_by(self, change: Change, one: int, other: int) -> None:
         what = f"the {type(change.container).__name__} that it gets as {change.place}"
         self.join(one, other, f"{self.name(one)} changes {what}, and {self.name(other)} reads it")
+
+    def kept(self, reads: Mapping[Place, Iterable[Actor]], writes: Mapping[Place, Iterable[Actor]]) -> bool:
+        """What a part of the forward puts into modules another part reads, now or in the next forward: stages that run
+        the one have to run the other. Whether what comes before all layers reads some that it does not put there.
+        """
+        is_read_first = False
+        for place, writers in writes.items():
+            for writer, reader in product(writers, reads.get(place, ())):
+                why = f"{self._part(writer)} sets {place}, which {self._part(reader)} reads"
+                if reader.low < writer.low:
+                    self.join(reader.low, writer.low, why)
+                if reader.high > writer.high:
+                    self.join(writer.high, reader.high, why)
+                is_around = reader.low < reader.high
+                is_read_first |= is_around and reader.low == 0 and (writer.low > 0 or writer.high < reader.high)
+        return is_read_first
+
+    def _part(self, actor: Actor) -> str:
+        is_around = actor.low < actor.high
+        return f"the model, before {self.name(actor.low)}," if is_around else self.name(actor.low)
 
     @property
     def reasons(self) -> dict[tuple[int, int], str]:

@@ -176,6 +176,14 @@ def plan_cut(
             away, parts = settings.offloaded(placement.num_stages), settings.num_sequence_slices
             bounded = BoundedCut(style, settings.num_microbatches, settings.cut_memory, deferral, away, parts)
             stages = bounded.partition(survey, costs_of, placement, pairs=message_copies > 1)
+    for rank in range(num_ranks):
+        twice = survey.changed_twice(stages, placement.stages_of(rank))
+        if twice is not None:
+            raise ValueError(
+                f"pp_style={style!r} gives rank {rank} the stages {list(twice[1])}, each of which runs the model's "
+                f"code beside its layers, where every forward makes a new {twice[0]} of the old one: it would change "
+                f"{len(twice[1])} times with every microbatch; use a pp_style with one stage per rank ('1f1b', 'zb')"
+            )
     costs = costs_of(placement)
     checkpointed = tuple(
         config.of(stages, rank, placement.stages_of(rank)) if config is not None else Recomputation()

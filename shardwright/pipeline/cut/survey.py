@@ -6,9 +6,10 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...models.layer_chain import Unit
+from .attributes import Actor
 from .chain import list_of
 from .entry import ENTRY, Entry
 from .template import Template
@@ -24,6 +25,19 @@ class Part:
 
     def __or__(self, other: Part) -> Part:
         return Part(self.reads | other.reads, self.parameters | other.parameters, self.modules | other.modules)
+
+
+class Accumulated(NamedTuple):
+    """Something that every forward changes, made of what it was before: a count, an average.
+
+    name      of what the model keeps
+    module    outside the layers, which changes it; "": code of the model around them
+    by        the part of the forward that does
+    """
+
+    name: str
+    module: str
+    by: Actor
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,7 @@ class Survey:
     tail_reads  tensors that the tail reads: the unit that returns them, their number in what it returns
     entry       what the first unit receives, where the model can be cut there. `parts` count with the first unit what
                 makes it
+    accumulated what every forward changes, around the layers
     """
 
     units: tuple[Unit, ...]
@@ -58,6 +73,7 @@ class Survey:
     example: Any = None
     entry: Entry | None = None
     tail_reads: frozenset[tuple[int, int]] = frozenset()
+    accumulated: tuple[Accumulated, ...] = ()
 
     @property
     def num_units(self) -> int:
@@ -114,6 +130,7 @@ class Survey:
             reasons={**other.reasons, **self.reasons},
             entry=self.entry and self.entry.joined_by(other.entry),
             tail_reads=self.tail_reads | other.tail_reads,
+            accumulated=tuple(dict.fromkeys((*self.accumulated, *other.accumulated))),
         )
 
     @cached_property
@@ -146,6 +163,23 @@ class Survey:
     def modules(self, stages: Sequence[range], stage: int) -> set[str]:
         """Modules outside the layers whose output a stage reads."""
         return {name for part in self._parts(stages, stage) for name in part.modules}
+
+    def changed_twice(self, stages: Sequence[range], held: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
+        """What several of the stages that a rank holds would change in a forward each, and which these are."""
+        for what in self.accumulated:
+            runs = tuple(
+                stage
+                for stage in held
+                if (
+                    what.module in self.modules(stages, stage)
+                    if what.module
+                    else what.by.high >= stages[stage].start
+                    and (what.by.low < max(stages[stage].stop, 1) or stage == len(stages) - 1)
+                )
+            )
+            if len(runs) > 1:
+                return what.name, runs
+        return None
 
     def _parts(self, stages: Sequence[range], stage: int) -> tuple[Part, ...]:
         units = stages[stage]

@@ -14,9 +14,10 @@ A module outside the layers that computes without gradients (fixed position tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import cycle
 from typing import Any
 
@@ -29,12 +30,13 @@ from ...models.known_values import run_knowing
 from ...models.layer_chain import Unit, numbers_by_module, paths_to
 from ...utils import pytree
 from .atoms import Buffer, Inside, ModuleOutput, Reads, Returned, Weight
+from .attributes import Actor, Kept, Place, Watched
 from .chain import Chain, CutError, OtherOrder, list_of, refuse_own_backward
 from .containers import Containers
 from .entry import ENTRY, Entry, find_place
 from .flows import Flows, Region
 from .joints import Joints
-from .survey import Part, Survey
+from .survey import Accumulated, Part, Survey
 from .template import TENSOR, Template
 
 
@@ -114,26 +116,44 @@ def _survey(
     )
 
 
+_Call = Callable[[nn.Module, Flows], Any]
+
+
 def _survey_without_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
-    copied = meta_copy(model)
-    return _Surveyor(copied, units).run(lambda flows: run_dry(copied, example, within=flows))
+    return _survey_copies(model, meta_copy, units, lambda copied, flows: run_dry(copied, example, within=flows))
 
 
 def _survey_knowing(model: nn.Module, units: list[Unit], example: Any) -> Survey:
-    copied = meta_copy(model)
-    return _Surveyor(copied, units).run(lambda flows: run_knowing(copied, example, within=flows))
+    return _survey_copies(model, meta_copy, units, lambda copied, flows: run_knowing(copied, example, within=flows))
 
 
 def _survey_on_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
     """Survey a copy that shares the weights' memory and nothing else, on real numbers, without dropout."""
-    copied = weight_sharing_copy(model)
 
-    def call(flows: Flows) -> Any:
+    def call(copied: nn.Module, flows: Flows) -> Any:
         with flows:
             return call_model(copied, example)
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return _Surveyor(copied, units).run(call)
+        return _survey_copies(model, weight_sharing_copy, units, call)
+
+
+def _survey_copies(model: nn.Module, copy: Callable[[nn.Module], nn.Module], units: list[Unit], call: _Call) -> Survey:
+    """Survey a copy, and, where its forward changes what modules keep, one that is watched while it does."""
+    copied, shared = copy(model), [*Kept.of(model).owners.values()]
+    before = Kept.of(copied, shared)
+    survey = _Surveyor(copied, units).run(partial(call, copied))
+    changed = before.changed(Kept.of(copied, shared))
+    if not changed:
+        return survey
+    copied = copy(model)
+    surveyor = _Surveyor(copied, units, changes=changed)
+    survey = surveyor.run(partial(call, copied))
+    before = Kept.of(copied, shared)
+    with suppress(Exception):  # the model's own code
+        call(copied, Flows())
+    again = surveyor.changing(before.changed(Kept.of(copied, shared)))
+    return replace(survey, accumulated=(*survey.accumulated, *again))
 
 
 @dataclass
@@ -174,9 +194,19 @@ class _Surveyor:
     running: list[_Layer] = field(default_factory=list)
     regions: dict[int, Region] = field(default_factory=dict)  # that made what a gate returned
     numbers: dict[int, int] = field(default_factory=dict)  # what a layer has read off tensors
+    accumulated: list[Accumulated] = field(default_factory=list)
+    gates: list[int] = field(default_factory=list)  # units whose gates run, around their layers
+    changes: Collection[Place] = ()  # what is kept by modules and changes in a forward, besides tensors
 
     def __post_init__(self) -> None:
         self.joints = Joints(self.units)
+        self.watched = Watched(self.model, self.changes, self._now)
+
+    def _now(self) -> Actor:
+        """The part of the forward that runs."""
+        if self.running:
+            return Actor(self.running[-1].unit, self.running[-1].unit)
+        return Actor(len(self.order), self.gates[-1] if self.gates else len(self.units))
 
     def run(self, call: Callable[[Flows], Any]) -> Survey:
         """call: runs the model, inside of the flows that it is given."""
@@ -209,6 +239,7 @@ class _Surveyor:
                 handle.remove()
         if self.order != list(range(len(self.units))):
             raise OtherOrder([self.units[number] for number in self.order])
+        self.watched.note_writes()
         result = [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)]
         self.made[len(self.units)] = self.flows.union(result) | self.flows.numbers
         return self._evaluate(outside, names)
@@ -253,6 +284,8 @@ class _Surveyor:
 
     def _begin_gate(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
+            self.watched.note_writes()
+            self.gates.append(number)
             self.regions[number] = self.flows.enter(Region(self.flows.bit(Inside(number, of_gate=True))))
 
         return hook
@@ -262,6 +295,7 @@ class _Surveyor:
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             index = next(calls)
+            self.watched.note_writes()
             containers = Containers(args, kwargs)
             self.joints.given(index, containers)
             region = self.flows.enter(Region(self.flows.bit(Inside(index))))
@@ -270,6 +304,7 @@ class _Surveyor:
         return hook
 
     def _end_layer(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.watched.note_writes()
         ended = self.running.pop()
         self.flows.leave(ended.region)
         index, atom = ended.unit, ended.region.atom
@@ -290,10 +325,12 @@ class _Surveyor:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             refuse_own_backward(type(self.model).__name__)
             index = next(calls)
-            self.order.append(index)
             region = self.regions[index]
             if self.units[index].layer != self.units[index].gate:
+                self.watched.note_writes()
+                self.gates.pop()
                 self.flows.leave(region)
+            self.order.append(index)
             leaves, spec = pytree.tree_flatten(output)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
@@ -304,6 +341,10 @@ class _Surveyor:
                 fresh = self._fresh(tensor, Returned(index, number))
                 if not self.flows.is_new(tensor, region):  # the layer has handed on what it was given, changed or not
                     self.flows.share(tensor, fresh, self.flows.bit(Inside(index)))
+                for other, passed_on in zip(tensors, self.passed_on[index], strict=False):
+                    if self.flows.is_one(tensor, other):
+                        self.joints.returned_alike.add(index)
+                        self.flows.share(fresh, passed_on, self.flows.bit(Inside(index)))
                 self.passed_on[index].append(fresh)
             remaining = iter(self.passed_on[index])
             return pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), output)
@@ -387,7 +428,7 @@ class _Surveyor:
             for parameter in self.model.get_submodule(module).parameters()
         }
         entering = Reads.of(self.flows.atoms(self.entered[1])) if self.entered is not None else None
-        is_alone = not self._follow_state()
+        is_alone = not self._follow_state() and not self.joints.kept(self.watched.reads, self.watched.writes)
         self.joints.finish()
         reads = [Reads.of(self.flows.atoms(self.made[index])) for index in range(len(self.units) + 1)]
         parts, behind, only_first = [], Part(frozenset(), frozenset(), frozenset()), True
@@ -442,7 +483,21 @@ class _Surveyor:
             reasons=self.joints.reasons,
             entry=entry,
             tail_reads=frozenset(reads[-1].places),
+            accumulated=tuple(self.accumulated),
         )
+
+    def changing(self, places: Iterable[Place]) -> list[Accumulated]:
+        """Those of `places` that are written to around the layers: each stage that runs there does so."""
+        return [
+            Accumulated(str(place), self._module_outside(place.path), actor)
+            for place in sorted(places)
+            for actor in sorted(self.watched.writes.get(place, ()))
+            if actor.low < actor.high
+        ]
+
+    def _module_outside(self, path: str) -> str:
+        """The outermost one of those outside the layers that can be stubs which has what is at `path`."""
+        return next((name for name in self._outside() if f"{path}.".startswith(f"{name}.")), "")
 
     def _template(self, index: int, read: set[tuple[int, int]]) -> Template:
         tensors = self.passed_on[index]
@@ -463,6 +518,9 @@ class _Surveyor:
             inside = {each.unit for each in made_of.inside}
             behind = min(max(made_of.units, default=ENTRY) + 1, len(self.units))  # where it can be written at all
             made_later = made_of.units or made_of.inside
+            if left & atom and not inside and (now is not before or self.flows.is_added_to(now)):
+                by = Actor(behind if made_of.units else 0, len(self.units))
+                self.accumulated.append(Accumulated(name, self._module_outside(name), by))
             if self.entered is not None and self.entered[1] & atom and made_later:
                 self.made[0] |= atom
                 before_layers = True
