@@ -8,6 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
+_WRONG = 2  # exit status: not a failure, but something to put right
+_RANKS_OF_A_CORE, _RANKS_OF_ANY_MACHINE = 4, 16
+
+
+def most_cpu_ranks() -> int:
+    """Ranks that a machine without GPUs still runs: each is a process of some 400 MB that computes all the time."""
+    return max(_RANKS_OF_ANY_MACHINE, _RANKS_OF_A_CORE * (os.cpu_count() or 1))
+
 
 def inside_launcher() -> bool:
     """Whether torchrun, or something that sets the same variables, started this process."""
@@ -18,7 +26,8 @@ def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwrig
     """Run `python -m module *arguments` on `world_size` ranks of this machine and return the exit status.
 
     The launcher runs inside this process, which saves importing torch once more. When a rank fails all others are
-    stopped, and the traceback of the rank that failed first is the last thing printed.
+    stopped, and the traceback of the rank that failed first is the last thing printed; but where one has ended with
+    status 2, what is wrong with what it was given has been said, and that is the status.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,6 +41,8 @@ def relaunch(arguments: Sequence[str], world_size: int, module: str = "shardwrig
     try:
         run(parse_args([*launcher, *arguments]))
     except ChildFailedError as error:
+        if any(failed.exitcode == _WRONG for failed in error.failures.values()):
+            return _WRONG
         rank, failure = error.get_first_failure()
         print(
             f"\nRank {rank} failed first (exit status {failure.exitcode}), so all {world_size} ranks were stopped.",

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .relaunch import inside_launcher, relaunch
+from .relaunch import inside_launcher, most_cpu_ranks, relaunch
 
 HELP = "train or fine-tune a language model as a recipe says, on the ranks of this machine or of a launcher"
 
@@ -74,9 +74,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, recipe: Any) -> int:
-    from ..trainer.run import check, train
+    from ..trainer.hub import take_from_cache_without_hub
 
     joins = inside_launcher()
+    warning = take_from_cache_without_hub(recipe)
+    if warning and int(os.environ.get("RANK", 0)) == 0:
+        print(f"shardwright train: {warning}", file=sys.stderr, flush=True)
+    from ..trainer.run import check, train
+
     world_size = _world_size_of_launcher(recipe) if joins else _world_size(recipe)
     if _CHECKED not in os.environ:
         check(recipe, world_size)
@@ -121,6 +126,11 @@ def _world_size(recipe: Any) -> int:
     if asked is not None and gpus and asked > gpus:
         raise RecipeError(f"nproc={asked} needs as many GPUs, there are {gpus}; ask for at most {gpus}")
     world_size = asked or gpus or least
+    if not asked and not gpus and least > most_cpu_ranks():
+        raise RecipeError(
+            f"layout takes {least} ranks (tp_size x pp_size x sp_size), and the CPU of this machine at most "
+            f"{most_cpu_ranks()}; make it smaller, or set nproc={least} to start them all the same"
+        )
     if world_size % least:
         raise RecipeError(
             f"layout needs a multiple of {least} ranks (tp_size x pp_size x sp_size), and there are {world_size}; "

@@ -18,6 +18,7 @@ from ..lazy import LazyInitContext
 from ..lazy.notes import notes_of
 from ..utils.errors import nearest
 from .errors import RecipeError
+from .hub import why_not
 from .recipe import Recipe
 from .tasks import TASKS
 
@@ -44,8 +45,11 @@ def load_config(recipe: Recipe) -> Any:
     try:
         return AutoConfig.from_pretrained(recipe.model)
     except Exception as error:
+        reason = why_not(error, recipe.model)
         raise RecipeError(
-            f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
+            f"model={recipe.model!r}: {reason}"
+            if reason
+            else f"model={recipe.model!r} is neither a directory with a config.json nor a model that can be loaded "
             f"({first_line(error)})"
         ) from error
 
@@ -108,9 +112,15 @@ def local_directory(name: str) -> str:
     if Path(name).is_dir():
         return name
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+        directory = huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:  # of many kinds: no network, no such name, no access
-        raise RecipeError(f"model={name!r} cannot be fetched ({first_line(error)})") from error
+        raise RecipeError(f"model={name!r}: {why_not(error, name) or first_line(error)}") from error
+    if not any(Path(directory).glob("*.safetensors")):
+        raise RecipeError(
+            f"model={name!r} has no safetensors on the hub; load it with from_pretrained of transformers, save it with "
+            "save_pretrained(DIRECTORY), and name that directory"
+        )
+    return directory
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:

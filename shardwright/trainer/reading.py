@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import types
 import typing
@@ -244,7 +245,9 @@ def _fit(value: Any, hint: Any, key: str) -> Any:
         return value if isinstance(value, bool) else _UNFIT
     if origin in (int, float):
         return _number(value, origin)
-    return value if isinstance(value, str) else _UNFIT
+    if not isinstance(value, str):
+        return _UNFIT
+    return os.path.expanduser(value) if value.startswith("~/") else value  # no shell reads what stands in a file
 
 
 def _numbers_in(value: Any) -> Any:

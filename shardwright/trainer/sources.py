@@ -14,6 +14,7 @@ import numpy as np
 
 from ..utils.errors import nearest
 from .errors import RecipeError
+from .hub import why_not
 from .recipe import Data, Source
 from .tasks import COLUMNS, Task
 
@@ -402,7 +403,8 @@ def _of_dataset(source: Source, key: str) -> Any:
         raise
     except Exception as error:  # of many kinds: no such name, no network, another split
         first = str(error).strip().split("\n")[0]
-        raise RecipeError(f"{key}.dataset={name!r} cannot be loaded ({type(error).__name__}: {first})") from error
+        reason = why_not(error, name, "datasets/") or f"it cannot be loaded ({type(error).__name__}: {first})"
+        raise RecipeError(f"{key}.dataset={name!r}: {reason}") from error
 
 
 def _datasets(key: str) -> Any:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from .errors import RecipeError
+from .hub import why_not
 
 # How a conversation is written where the tokenizer does not say: ChatML. The answers of the assistant are marked.
 CHAT_TEMPLATE = (
@@ -33,7 +34,9 @@ def load_tokenizer(name: str | None, model: str | dict[str, Any], chat_template:
         except (OSError, ValueError, KeyError) as error:
             key = "tokenizer" if name else "tokenizer is left out, and model"
             first = str(error).strip().split("\n")[0]
-            raise RecipeError(f"{key}={source!r} has no tokenizer that transformers can load ({first})") from error
+            reason = why_not(error, str(source))
+            none = f"{key}={source!r} has no tokenizer that transformers can load ({first})"
+            raise RecipeError(f"{key}={source!r}: {reason}" if reason else none) from error
     if chat_template is not None:
         path = Path(chat_template)
         readable = len(chat_template) < 256 and path.suffix in (".jinja", ".jinja2", ".txt", ".j2")

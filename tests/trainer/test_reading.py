@@ -73,9 +73,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"config": {"hidden_size": 32}}}, "no model_type"),
     ({"model": {"config": {**LLAMA, "model_type": "lama"}}}, "model.config is none"),
     ({"model": {"config": {**LLAMA, "vocab_size": 100}}}, "vocab_size of at least 260"),
-    ({"model": "no/such/directory"}, "neither a directory"),
+    ({"model": "no/such/directory"}, "there is no such directory, and names on the hub are OWNER/NAME"),
     ({"tokenizer": None}, "tokenizer is missing"),
-    ({"tokenizer": "no/such/directory"}, "no tokenizer that transformers can load"),
+    ({"tokenizer": "no/such/directory"}, "there is no such directory"),
     ({"data": None}, "data is missing"),
     ({"data": "train.jsonl"}, "a mapping of keys is needed"),
     ({"data": {"text": "text"}}, "neither of path and dataset"),
@@ -210,6 +210,15 @@ def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(yaml.safe_dump(recipe(tmp_path)) + "layout: {initial_scale: 1e4, pp_style: 1f1b}\n")
     assert read_recipe(file).recipe.layout == {"initial_scale": 1e4, "pp_style": "1f1b"}
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells do not see what stands in a file or behind an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read = build_recipe(recipe(tmp_path, output_dir="~/runs", data={"path": ["~/a.jsonl", "b.jsonl"]}))
+    assert read.output_dir == f"{tmp_path}/runs"
+    assert read.data is not None
+    assert read.data.path == [f"{tmp_path}/a.jsonl", "b.jsonl"]
 
 
 def test_what_is_no_recipe(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_a_run_on_two_ranks_says_it_once(tmp_path: Path, streaming: bool) -> Non
     done = subprocess.run(
         [sys.executable, "-m", "shardwright.cli", "train", str(tmp_path / "r.yaml")], capture_output=True, text=True
     )
-    assert done.returncode
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if "shardwright train:" in line]
     assert len(lines) == 1, done.stderr[-3000:]
     assert lines[0].endswith(f"{tmp_path / 'two.jsonl'}:177: a row's text is None; text is needed")

@@ -123,6 +123,8 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         (["--device", "cpu", "--tp", "2", "--world-size", "6"], "a batch size of 18 would work"),
         (["--device", "cpu", "--pp", "2", "--pp-style", "1f1b,zbw"], "did you mean"),
         (["--device", "cpu", "--tp", "2", "--pp-style", "zb"], "needs a pipeline; say --pp 2"),
+        (["--device", "cpu", "--sp", "128"], "--sp 128 takes 128 ranks, and the CPU of this machine at most "),
+        (["--device", "cpu", "--world-size", "4096"], "--world-size 4096 takes 4096 ranks"),
         (["--output", __file__], "is a file; name a directory"),
         (["--output", f"{__file__}/below"], "cannot be written to (Not a directory); name another directory"),
         (["--output", "/proc/nowhere"], "cannot be written to ("),

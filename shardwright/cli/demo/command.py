@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from ..relaunch import inside_launcher, relaunch
+from ..relaunch import inside_launcher, most_cpu_ranks, relaunch
 from .layout import nearest_worlds
 from .settings import COMPARED, DEFAULT_CPU_RANKS, DemoSettings
 
@@ -68,7 +68,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    settings = _settings(args, world_size or _default_world_size(gpus, args))
+    asked = world_size or _default_world_size(gpus, args)
+    if not gpus and asked > most_cpu_ranks():
+        args.fail(
+            f"{_sizes(args) or f'--world-size {asked}'} takes {asked} ranks, and the CPU of this machine at most "
+            f"{most_cpu_ranks()}; ask for smaller sizes, such as --tp 2 --pp 2"
+        )
+    settings = _settings(args, asked)
     if settings.is_laid_out or settings.zero != 1 or hasattr(args, "pp_style"):
         from .training import check
 
@@ -120,6 +126,11 @@ def _default_world_size(gpus: int, args: argparse.Namespace) -> int:
     if any(hasattr(args, name) for name in ("tp", "pp", "sp")):
         return max(1, (gpus or DEFAULT_CPU_RANKS) // least) * least if gpus else least
     return nearest_worlds(args.batch_size, gpus or DEFAULT_CPU_RANKS)[0]
+
+
+def _sizes(args: argparse.Namespace) -> str:
+    """The sizes that were given, as they were given."""
+    return " ".join(f"--{name} {getattr(args, name)}" for name in ("tp", "pp", "sp") if hasattr(args, name))
 
 
 def _styles(text: str) -> tuple[str, ...]:
