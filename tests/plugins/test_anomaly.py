@@ -25,7 +25,7 @@ LAYOUTS: dict[str, Any] = {
     "pp2 zb": lambda: HybridParallelPlugin(pp_size=2, pp_style="zb", **TWO),
     "zero2": lambda: HybridParallelPlugin(zero_stage=2, **TWO),
     "zero2, own loop": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "ddp": TorchDDPPlugin,
+    "ddp": lambda: TorchDDPPlugin(find_unused_parameters=True),  # a batch of embeddings needs no table of them
     "tp2 bf16": lambda: HybridParallelPlugin(tp_size=2, num_microbatches=2, precision="bf16"),
     "pp2 bf16": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="bf16"),
     # from the lowest scale there is nothing to fall: gradients that are not finite are no matter of the scale
@@ -53,6 +53,14 @@ def _break(fault: str, model: nn.Module, rank: int) -> None:
             weights[-1].register_hook(lambda grad: grad * float("nan"))
         case "operator":
             layers[-1].register_forward_hook(lambda module, args, output: output / (output - output).detach())
+        case "row":
+            layers[-1].register_forward_hook(lambda module, args, output: _without_the_largest(output))
+
+
+def _without_the_largest(output: torch.Tensor) -> torch.Tensor:
+    """Divided by zero in the one sample whose mean is the largest."""
+    means = output.detach().float().mean((1, 2), keepdim=True)
+    return output / (means < means.max()).to(output)
 
 
 def _told(layout: str, fault: str, rank: int, on_nan: str = "stop") -> str:
@@ -86,13 +94,13 @@ def _told(layout: str, fault: str, rank: int, on_nan: str = "stop") -> str:
 
 
 def _all_told(rank: int, world: int, layouts: list[str]) -> dict[str, str]:
-    faults = ("batch", "weight", "gradient", "operator")
+    faults = ("batch", "weight", "gradient", "operator", "row")
     return {f"{layout}, {fault}": _told(layout, fault, rank) for layout in layouts for fault in faults}
 
 
 def _check(told: dict[str, str], layout: str) -> None:
     who = r"rank 1 \([dp 0-9,tsr]*\)"
-    of = {fault: told[f"{layout}, {fault}"] for fault in ("batch", "weight", "gradient", "operator")}
+    of = {fault: told[f"{layout}, {fault}"] for fault in ("batch", "weight", "gradient", "operator", "row")}
     reader = "rank 0" if "2" in layout[:3] and layout[0] in "tp" else "rank 1"
     # rows 2 and 3 of four, or 6 and 7 of eight, are those of microbatches behind the first
     assert re.search(
@@ -107,7 +115,14 @@ def _check(told: dict[str, str], layout: str) -> None:
     assert "register_hook(lambda grad: grad * float" in of["gradient"]
     assert re.search(rf"{who} made .* in aten\.div in model\.layers\.1 \(LlamaDecoderLayer\)", of["operator"])
     assert re.search(r"at test_anomaly.py:\d+ <lambda>: layers\[-1\]", of["operator"]), of["operator"]
+    alone = re.search(
+        rf"{who} made .* in aten.div in model\.layers\.1 \(LlamaDecoderLayer\) in the forward of .*, in row (\d) of it",
+        of["row"],
+    )
+    assert alone, of["row"]
+    assert re.search(r"at test_anomaly.py:\d+ _without_the_largest: return output / ", of["row"]), of["row"]
     if layout != "zero2, own loop" and layout != "ddp":
+        assert re.search(r"of microbatch 0, in row \d of it on stage [01]", of["row"]), of["row"]
         assert re.search(r"of microbatch 0.* on stage [01]", of["operator"]), of["operator"]
 
 

@@ -219,6 +219,7 @@ CASES = [
     ),
     Case("port", "dp2", 0, (RAISED, RAISED), "is taken by another program", "the job's port is taken", seconds=BOOST),
     _gone("kill in save", "pp2", 1, KILLED, "died without a word (killed?)", "SIGKILL in the middle of a save"),
+    _gone("terminate in save", "tp2", 1, 143, "was ended by SIGTERM", "SIGTERM to one rank in the middle of a save"),
     *(
         Case(fault, layout, 1, (0, 0), words, happens, goes_on=True, seconds=60)
         for fault, layout, words, happens in (

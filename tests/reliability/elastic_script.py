@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from shardwright import Booster, elastic
+from shardwright.checkpoint.manifest import MARKER
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 
-STEPS, SAMPLES, BATCH = 8, 20, 4
+STEPS, SAMPLES, BATCH, SAVE = 8, 20, 4, 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
@@ -79,10 +81,17 @@ def train(run: elastic.Run) -> None:
 
 
 def _drawn(step: int) -> str | None:
-    """The fault that `SOAK` has for this step and rank, if it has one."""
+    """The fault that `SOAK` has for this step and rank, if it has one. Of a job that is stopped as a whole, which is
+    one that somebody has suspended, nobody is left to end it: its last rank is killed.
+    """
     seed, _, chance = os.environ.get("SOAK", "0:0").partition(":")
-    draw = random.Random(f"{seed} {step} {dist.get_rank()}")
-    return draw.choice((*SIGNALS, "nan")) if draw.random() < float(chance) else None
+    drawn: list[str | None] = []
+    for rank in range(dist.get_world_size()):
+        draw = random.Random(f"{seed} {step} {rank}")
+        drawn.append(draw.choice((*SIGNALS, "nan")) if draw.random() < float(chance) else None)
+    if all(fault == "stop" for fault in drawn):
+        drawn[-1] = "kill"
+    return drawn[dist.get_rank()]
 
 
 def _be_hit(step: int, directory: Path) -> str | None:
@@ -99,10 +108,14 @@ def _be_hit(step: int, directory: Path) -> str | None:
     mark = directory / f"hit-{step}"
     if fault and due and dist.get_rank() == int(os.environ.get("RANK_HIT", "1")) and not mark.exists():
         mark.touch()
+        if fault != "terminate":  # what is being written is lost with a process; here the last save is to be on disk
+            last = directory / "checkpoints" / f"step-{(step - 1) // SAVE * SAVE}"
+            while not (last / MARKER).exists():
+                time.sleep(0.05)
         os.kill(os.getpid(), SIGNALS[fault])
     return None
 
 
 if __name__ == "__main__":
     limit = float(os.environ.get("STEP_TIMEOUT", "3"))
-    elastic.run(train, Path(sys.argv[2]) / "checkpoints", save_every=2, seed=1, timeout=60, step_timeout=limit)
+    elastic.run(train, Path(sys.argv[2]) / "checkpoints", save_every=SAVE, seed=1, timeout=60, step_timeout=limit)

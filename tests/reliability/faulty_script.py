@@ -125,6 +125,8 @@ def broken_disk(fault: str) -> None:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 case "kill in save":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "terminate in save":
+                    os.kill(os.getpid(), signal.SIGTERM)
                 case "slow disk":
                     writes.append(path)
                     time.sleep(len(writes) <= 3)
