@@ -48,13 +48,19 @@ class AlongTensor:
 class Way:
     """
     careful     compute all regions whole and split what they return
-    trusting    give parts to modules of which nothing is known and in which nothing is sharded
+    trusting    give parts to modules of which nothing is known, in which nothing is sharded and no convolution is, and
+                split all that whole modules return
     returning   regions return parameters of their own, which are applied to parts behind them
+    streams     layers are given several streams of hidden states, in a dim before that of samples
+    alone       every layer is given whole sequences and returns whole ones: a model leaves some of them out, or reads
+                or changes what is between them
     """
 
     careful: bool = False
     trusting: bool = False
     returning: bool = False
+    streams: bool = False
+    alone: bool = False
 
 
 @dataclass
@@ -69,6 +75,9 @@ class SequencePlan:
     sums        blocks that sum at their exit
     whole       modules that every rank computes alike
     partial     parameters that are applied to parts of sequences
+    dim         along which layers have positions
+    alone       whether every layer splits what it is given, and gathers what it returns
+    every       whether whole modules split all that they return, and not hidden states alone
     trains      whether any of these is trained, known when the plan has been applied
     """
 
@@ -80,6 +89,9 @@ class SequencePlan:
     sums: list[str] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
+    dim: int = 1
+    alone: bool = False
+    every: bool = False
     trains: bool = True
 
     def decisions(self, model: nn.Module, decided: Sequence[Decision]) -> list[Decision]:
@@ -114,7 +126,7 @@ class SequencePlan:
     def apply(self, model: nn.Module, parallel: ParallelGroup, how: AlongTensor) -> None:
         """After the decisions were: `model` is sharded."""
         self.trains = any(model.get_parameter(name).requires_grad for name in self.partial)
-        stacks = {name: Stack(name, how.again, how.ring, self.trains) for name in self.stacks}
+        stacks = {name: Stack(name, how.again, how.ring, self.trains, self.dim) for name in self.stacks}
 
         def of(name: str) -> Stack:
             return stacks[self.of_stack[name]]
@@ -130,13 +142,14 @@ class SequencePlan:
         for name in self.sums:
             model.get_submodule(name).stack = of(name)  # type: ignore[assignment]
         for name in self.whole:
-            WholeModule.adopt(model.get_submodule(name), parallel).stack = of(name)
+            whole = WholeModule.adopt(model.get_submodule(name), parallel)
+            whole.stack, whole.every = of(name), self.every
         for name in (*self.sums, *self.whole):
             if uses_dropout(model.get_submodule(name)):
                 DrawsAlike.adopt(model.get_submodule(name), parallel)
         for name, layers in self.stacks.items():
             for layer in layers:
-                first, last = layer == layers[0], layer == layers[-1]
+                first, last = self.alone or layer == layers[0], self.alone or layer == layers[-1]
                 SplitLayer.of(model.get_submodule(layer), parallel, stacks[name], first, last)
 
 
@@ -150,7 +163,7 @@ def plan_sequence(
     """
     lists       names of the lists of layers that sequences go through; None: they are found
     """
-    plan = SequencePlan()
+    plan = SequencePlan(dim=2 if way.streams else 1, alone=way.alone, every=way.trusting)
     for layer in dict.fromkeys(unit.layer for unit in find_units(model, lists)):
         plan.stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
     walk = _Walk(model, decisions, regions, plan, way)
@@ -227,14 +240,20 @@ class _Walk:
                 self._gather(name, region)
         elif region is not None and region.closes and inner and not any(self._regions[other].closes for other in inner):
             self._compute_whole(name)  # a mixer whose parts open by themselves: it views what they return as whole
+        elif self._way.trusting and region is not None and region.closes and not region.opens and not inner:
+            self._compute_whole(name)  # whose row linears are given whole features
         elif self._way.careful and region is None and inner and self._gathers_alone(name, inner):
             self._compute_whole(name)  # whose linears are in modules of their own
         elif region is not None or inner or any(is_within(other, name) for other in self._sums):
             self._open(name, module)
-        elif any(is_within(other, name) for other in self._sharded) or not (self._way.trusting or is_by_token(module)):
+        elif any(is_within(other, name) for other in self._sharded) or not self._takes_parts(module):
             self._compute_whole(name)
         else:
             self._note_partial(name, module)
+
+    def _takes_parts(self, module: nn.Module) -> bool:
+        convolves = any(isinstance(part, nn.Conv1d) for part in module.modules())
+        return is_by_token(module) or (self._way.trusting and not convolves)
 
     def _open(self, name: str, module: nn.Module) -> None:
         """A module whose own forward sees parts of sequences."""

@@ -3,7 +3,9 @@
 What layers do with whole sequences outside of attention and MLPs (convolutions, state spaces, positions that they count
 themselves) shows as a wrong shape, loss or gradient. Then regions are tried as whole ones whose output is split, which
 is right for all that looks along the sequence within a module; then modules of which nothing is known are given parts,
-which is right for all that computes token by token. What fails then too is refused by name.
+which is right for all that computes token by token. Then layers are taken for such of several streams, and at last
+each of them splits and gathers by itself, which is right for models that do something between their layers, or leave
+some of them out. What fails then too is refused by name.
 """
 
 from __future__ import annotations
@@ -27,6 +29,16 @@ from .small_copy import small_copies
 from .styles import Decision
 
 _LOGGER = logging.getLogger(__name__)
+WAYS = (
+    Way(),
+    Way(careful=True),
+    Way(trusting=True),
+    Way(returning=True),
+    Way(trusting=True, streams=True),
+    Way(careful=True, trusting=True, streams=True),
+    Way(alone=True),
+    Way(alone=True, trusting=True),
+)
 
 
 def verified(
@@ -66,7 +78,7 @@ def verified(
         )
     check = SelfCheck(chain([smallest], copies), config.parallel, example)
     why = ""
-    for way in (Way(), Way(careful=True), Way(trusting=True), Way(returning=True)):
+    for way in WAYS:
 
         def apply(copied: nn.Module, way: Way = way) -> None:
             own = plan.decide(copied, config.parallel, complete=False)
@@ -81,6 +93,12 @@ def verified(
                 _LOGGER.warning(
                     f"{name}: attention and MLPs are computed from whole sequences and their outputs split, since they "
                     "cannot scatter where they end; this sends twice what plain tensor parallelism does"
+                )
+            if way.alone:
+                _LOGGER.warning(
+                    f"{name}: each layer splits what it is given and gathers what it returns, since the model leaves "
+                    "layers out or has something to do between them; whole sequences are kept there, and one gather "
+                    "of them more is sent per layer and direction"
                 )
             return first if way == Way() else plan_sequence(model, decisions, regions, lists, way)
         why = why or (

@@ -17,8 +17,18 @@ RING: dict[str, Any] = {**GATHERED, "sequence_parallelism_mode": "ring"}
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
 AROUND: dict[str, Any] = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 # Attention that is given hidden states three times; that returns its own bias; whose linears are in modules of their
-# own; layers that are given features of every token besides.
-ALONG = ("CTRLLMHeadModel", "GPTNeoXJapaneseForCausalLM", "MoshiForCausalLM", "Gemma4ForCausalLM")
+# own; layers that are given features of every token besides; several streams of hidden states; layers that are left
+# out.
+ALONG = (
+    "CTRLLMHeadModel",
+    "GPTNeoXJapaneseForCausalLM",
+    "MoshiForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma3nForCausalLM",
+    "MllamaForCausalLM",
+)
+# The same in more ways: row linears that are given whole features; layers that read what was before other layers.
+MORE_ALONG = ("CpmAntForCausalLM", "Qwen4ExpForCausalLM", "Inkling2ForCausalLM", "ZambaForCausalLM")
 # Convolutions that only a state space reads; experts that are chosen by token ids.
 OVER = ("RecurrentGemmaForCausalLM", "DeepseekV4ForCausalLM")
 
@@ -53,7 +63,7 @@ def test_over_an_axis() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [*ALONG, *OVER, "CpmAntForCausalLM"])
+@pytest.mark.parametrize("name", [*ALONG, *MORE_ALONG, *OVER])
 def test_in_every_mode(name: str) -> None:
     """Some in those that serve them."""
     modes = (ULYSSES, AROUND) if name in OVER else (GATHERED, RING, ULYSSES, AROUND)

@@ -196,7 +196,8 @@ class LayerAxis(SequenceAxis):
         if around_ring:
             raise ValueError(
                 f"{given}{self._name} gives padding there the mean of all values, which a ring does not; pad behind "
-                "the tokens, or use sequence_parallelism_mode='all_to_all' with lengths that are a multiple of sp_size"
+                "the tokens and leave out rows that have none, or use sequence_parallelism_mode='all_to_all' with "
+                "lengths that are a multiple of sp_size"
             )
         raise ValueError(
             f"{given}{self._name} gives padding there the mean of all values, and rows of {length} tokens are padded "

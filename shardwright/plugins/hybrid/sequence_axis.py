@@ -222,7 +222,8 @@ class SequenceAxis:
                 raise ValueError(
                     f"attention_mask with padding in front and sequence_parallelism_mode={self.mode!r}: the eager "
                     f"attention of {self._name} gives padding there the mean of all values, which a ring does not; "
-                    "pad behind the tokens, or use sequence_parallelism_mode='all_to_all'"
+                    "pad behind the tokens and leave out rows that have none, or use "
+                    "sequence_parallelism_mode='all_to_all', or attn_implementation='sdpa'"
                 )
         else:
             numbers = self._packed(batch, positions)

@@ -2,7 +2,7 @@
 
 Between the modules of a layer a rank holds [B, s_k, H], its part of the S positions as `torch.tensor_split` deals them.
 
-    first layer         splits what it is given, [B, S, H] -> [B, s_k, H]
+    first layer         splits what it is given, [B, S, H] -> [B, s_k, H], or several streams of it, [N, B, S, H]
     any layer           splits what it is given for every token besides
     gathering module    an attention, an MLP: gathers its first argument, [B, s_k, H] -> [B, S, H]; what else it is
                         given (masks, positions, an encoder's states) is whole
@@ -43,8 +43,8 @@ from .linear import ColumnParallel, RowParallel, is_conv1d
 from .parallel_module import ParallelGroup, ParallelModule, native_class
 
 _GATHERED = "_shardwright_gathered"
-# Arguments of layers that are made for every token before them, and read by no attention (Gemma 4).
-_BY_TOKEN = ("per_layer_input",)
+# Arguments of layers that are made for every token before them, and read by no attention (Gemma 4, Zamba, Inkling 2).
+_BY_TOKEN = ("per_layer_input", "original_hidden_states", "block_states")
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,23 @@ class Stack:
     ring    gather and scatter in parts, while products of others are computed
     trains  whether parameters that are applied to parts of sequences are trained: their gradients are summed over the
             ranks, also after a forward that did not split
+    dim     along which layers have positions; their modules have them along dim 1
     """
 
     name: str
     again: bool = False
     ring: bool = False
     trains: bool = True
+    dim: int = 1
 
     def begin(self, x: Tensor, ranks: int) -> bool:
         """Note how long the sequences of x [B, S, ...] are; whether they are split."""
-        if x.dim() < 3:
+        if x.dim() < self.dim + 2:
             raise ValueError(
                 f"{self.name}: layers are given {list(x.shape)}, but sequences that are split over tp_size={ranks} "
                 "ranks must be [batch, length, ..., hidden]; use enable_sequence_parallelism=False"
             )
-        length = x.shape[1]
+        length = x.shape[self.dim]
         told = facts().get(self._told)
         if told is not None and told != length:
             raise ValueError(
@@ -167,13 +169,17 @@ class SplitLayer(_InStack):
         split.by_token = {name: names.index(name) for name in _BY_TOKEN if name in names}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        group = self.parallel.group
+        group, dim = self.parallel.group, self.stack.dim
         if self.is_first and self.stack.begin(first_tensor(args, kwargs), self.parallel.size):
-            args, kwargs = with_first(lambda x: split_to_group(x, group, 1, self._sizes), args, kwargs)
+            args, kwargs = with_first(lambda x: split_to_group(x, group, dim, self._sizes), args, kwargs)
         sizes = self._sizes
         if sizes is not None:
+
+            def part(x: Tensor) -> Tensor:
+                return split_to_group(x, group, 1, sizes) if x.shape[1] == sum(sizes) else x  # else it is one already
+
             for name, place in self.by_token.items():
-                args, kwargs = _with_part(name, place, args, kwargs, lambda x: split_to_group(x, group, 1, sizes))
+                args, kwargs = _with_part(name, place, args, kwargs, part)
         if self.draws and self.training and sizes is not None:
             with sharded_rng(group).fork():
                 output = self.run_layer(*args, **kwargs)
@@ -181,7 +187,7 @@ class SplitLayer(_InStack):
             output = self.run_layer(*args, **kwargs)
         if not self.is_last or sizes is None:
             return output
-        output = of_first(lambda y: gather_from_group(y, group, 1, sizes), output)
+        output = of_first(lambda y: gather_from_group(y, group, dim, sizes), output)
         self.stack.forget()
         return output
 
@@ -355,7 +361,11 @@ class ScatteringRow(_InStack):
 class WholeModule(_InStack):
     """Every rank gathers the sequence and keeps its part of the result: gradients of the parameters are whole. A module
     that is given no tensor sees no sequence: what it makes (a bias by relative position) is whole.
+
+    every   whether all that it returns with these positions is split, and not the hidden states alone, which come first
     """
+
+    every = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -371,7 +381,17 @@ class WholeModule(_InStack):
             tokens = y.unflatten(0, (-1, sum(sizes)))  # by their sample
             return split_to_group(tokens, group, 1, sizes).flatten(0, 1)
 
-        return of_first(split, super().forward(*args, **kwargs))
+        return self._of_output(split, super().forward(*args, **kwargs), sum(sizes))
+
+    def _of_output(self, split: Callable[[Tensor], Tensor], output: Any, length: int) -> Any:
+        output = of_first(split, output)
+        if not self.every or isinstance(output, Tensor):
+            return output
+        others = (
+            split(one) if isinstance(one, Tensor) and one.dim() > 2 and one.shape[1] == length else one
+            for one in output[1:]
+        )
+        return type(output)((output[0], *others))
 
     def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         length, name = traced.length, self._group_name
@@ -384,7 +404,7 @@ class WholeModule(_InStack):
                 return compiled_sequence.split_sequence(y, name, 1)
             return compiled_sequence.split_sequence(y.unflatten(0, (-1, length)), name, 1).flatten(0, 1)
 
-        return of_first(split, super().forward(*args, **kwargs))
+        return self._of_output(split, super().forward(*args, **kwargs), length)
 
 
 class DrawsAlike(ParallelModule):
