@@ -548,6 +548,18 @@ class StagedModel:
             known = name in survey.ran or any(other.startswith(f"{name}.") for other in survey.ran)
             change_class(module, stub_call(name, module, known, lambda: self.current))
             covered += (f"{name}.",)
+            if not any(name in self._live[stage] for stage in self.held):
+                self._release_statistics(survey, name)
+
+    def _release_statistics(self, survey: Survey, stub: str) -> None:
+        """Of a module that runs on other ranks alone, the buffers that it changes there: here they would stay what they
+        were, and checkpoints take those of any rank.
+        """
+        for prefix, module in self.model.get_submodule(stub).named_modules(prefix=stub):
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and f"{prefix}.{name}" in survey.rewritten:
+                    release(module, module._buffers, name)
+                    self._released.append((module, name, f"{prefix}.{name}"))
 
 
 def _discard(_: Any) -> None:

@@ -58,6 +58,7 @@ class Survey:
     tail_reads  tensors that the tail reads: the unit that returns them, their number in what it returns
     entry       what the first unit receives, where the model can be cut there. `parts` count with the first unit what
                 makes it
+    rewritten   buffers, and other tensors that modules keep, which a forward changes
     accumulated what every forward changes, around the layers
     """
 
@@ -73,6 +74,7 @@ class Survey:
     example: Any = None
     entry: Entry | None = None
     tail_reads: frozenset[tuple[int, int]] = frozenset()
+    rewritten: frozenset[str] = frozenset()
     accumulated: tuple[Accumulated, ...] = ()
 
     @property
@@ -130,6 +132,7 @@ class Survey:
             reasons={**other.reasons, **self.reasons},
             entry=self.entry and self.entry.joined_by(other.entry),
             tail_reads=self.tail_reads | other.tail_reads,
+            rewritten=self.rewritten | other.rewritten,
             accumulated=tuple(dict.fromkeys((*self.accumulated, *other.accumulated))),
         )
 

@@ -194,6 +194,7 @@ class _Surveyor:
     running: list[_Layer] = field(default_factory=list)
     regions: dict[int, Region] = field(default_factory=dict)  # that made what a gate returned
     numbers: dict[int, int] = field(default_factory=dict)  # what a layer has read off tensors
+    rewritten: set[str] = field(default_factory=set)
     accumulated: list[Accumulated] = field(default_factory=list)
     gates: list[int] = field(default_factory=list)  # units whose gates run, around their layers
     changes: Collection[Place] = ()  # what is kept by modules and changes in a forward, besides tensors
@@ -483,6 +484,7 @@ class _Surveyor:
             reasons=self.joints.reasons,
             entry=entry,
             tail_reads=frozenset(reads[-1].places),
+            rewritten=frozenset(self.rewritten),
             accumulated=tuple(self.accumulated),
         )
 
@@ -513,6 +515,7 @@ class _Surveyor:
             now = table.get(key)
             if not isinstance(now, torch.Tensor) or (now is before and not self.flows.is_written(before)):
                 continue
+            self.rewritten.add(name)
             atom, left = self.flows.bit(Buffer(name)), self.flows.mask(now)
             made_of = Reads.of(self.flows.atoms(left))
             inside = {each.unit for each in made_of.inside}
