@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin
 from shardwright.plugins.hybrid.config_form import _READERS
 from shardwright.shardformer import Policy, ShardFormer
 from shardwright.testing import run_ranks, zoo
+from shardwright.trainer import Recipe
 
 ROOT = Path(shardwright.__file__).parent
 
@@ -83,6 +85,7 @@ NAMED = re.compile(r"(?<![\w.'\[{}])([a-z][a-z_0-9]{2,})=")
 
 def test_arguments_that_advice_names_exist() -> None:
     known = {name for taker in TAKERS for name in inspect.signature(taker).parameters}
+    known |= {field.name for field in dataclasses.fields(Recipe)}
     known |= {key for section in _READERS.values() for key in section} | {"size", "fsdp", "mode"}
     unknown = [
         f"{place}: {name}= in {text!r}"
