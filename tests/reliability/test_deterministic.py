@@ -25,6 +25,7 @@ def told(directory: Path, first: int = 0) -> list[list[str]]:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)  # three starts of four processes
 def test_two_runs_and_a_replay_are_the_same_bits(tmp_path: Path) -> None:
     """Two stages, ZeRO 1, dropout, bf16. What is played again begins at a checkpoint, in new processes, too."""
     one, other = told(tmp_path / "one"), told(tmp_path / "other")
