@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ def options(
     )
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights and made-up data")
     parser.add_argument("--model", help="name on the hub, or directory (%(default)s)")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=8, help="samples of one data-parallel rank and step")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--steps", type=count, default=500)
+    parser.add_argument("--batch-size", type=count, default=8, help="samples of one data-parallel rank and step")
+    parser.add_argument("--length", type=count, default=512, help="tokens of a sample")
     parser.add_argument("--lr", type=float, default=5e-5)
-    parser.add_argument("--output", help="directory for the trained model; left out: it is not saved")
+    parser.add_argument("--output", type=directory, help="directory for the trained model; left out: it is not saved")
     layout = parser.add_argument_group("layout (what is left of the ranks is data parallel)")
     layout.add_argument("--tp", type=int, default=1, help="ranks that share every layer")
     layout.add_argument("--pp", type=int, default=1, help="ranks that hold successive layers")
@@ -48,6 +49,22 @@ def options(
     if parser.parse_known_args(argv)[0].tiny:
         parser.set_defaults(**{**TINY, **(tiny or {})})
     return parser.parse_args(argv)
+
+
+def count(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def directory(text: str) -> str:
+    """A directory to write to, for argparse. It is made now: that it cannot be is known before training."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be made ({error.strerror}); name another one") from None
+    return text
 
 
 def hybrid_plugin(args: argparse.Namespace, **more: Any) -> HybridParallelPlugin:

@@ -61,6 +61,8 @@ class Pairs(torch.utils.data.Dataset):
     def __init__(self, pairs: Sequence[dict[str, str]], tokenizer: Any, length: int) -> None:
         self.padding = tokenizer.pad_token_id or 0
         self.pairs = [[self._encode(tokenizer, row, kind, length) for kind in ("chosen", "rejected")] for row in pairs]
+        if not any(token >= 0 for pair in self.pairs for row in pair for token in row["labels"]):
+            raise SystemExit(f"--length {length} ends before the answers begin: nothing would be learned; give more")
         self.reference = torch.zeros(len(pairs), 2)
 
     @staticmethod

@@ -154,8 +154,9 @@ class Run:
         self.rollbacks -= 1
         loader = self._trained["dataloader"]
         self._behind = None if loader is None else loader.state_dict()
+        times = "time" if self.rollbacks == 1 else "times"
         get_dist_logger().warning(
-            f"{error}\nback to the last checkpoint, without the data of the steps since: {self.rollbacks} more times",
+            f"{error}\nback to the last checkpoint, without the data of the steps since: {self.rollbacks} more {times}",
             ranks=[0],
         )
         self._booster, self._trained = None, {}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data import GlueDataBuilder
+from data import FIELDS, GlueDataBuilder
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -142,7 +142,7 @@ def count(logits: torch.Tensor, batch: dict[str, torch.Tensor], counts: torch.Te
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plugin", choices=PLUGINS, nargs="+", default=["torch_ddp"], help="several are compared")
-    parser.add_argument("--task", default="mrpc", help="GLUE task")
+    parser.add_argument("--task", choices=list(FIELDS), default="mrpc", help="GLUE task")
     parser.add_argument("--model", help="name or directory of a pretrained model; left out: the base size of its type")
     parser.add_argument("--model_type", "--model-type", choices=list(HUB), default="bert")
     parser.add_argument("--tiny", action="store_true", help="a small new model and made-up pairs, for a CPU")

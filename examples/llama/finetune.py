@@ -93,11 +93,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         with LazyInitContext():  # weights are read when the model is boosted, by each rank its own
             model = AutoModelForCausalLM.from_pretrained(args.model)
 
+    rows = [encode(row, tokenizer, args.length) for row in instructions(args.tiny)]
+    if not any(token >= 0 for row in rows for token in row["labels"]):
+        raise SystemExit(
+            f"--length {args.length} ends before the answers begin, so nothing would be learned; give more"
+        )
+
     optimizer: Any = HybridAdam(model.parameters(), lr=args.lr)
     scheduler: Any = CosineAnnealingWarmupLR(optimizer, total_steps=args.steps, warmup_steps=args.steps // 10)
     plugin: Any = make_plugin(args)
     dataloader: Any = plugin.prepare_dataloader(
-        [encode(row, tokenizer, args.length) for row in instructions(args.tiny)],
+        rows,
         batch_size=args.batch_size,
         shuffle=True,
         drop_last=True,

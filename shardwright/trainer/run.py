@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..checkpoint.directory import candidates
 from ..cluster import DistCoordinator, launch, launch_from_torch
 from ..comm.compat import default_store
 from ..files.errors import CheckpointError
+from ..interface import NonFiniteLoss
 from . import layout as layouts
 from .build import Parts, check_length, make_optimizer, make_plugin, make_trainer, prepare
 from .errors import RecipeError, RowError
@@ -22,8 +24,10 @@ from .models import build_model
 from .probes import check_order, check_packing
 from .reading import to_plain
 from .recipe import Recipe
+from .spikes import LossSpike
 from .trainer import Trainer
 
+_DIVERGED = 1
 _INTERRUPTED = 143  # what a shell reports for a program that SIGTERM ended
 
 
@@ -60,8 +64,19 @@ def train(recipe: Recipe) -> int:
         with suppress(RuntimeError):  # the rank that keeps the store has ended
             error.told = default_store().add("shardwright/rows", 1) > 1
         raise
+    except (NonFiniteLoss, LossSpike) as error:  # raised by all ranks alike, as the recipe has asked for
+        if dist.get_rank() == 0:
+            print(f"shardwright train: {error}{_way_on(recipe)}", file=sys.stderr, flush=True)
+        return _DIVERGED
     finally:
         dist.destroy_process_group()
+
+
+def _way_on(recipe: Recipe) -> str:
+    """What can be done with a run that on_nan: stop or spike_factor has ended."""
+    if not candidates(Path(recipe.output_dir) / "checkpoints")[0]:
+        return "; there is no checkpoint to go on from"
+    return "; resume=true goes on from the last checkpoint, and rollbacks=1 with it leaves out such data"
 
 
 def train_here(recipe: Recipe) -> int:

@@ -14,6 +14,7 @@ from .spans import Span, tokens_within
 
 IGNORED = -100  # the label of tokens that are not learned, as transformers' losses have it
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
 _ANSWERING = ("assistant", "gpt", "model", "bot", "ai", "chatbot")
 _MESSAGES = "a list of {role: user, content: ...} and {role: assistant, content: ...} is needed"
 
@@ -192,6 +193,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _read_message(one: Any) -> dict[str, Any]:
+    if isinstance(one, Mapping) and {*one} == {"from", "value"}:  # as ShareGPT has it
+        one = {"role": _SHAREGPT.get(one["from"], one["from"]), "content": one["value"]}
     if not isinstance(one, Mapping) or "role" not in one or "content" not in one:
         raise RecipeError(f"a row has the message {one!r:.60}; {_MESSAGES}")
     role, content = one["role"], one["content"]

@@ -283,7 +283,21 @@ def _rows_of_source(source: Source, key: str, task: Task) -> Any:
     if first is None:
         raise RecipeError(f"{key}: {source.path or source.dataset} has no rows; give a source with at least one")
     columns = _columns(first, source, key, task)
+    for part in getattr(rows, "parts", ()):
+        _check_first_row(part, columns, key)
     return PickedStream(rows, columns) if source.streaming else Picked(rows, columns)
+
+
+def _check_first_row(file: Any, columns: Mapping[str, str], key: str) -> None:
+    """That a file of several has the columns that are taken from them."""
+    row = next(iter(file), None)
+    lacking = [column for column in columns.values() if row is not None and column not in row]
+    if row is not None and lacking:
+        place = getattr(row, "place", None) or place_of(file, 0)
+        raise RecipeError(
+            f"{key}: {place} has no column {lacking[0]!r}, which other files have; it has {', '.join(row)}; make files "
+            f"of each kind a source of {key}.mix"
+        )
 
 
 def _columns(first: Row, source: Source, key: str, task: Task) -> dict[str, str]:
@@ -345,10 +359,14 @@ class _Chain(Iterable[Row]):
 
 
 def _find(name: str, key: str) -> list[Path]:
-    """Files of a path, a pattern or a directory, in order of their names."""
+    """Files of a path, a pattern or a directory, in order of their names; of a directory those that are not hidden."""
     path = Path(name)
     if path.is_dir():
-        found = sorted(one for one in path.rglob("*") if one.suffix in _KNOWN and one.is_file())
+        found = sorted(
+            one
+            for one in path.rglob("*")
+            if one.suffix in _KNOWN and one.is_file() and not _is_hidden(one.relative_to(path))
+        )
         if not found:
             raise RecipeError(f"{key}.path={name}: the directory has no file that ends in {', '.join(_KNOWN)}")
         return found
@@ -361,6 +379,11 @@ def _find(name: str, key: str) -> list[Path]:
             packed = "; unpack it first" if one.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip") else ""
             raise RecipeError(f"{key}.path={one}: files that can be read end in {', '.join(_KNOWN)}{packed}")
     return found
+
+
+def _is_hidden(path: Path) -> bool:
+    """What an editor or a tool has left, such as .ipynb_checkpoints and .cache."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _table(path: Path, key: str) -> Any:

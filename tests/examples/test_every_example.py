@@ -125,6 +125,25 @@ def test_preferences_are_learned_from_where_the_reference_is(tmp_path: Path) -> 
     assert found[8] < 0.5
 
 
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("lora.py", ["--output", "/proc/nowhere"], "'/proc/nowhere' cannot be made"),
+        ("t5_summarise.py", ["--steps", "0"], "'0' is no whole number above 0"),
+        ("dpo.py", ["--length", "4"], "--length 4 ends before the answers begin"),
+        ("bert/finetune.py", ["--task", "mrcp"], "invalid choice: 'mrcp'"),
+    ],
+)
+def test_what_would_be_in_vain_is_refused_before_training(
+    script: str, options: list[str], said: str, tmp_path: Path
+) -> None:
+    codes, printed = run_forked(1, EXAMPLES / script, "--tiny", *options, cwd=tmp_path)
+    assert codes != [0]
+    assert "step 1" not in printed
+    if codes == [2]:  # argparse has printed it; what a script gives SystemExit, the interpreter would print
+        assert said in printed
+
+
 def test_every_script_is_listed_and_tried() -> None:
     scripts = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
     scripts -= {"_shared.py", "llama/common.py", "bert/data.py"}

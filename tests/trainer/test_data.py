@@ -221,3 +221,27 @@ def test_texts_in_a_list_are_one_text() -> None:
     tokenizer = byte_tokenizer()
     listed = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TALK]
     assert Encoder(tokenizer, 512).one({"messages": listed}) == Encoder(tokenizer, 512).one({"messages": TALK})
+
+
+def test_conversations_as_sharegpt_has_them() -> None:
+    talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "The fox."}]
+    same = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
+    encoder = Encoder(byte_tokenizer(), 64)
+    assert encoder.one({"messages": talk}) == encoder.one({"messages": same})
+    with pytest.raises(RecipeError, match="the role 'bing'"):
+        encoder.one({"messages": [{"from": "bing", "value": "a"}]})
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["counted", "streaming"])
+def test_files_of_a_directory_are_of_one_kind(tmp_path: Path, streaming: bool) -> None:
+    """What is hidden is no file of it: editors leave copies there."""
+    folder = tmp_path / "talks"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    write_text(folder / "a.jsonl", 3)
+    write_text(folder / ".ipynb_checkpoints" / "a-checkpoint.jsonl", 3)
+    (folder / ".b.jsonl").write_text("half a line")
+    given = recipe(tmp_path, data={"path": str(folder), "streaming": streaming})
+    assert len(list(prepare(build_recipe(given)).rows["data"])) == 3
+    write_chat(folder / "b.jsonl", 3)
+    with pytest.raises(RecipeError, match=r"b\.jsonl:1 has no column 'text', which other files have; it has messages;"):
+        prepare(build_recipe(given))

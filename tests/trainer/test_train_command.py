@@ -17,10 +17,11 @@ import yaml
 from recipe_files import recipe
 
 from shardwright.cli.main import main
-from shardwright.trainer import run
+from shardwright.trainer import read_recipe, run
 from shardwright.trainer.errors import RecipeError, RowError
 from shardwright.trainer.reading import keys_of
 from shardwright.trainer.recipe import Data, Lora, Recipe
+from shardwright.trainer.spikes import LossSpike
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +113,24 @@ def test_a_row_that_one_rank_finds_is_named(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(["train", str(write(tmp_path))]) == 2
         assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_loss_that_ends_a_run_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, saved: bool
+) -> None:
+    def spike(recipe: Any) -> int:
+        raise LossSpike("the loss of step 20 is 7")
+
+    monkeypatch.setattr(run, "train_here", spike)
+    monkeypatch.setattr(run, "candidates", lambda path: ([path], []) if saved else ([], []))
+    monkeypatch.setattr(run, "launch_from_torch", lambda seed: None)
+    monkeypatch.setattr(run.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(run.dist, "destroy_process_group", lambda: None)
+    assert run.train(read_recipe(write(tmp_path)).recipe) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("shardwright train: the loss of step 20 is 7; ")
+    assert ("resume=true goes on" if saved else "there is no checkpoint") in said
 
 
 def test_the_page_lists_every_key() -> None:
