@@ -20,16 +20,25 @@ from torch import nn
 from ..utils.tensors import map_tensors
 from .config import native_model, text_part
 from .cross_attention import made_up_states, states_argument
+from .example_images import (
+    PLACEHOLDERS,
+    SAMPLES,
+    Batch,
+    PictureMaker,
+    channels_of,
+    image_size_of,
+    pair_of,
+    part_of,
+    size_in,
+)
 from .placeholders import feature_counts
 
-Batch = dict[str, Any]
-SAMPLES, CHOICES = 2, 2
+CHOICES = 2
 _PLAIN_LENGTH, _LENGTH = 8, 12
 _FIRST_WORD, _LAST_WORD = 5, 99  # ids that are no padding, start or end token in any usual vocabulary
 _IGNORE = -100
-_IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos"), ("input_features", "input_values")
-_BESIDES_TEXT = ("pixel", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
-_PLACEHOLDERS = ("image_token_id", "image_token_index")
+_IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos", "flattened_patches"), ("input_features", "input_values")
+_BESIDES_TEXT = ("pixel", "patches", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
 _SOUND_PLACEHOLDERS = ("audio_token_id", "audio_token_index")
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
 _FRAMES_OF_SOUND = 32
@@ -129,7 +138,7 @@ def _counting_ids(*shape: int) -> torch.Tensor:
     return torch.arange(_FIRST_WORD, _FIRST_WORD + shape[-1]).expand(shape).contiguous()
 
 
-class _Maker:
+class _Maker(PictureMaker):
     """Makes the parts of a batch for one model.
 
     arguments   names that its forward takes; `required` without a default
@@ -157,8 +166,8 @@ class _Maker:
             (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
         )
         self.text = text_part(self.config)
-        self.vision = _part(self.config, "encoder" if self.head == "VisionEncoderDecoderModel" else "vision_config")
-        self.audio = _part(self.config, "audio_config")
+        self.vision = part_of(self.config, "encoder" if self.head == "VisionEncoderDecoderModel" else "vision_config")
+        self.audio = part_of(self.config, "audio_config")
         self._generator = torch.Generator().manual_seed(seed)
 
     def placed(self, batch: Batch) -> Batch:
@@ -195,8 +204,8 @@ class _Maker:
                 places = self._image_places(seen)
                 yield {**seen, **self.words(places)}
                 counted = self._counted(seen) if places else None
-                if counted is not None and set(counted) != {places}:
-                    yield {**seen, **self._worded(counted, _PLACEHOLDERS)}
+                if counted is not None and set(counted) != {places} and self._place_id(PLACEHOLDERS) is not None:
+                    yield {**seen, **self._worded(counted, PLACEHOLDERS)}
                 for other in (places // 4, places // 16, 2 * places):  # a projector may read several patches at once
                     if other:
                         yield {**seen, **self.words(other)}
@@ -236,22 +245,29 @@ class _Maker:
         if end is not None:
             ids[0, -1] = ids[-1, -4 if ragged else -1] = end
         if places:
-            token = next(value for name in _PLACEHOLDERS if (value := getattr(self.config, name, None)) is not None)
-            ids = torch.cat([torch.full((SAMPLES, places), token), ids], 1)
+            token = self._place_id(PLACEHOLDERS)
+            ids = torch.cat([torch.full((SAMPLES, places), _FIRST_WORD if token is None else token), ids], 1)
             mask = torch.cat([torch.ones(SAMPLES, places, dtype=mask.dtype), mask], 1)
         extra: Batch = {"bbox": torch.zeros(*ids.shape, 4, dtype=torch.long)} if "bbox" in self.arguments else {}
-        if "mm_token_type_ids" in self.arguments:
-            extra["mm_token_type_ids"] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape).contiguous()
+        for name in sorted({"mm_token_type_ids", "image_embeds_position_mask"} & self.arguments):
+            extra[name] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape).contiguous()
+        if "image_attention_mask" in self.arguments and "image_pixel_values" not in self.arguments:
+            extra["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
         return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self.arguments else {}), **extra}
+
+    def _place_id(self, names: tuple[str, ...]) -> int | None:
+        """The id that stands for an image or a sound; None where none does."""
+        return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
 
     def _worded(self, counts: list[int], names: tuple[str, ...]) -> Batch:
         """Texts with as many places in front as each sample has features; an ordinary word where others have more."""
         places = max(counts)
         texts = self.words()
-        token = next(value for name in names if (value := getattr(self.config, name, None)) is not None)
-        stands = torch.full((SAMPLES, places), token)
-        stands[torch.arange(places) >= torch.tensor(counts)[:, None]] = _FIRST_WORD
-        shown = {"attention_mask": torch.ones_like(stands)} if "attention_mask" in texts else {}
+        stands = torch.full((SAMPLES, places), self._place_id(names) or 0)
+        is_place = torch.arange(places) < torch.tensor(counts)[:, None]
+        stands[~is_place] = _FIRST_WORD
+        front = {"attention_mask": torch.ones_like(stands), "mm_token_type_ids": is_place.long()}
+        shown = {key: value for key, value in front.items() if key in texts}
         return {
             **texts,
             **{key: torch.cat([new, texts[key]], 1) for key, new in {"input_ids": stands, **shown}.items()},
@@ -261,7 +277,7 @@ class _Maker:
         """Sounds and texts with their places: with a mask of the frames where the forward takes one, then without.
         Models without such places add sounds to words, one to one.
         """
-        frames = _size(self.config, "audio_length_per_tok")
+        frames = size_in(self.config, "audio_length_per_tok")
         has_places = any(getattr(self.config, name, None) is not None for name in _SOUND_PLACEHOLDERS)
         takes_mask = "input_features" in heard and "input_features_mask" in self.arguments
         for masks in [self.frame_mask(heard), {}] if takes_mask else [{}]:
@@ -284,7 +300,7 @@ class _Maker:
         """Images as their whole and one crop [B, 2, C, H, W], sounds [B, F, bins], and texts with places for both. The
         second sound is shorter.
         """
-        size, patch = _image_size(self.vision)[0], _pair(self.vision.patch_size)[0]
+        size, patch = image_size_of(self.vision)[0], pair_of(self.vision.patch_size)[0]
         side = size // patch
         half = (side + 1) // 2  # places of a crop along one side, after which stands a mark
         sounds = torch.tensor([_FRAMES_OF_SOUND // self.audio.time_reduction - row for row in range(SAMPLES)])
@@ -296,7 +312,7 @@ class _Maker:
         return {
             "input_ids": torch.cat([seen, heard, texts["input_ids"]], 1),
             "attention_mask": torch.cat([mask, texts["attention_mask"]], 1),
-            "image_pixel_values": self._noise(SAMPLES, 2, _channels(self.vision), size, size),
+            "image_pixel_values": self._noise(SAMPLES, 2, channels_of(self.vision), size, size),
             "image_sizes": torch.tensor([[self.vision.crop_size] * 2] * SAMPLES),
             "image_attention_mask": torch.ones(SAMPLES, 2, side, side, dtype=torch.long),
             "audio_input_features": self._noise(SAMPLES, _FRAMES_OF_SOUND, self.audio.input_size),
@@ -309,60 +325,9 @@ class _Maker:
 
     def decoder_ids(self) -> Batch:
         takes = getattr(self.config, "is_encoder_decoder", False) or "decoder_input_ids" in self.arguments
+        if takes and (channels := self._sound_channels()):
+            return {"decoder_input_ids": _counting_ids(SAMPLES, _PLAIN_LENGTH, channels)}
         return {"decoder_input_ids": _counting_ids(SAMPLES, _PLAIN_LENGTH)} if takes else {}
-
-    def patches(self) -> Iterator[Batch]:
-        """Images that were cut before: patches of all of them [P, d] or [P, C, h, w] and a grid (t, h, w) for each, or
-        [B, P, d].
-        """
-        size = getattr(self.vision, "patch_size", None)
-        if not isinstance(size, int):
-            return
-        features = _channels(self.vision) * size * size
-        if "image_grid_thw" in self.arguments:
-            side = 2 * self._merged()
-            frames = _size(self.vision, "temporal_patch_size") or 1
-            grid = torch.tensor([[1, side, side]] * SAMPLES)
-            count = SAMPLES * side * side
-            yield {"pixel_values": self._noise(count, frames * features), "image_grid_thw": grid}
-            yield {"pixel_values": self._noise(count, _channels(self.vision), size, size), "image_grid_thw": grid}
-        if "spatial_shapes" in self.arguments:
-            side = round((_size(self.vision, "num_patches") or 16) ** 0.5)
-            mask = torch.ones(SAMPLES, side * side, dtype=torch.long)
-            shown = {"pixel_attention_mask": mask} if "pixel_attention_mask" in self.arguments else {}
-            shapes = torch.tensor([[side, side]] * SAMPLES)
-            yield {"pixel_values": self._noise(SAMPLES, side * side, features), "spatial_shapes": shapes, **shown}
-
-    def pictures(self) -> Iterator[Batch]:
-        """[B, C, H, W], and as one of several images of each sample where texts have places for them."""
-        made = self.images()
-        shown = [made]
-        if "input_ids" in self.arguments and any(hasattr(self.config, name) for name in _PLACEHOLDERS):
-            shown.append({"pixel_values": made["pixel_values"][:, None]})
-        yield from shown
-        if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size: some towers take it
-            sizes = {"image_sizes": torch.tensor([_image_size(self.vision)] * SAMPLES)}
-            yield from ({**each, **sizes} for each in shown)
-        if "aspect_ratio_ids" in self.arguments:  # tiles of one image [B, 1, T, C, H, W]
-            tiles = _size(self.vision, "max_num_tiles") or 1
-            yield {
-                "pixel_values": made["pixel_values"][:, None, None].expand(-1, -1, tiles, -1, -1, -1).contiguous(),
-                "aspect_ratio_ids": torch.ones(SAMPLES, 1, dtype=torch.long),
-                "aspect_ratio_mask": torch.ones(SAMPLES, 1, tiles, dtype=torch.long),
-            }
-
-    def images(self, zeros: bool = False) -> Batch:
-        """[B, C, H, W]"""
-        shape = (SAMPLES, _channels(self.vision), *_image_size(self.vision))
-        return {"pixel_values": torch.zeros(shape) if zeros else self._noise(*shape)}
-
-    def videos(self) -> Batch:
-        """[B, F, C, H, W]"""
-        frames = _size(self.vision, "num_frames") or _size(self.vision, "frames_per_clip")
-        if frames is None:
-            return {}
-        name = "pixel_values" if "pixel_values" in self.arguments else "pixel_values_videos"
-        return {name: self._noise(SAMPLES, frames, _channels(self.vision), *_image_size(self.vision))}
 
     def spectra(self, zeros: bool = False) -> Iterator[Batch]:
         """[B, mels, F] for encoders that halve a fixed number of frames or cut them into windows, [B, F, mels] for the
@@ -371,22 +336,22 @@ class _Maker:
         bins = self._bins()
         make = torch.zeros if zeros else self._noise
         if "input_features" in self.arguments:
-            positions = _size(self.audio, "max_source_positions")
-            if positions and _size(self.audio, "input_feat_per_channel") is None:
+            positions = size_in(self.audio, "max_source_positions")
+            if positions and size_in(self.audio, "input_feat_per_channel") is None:
                 yield {"input_features": make(SAMPLES, bins, 2 * positions)}
-            if (window := _size(self.audio, "n_window")) is not None:
+            if (window := size_in(self.audio, "n_window")) is not None:
                 yield {"input_features": make(SAMPLES, bins, 4 * window)}
             yield {"input_features": make(SAMPLES, _FRAMES_OF_SOUND, bins)}
             if not zeros:
                 yield {"input_features": make(SAMPLES, bins, _FRAMES_OF_SOUND)}
             return
-        frames = _size(self.audio, "max_length")
-        if frames is not None and _size(self.audio, "num_mel_bins"):
+        frames = size_in(self.audio, "max_length")
+        if frames is not None and size_in(self.audio, "num_mel_bins"):
             yield {"input_values": make(SAMPLES, frames, bins)}
 
     def _bins(self) -> int:
-        homes = (self.audio, _part(self.config, "encoder_config"), getattr(self.audio, "asr_config", None))
-        return next((size for home in homes for name in _BINS if (size := _size(home, name))), 80)
+        homes = (self.audio, part_of(self.config, "encoder_config"), getattr(self.audio, "asr_config", None))
+        return next((size for home in homes for name in _BINS if (size := size_in(home, name))), 80)
 
     def waveforms(self) -> Iterator[Batch]:
         """[B, samples], and [B, 1, samples] where texts have places for them."""
@@ -396,22 +361,6 @@ class _Maker:
         yield {"input_values": made}
         if "input_ids" in self.arguments:
             yield {"input_values": made[:, None]}
-
-    def prompts(self) -> Iterator[Batch]:
-        """What to segment, one thing per sample, where the model is asked with points; nothing for the others."""
-        if "input_points" not in self.arguments:
-            yield {}
-            return
-        points = {"input_points": torch.full((SAMPLES, 1, 1, 2), 8.0)}
-        marked = {**points, "input_labels": torch.ones(SAMPLES, 1, 1, dtype=torch.long)}
-        boxes = {"input_boxes": torch.tensor([[[2.0, 3.0, 9.0, 9.0]]] * SAMPLES)}
-        side = 4 * _image_size(self.vision)[0] // _pair(getattr(self.vision, "patch_size", 16) or 16)[0]
-        if {"input_labels", "input_boxes", "input_masks"} <= self.arguments:
-            yield {**marked, **boxes, "input_masks": self._noise(SAMPLES, 1, side, side)}
-            yield {**marked, **boxes}
-        if "input_labels" in self.arguments:
-            yield marked
-        yield points
 
     def labels(self, inputs: Batch) -> Iterator[Batch]:
         """Labels for the head, by what the forward takes, the likely ones first."""
@@ -458,8 +407,8 @@ class _Maker:
 
     def _masked_patches(self, inputs: Batch) -> Iterator[Batch]:
         """Every third patch is to be guessed: [B, patches]."""
-        patch = _pair(getattr(self.vision, "patch_size", 16) or 16)
-        height, width = _image_size(self.vision)
+        patch = pair_of(getattr(self.vision, "patch_size", 16) or 16)
+        height, width = image_size_of(self.vision)
         patches = (height // patch[0]) * (width // patch[1])
         hidden = (torch.arange(patches) % 3 == 0).expand(SAMPLES, patches).contiguous()
         if "labels" in self.arguments:
@@ -476,9 +425,26 @@ class _Maker:
         return labels.masked_fill(labels >= _LAST_WORD + 1, _IGNORE)
 
     def _further_ids(self, made: Batch) -> Batch:
-        """Other texts that the forward insists on."""
-        missing = [name for name in self.required if name.endswith("input_ids") and name not in made]
-        return {name: self._random_ids(SAMPLES, _PLAIN_LENGTH) for name in missing}
+        """Other texts that the forward insists on, or that come with a mask of their own (proteins, questions to an
+        image).
+        """
+        found: Batch = {}
+        for name in sorted(self.arguments):
+            mask = name.removesuffix("input_ids") + "attention_mask"
+            is_known = name in made or name in ("input_ids", "decoder_input_ids")
+            if is_known or not name.endswith("input_ids") or not (name in self.required or mask in self.arguments):
+                continue
+            found[name] = self._random_ids(SAMPLES, _PLAIN_LENGTH)
+            if mask in self.arguments:
+                found[mask] = torch.ones_like(found[name])
+        if self._sound_channels():
+            found |= self.decoder_ids()
+        return found
+
+    def _sound_channels(self) -> int | None:
+        """How many ids of a sound a decoder reads at a time, where it speaks."""
+        is_speaker = "input_ids" in self.arguments and "decoder_input_ids" in self.arguments
+        return size_in(getattr(self.config, "decoder_config", None), "num_channels") if is_speaker else None
 
     def _encoder_states(self, made: Batch) -> Batch | None:
         """What a decoder with cross-attention reads of an encoder that it is used without."""
@@ -487,65 +453,11 @@ class _Maker:
         states = made_up_states(self.model, len(made["input_ids"]), _PLAIN_LENGTH, self._generator)
         return None if states is None else {self.states: states}
 
-    def _image_places(self, seen: Batch) -> int:
-        """How many ids of a text stand for one image; 0 where none do."""
-        if all(getattr(self.config, name, None) is None for name in _PLACEHOLDERS):
-            return 0
-        if "image_grid_thw" in seen:
-            return int(seen["image_grid_thw"][0].prod()) // self._merged() ** 2
-        queries = (
-            _size(self.config, "num_query_tokens")
-            or _size(self.config, "image_seq_length")
-            or _size(self.config, "mm_tokens_per_image")
-        )
-        height, width = _image_size(self.vision)
-        patch = _pair(getattr(self.vision, "patch_size", 16) or 16)
-        patches = (height // patch[0]) * (width // patch[1])
-        # The numbers of a model that was made small may still be those of large images.
-        is_stale = queries is not None and "num_query_tokens" not in vars(self.config) and patches < queries
-        if queries is None or is_stale:
-            return round(patches * getattr(self.vision, "pixel_shuffle_ratio", 1) ** 2)
-        return queries
-
-    def _merged(self) -> int:
-        """Patches along a side of what becomes one place of a text."""
-        merged = getattr(self.vision, "spatial_merge_size", None) or getattr(self.vision, "merge_kernel_size", None)
-        return _pair(merged or 1)[0]
-
     def _special(self, name: str) -> int | None:
         """A token that the text's config names; None where its vocabulary has no such token."""
-        token, size = _size(self.text, name), _size(self.text, "vocab_size")
+        token, size = size_in(self.text, name), size_in(self.text, "vocab_size")
         return token if token is not None and (size is None or 0 <= token < size) else None
 
     def _random_ids(self, *shape: int) -> torch.Tensor:
-        last = min(_size(self.text, "vocab_size") or _LAST_WORD, _LAST_WORD)
+        last = min(size_in(self.text, "vocab_size") or _LAST_WORD, _LAST_WORD)
         return torch.randint(min(_FIRST_WORD, last - 1), last, shape, generator=self._generator)
-
-    def _noise(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
-
-
-def _part(config: Any, name: str) -> Any:
-    part = getattr(config, name, None)
-    return config if part is None else part
-
-
-def _size(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _channels(config: Any) -> int:
-    return next((size for name in ("num_channels", "in_channels", "in_chans") if (size := _size(config, name))), 3)
-
-
-def _image_size(config: Any) -> tuple[int, int]:
-    known = (getattr(config, name, None) for name in ("image_size", "input_size", "crop_size"))
-    return _pair(next(filter(None, known), 64))
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    if isinstance(size, Mapping):
-        return size["height"], size["width"]
-    values = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    return values[-2], values[-1]

@@ -29,7 +29,8 @@ def feature_counts(model: nn.Module, inputs: Mapping[str, Any], samples: int) ->
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for row in range(samples):
-                one = {key: value[row : row + 1] for key, value in inputs.items() if takes_all or key in parameters}
+                kept = {key: value for key, value in inputs.items() if takes_all or key in parameters}
+                one = {key: _of_sample(value, row, samples) for key, value in kept.items()}
                 found.append(_count(method(**one)))
     except Exception:  # of the model's own code, on inputs that were guessed
         return None
@@ -37,6 +38,12 @@ def feature_counts(model: nn.Module, inputs: Mapping[str, Any], samples: int) ->
         for module in trained:
             module.training = True
     return found
+
+
+def _of_sample(value: torch.Tensor, row: int, samples: int) -> torch.Tensor:
+    """One sample's rows, of which it may have several; its part of the last axis where all samples are one row."""
+    axis = 0 if len(value) >= samples else -1
+    return value.tensor_split(samples, axis)[row]
 
 
 def _count(outputs: Any) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.example_inputs import SAMPLES, training_batches
+from ..models.example_images import SAMPLES
+from ..models.example_inputs import training_batches
 
 _LENGTH = 12  # tokens of a sample in `training_batches`
 

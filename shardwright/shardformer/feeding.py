@@ -226,7 +226,9 @@ class _Trace:
 
     def _end(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            if not args:  # an argument by name, which is followed into what it was made of
+            # An argument by name is followed into what it was made of, and so is what a layer of another kind with its
+            # own forward (Parakeet's head) turns before it reads it.
+            if not args or args[0].shape[self.dims[name]] != self.sizes[name][0]:
                 return None
             self._note_call(name)
             self.ends.setdefault(name, []).append(args[0])
@@ -246,6 +248,8 @@ class _Trace:
 
     def _begin(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if output.shape[self.dims[name]] != self.sizes[name][1]:
+                return output
             if not args:
                 self._note_call(name)
             leaf = output.detach().requires_grad_()

@@ -23,10 +23,11 @@ _CASTING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (functional, ("softmax", "log_softmax")),
 )
 # What refuses operands of two dtypes, one of which was kept (transformers 5.17 multiplies rotary frequencies with
-# positions).
+# positions; GLM-4V's tower reads its table of positions at single precision coordinates).
 _MULTIPLYING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("__matmul__", "matmul", "bmm")),
     (torch, ("matmul", "bmm")),
+    (functional, ("grid_sample",)),
 )
 # What makes a float32 of a number, which may be the least one of float64 (masks that are made of `finfo(...).min`).
 _FILLING: tuple[tuple[Any, tuple[str, ...]], ...] = ((torch, ("full", "tensor")),)

@@ -12,6 +12,9 @@ QUICK = ("GlmOcrForConditionalGeneration", "VisionEncoderDecoderModel", "VJEPA2F
 OTHERS = (
     *("AyaVisionForConditionalGeneration", "Mistral3ForConditionalGeneration", "LightOnOcrForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "EfficientNetForImageClassification", "HubertForCTC"),
+    *("VipLlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration", "HunYuanVLForConditionalGeneration"),
+    *("Step3p7ForConditionalGeneration", "GraniteDoclingForConditionalGeneration", "JanusForConditionalGeneration"),
+    *("Florence2ForConditionalGeneration", "Emu3ForConditionalGeneration", "PaddleOCRVLForConditionalGeneration"),
 )
 
 

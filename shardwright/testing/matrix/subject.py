@@ -238,7 +238,8 @@ def joined(first: Batch, second: Batch) -> Batch:
 
     def both(key: str) -> Any:
         one, other = first[key], second[key]
-        return torch.cat([one, other]) if isinstance(one, torch.Tensor) else one
+        is_row = key.startswith("pixel_values") and isinstance(ids, torch.Tensor) and len(one) == 1 < len(ids)
+        return torch.cat([one, other], -1 if is_row else 0) if isinstance(one, torch.Tensor) else one
 
     return {key: both(key) for key in first if key in second}
 
