@@ -52,7 +52,7 @@ ELSEWHERE = {
     "slow_but_exact": "a field of BLOOM's config",
     "exclude_modules": "of peft's LoraConfig",
     **dict.fromkeys(("shard_param_frac", "offload_optim_frac"), "of the GeminiPlugin of compat.colossalai"),
-    "variant": "of transformers' from_pretrained",
+    **dict.fromkeys(("attn_implementation", "variant"), "of transformers' from_pretrained"),
 }
 
 
