@@ -228,7 +228,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "projection_dim": WIDTH,
     },
     "chameleon": {
-        "vocabulary_map": {"<image>": 100, **{f"IMGIMG{letter}Z": 20 + ord(letter) for letter in "ABCDEFGH"}}
+        "image_size": 16,
+        "vocabulary_map": {"<image>": 100, **{f"IMGIMG{letter}Z": 20 + ord(letter) for letter in "ABCDEFGH"}},
     },
     "chameleon_vqgan": {
         "embed_dim": 16,
@@ -236,7 +237,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "latent_channels": 16,
         "resolution": 16,
         "base_channels": 32,
-        "channel_multiplier": [1, 1],
+        "channel_multiplier": [1, 1, 1],
         "num_res_blocks": 1,
     },
     "emu3": {
@@ -308,11 +309,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_vl_vision": {"text_hidden_size": WIDTH},
     **{
         name: {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 4]}}
-        for name in ("paddleocr_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text")
+        for name in ("paddleocr_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text", "glm4v_text")
     },
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     # Sounds.
     "moonshine_streaming": {"num_key_value_heads": HEADS},
+    "dia": {"delay_pattern": [0, 1]},
     "dia_decoder": {
         "cross_hidden_size": WIDTH,
         "cross_num_attention_heads": HEADS,
