@@ -28,6 +28,7 @@ from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
 from .determinism import check_deterministic, make_deterministic
 from .heart import LEAST, Budgets, heart
+from .meeting import open_store
 from .watch import Watch
 from .watchdog import Watchdog
 
@@ -241,17 +242,11 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
             f"host={host!r} and port={port!r} must say where rank 0 listens when world_size={world_size} "
             "is more than one"
         )
-    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     # torchrun already serves a store at this address; env:// finds it.
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_ADDR") == host
     try:
-        dist.init_process_group(
-            backend,
-            init_method="env://" if under_torchrun else address,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
+        store = None if under_torchrun else open_store(host, port, rank, world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except dist.DistStoreError as error:
         raise RuntimeError(
             f"rank {rank} of {world_size} waited {timeout.total_seconds():.0f} s at {host}:{port} and not every rank "
