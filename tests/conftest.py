@@ -33,6 +33,8 @@ _stderr = 2
 
 def pytest_configure(config: pytest.Config) -> None:
     global _stderr
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): without effect, for want of pytest-timeout")
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         _stderr = os.dup(2)  # not the file that the output of a test goes to
 
@@ -45,10 +47,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 # A test over its limit fails by a signal and the next one runs; one that waits where no signal is heard must not wait
-# for ever. Around the timer of pytest-timeout, which knows every way to say a limit.
+# for ever. Around the timer of pytest-timeout, which knows every way to say a limit; where it is not installed (on a
+# machine that is lent for a GPU, say) there are none.
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[None]:
     item.stash[_limit] = settings.timeout
     _end_the_run_after(settings.timeout)
@@ -63,7 +66,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
     return (yield)

@@ -111,7 +111,8 @@ def _kernel_for(buckets: Sequence[Bucket], compiles: bool) -> Kernel | None:
 def _is_plain(optim: Optimizer) -> bool:
     """See [Note: whose step is taken over]."""
     own = optim.__dict__.get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):  # which counts calls alone
+    # A scheduler's counts calls alone, but may be around one of the script's own.
+    if own is not None and not (hasattr(own, "_wrapped_by_lr_sched") and own.__wrapped__ is type(optim).step):
         return False
     hooks = [getattr(optim, name) for name in _HOOKS] + [getattr(torch_optimizer, name) for name in _HOOKS_OF_ALL]
     if any(not _is_ours(hook) for table in hooks for hook in table.values()):

@@ -4,6 +4,7 @@ sequences are run.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class LayoutPair(Pair):
         self.has_gradients = self.stepped = self.unsynced = False
         self.clamped = False  # whether gradients of this step have been clipped by value
         self.saved: Any = None
+        self.hooks: list[Any] = []
 
     def _build(self) -> nn.Module:
         return zoo.build(NAME, seed=0, dtype=self.dtype)
@@ -154,6 +156,17 @@ class LayoutPair(Pair):
     def do_average(self, _: int) -> None:
         pass
 
+    def do_evaluate(self, number: int) -> None:
+        if self.mesh.size("pp") > 1:
+            return  # a stage alone has no output
+        self.model.eval()
+        with torch.no_grad():
+            self.model(**self._mine(number))
+        self.model.train()
+
+    def do_states(self, _: int) -> None:
+        assert self.optim.sharded is None or list(self.optim.sharded.shards())
+
     def _refresh(self) -> None:
         """The working copy follows the masters."""
         if self.sequence.half:
@@ -198,6 +211,6 @@ def run_sequence(rank: int, world: int, sequence: Sequence) -> None:
 
 def run_sequences(rank: int, world: int, sequences: list[Sequence]) -> None:
     for sequence in sequences:
-        with keep_float64():
+        with nullcontext() if sequence.single else keep_float64():
             run_sequence(rank, world, sequence)
         dist.barrier()

@@ -41,7 +41,10 @@ CALLS = {
     "save": 1,
     "restore": 1,
     "lr": 1,
+    "evaluate": 1,
+    "states": 1,
 }
+OF_ADAM = {"betas": 2, "decay": 2, "maximize": 1, "tensor_rate": 2, "hook": 2, "states": 2}
 NAMES = st.sampled_from([name for name, weight in CALLS.items() for _ in range(weight)])
 
 
@@ -59,6 +62,24 @@ def sequences(draw: st.DrawFn, world: int) -> Sequence:
     calls = draw(st.lists(st.tuples(NAMES, st.integers(0, 99)), min_size=4, max_size=16))
     optimizer, max_norm = draw(st.sampled_from(sorted(OPTIMIZERS))), draw(st.sampled_from([0.0, 0.0, 0.2]))
     return Sequence(stage, tuple(calls), plugin, optimizer, max_norm, options)
+
+
+@st.composite
+def sequences_in_one_pass(draw: st.DrawFn, world: int) -> Sequence:
+    """In fp32, with Adam; rules change on the way, and torch takes a step now and then."""
+    stage = draw(st.integers(0, 3))
+    plugin = "hybrid" if stage == 0 else draw(st.sampled_from(["hybrid", "zero"]))
+    options = {}
+    if stage:
+        options["cpu_offload"] = draw(st.booleans())
+    if stage in (1, 2):
+        options["overlap_allgather"] = draw(st.booleans())
+    if stage > 0 and world == 4:
+        options["zero_group_size"] = draw(st.sampled_from([None, 1, 2]))
+    names = [name for name, weight in {**CALLS, **OF_ADAM}.items() for _ in range(weight)]
+    calls = draw(st.lists(st.tuples(st.sampled_from(names), st.integers(0, 99)), min_size=6, max_size=20))
+    optimizer, max_norm = draw(st.sampled_from(["adamw, single", "adam, single"])), draw(st.sampled_from([0.0, 0.2]))
+    return Sequence(stage, tuple(calls), plugin, optimizer, max_norm, options, single=True)
 
 
 @st.composite
@@ -149,9 +170,14 @@ def test_calls_under_model_axes_and_in_half_precision() -> None:
     check(2, drawn(2, 16, of=sequences_of_layouts))
 
 
+@pytest.mark.timeout(300)
+def test_calls_around_steps_in_one_pass() -> None:
+    check(2, drawn(2, 40, of=sequences_in_one_pass))
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(36000)
-@pytest.mark.parametrize("of", [sequences, sequences_of_layouts])
+@pytest.mark.parametrize("of", [sequences, sequences_of_layouts, sequences_in_one_pass])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_many_more_sequences(world: int, of: Any) -> None:
     left = int(os.environ.get("SHARDWRIGHT_SEQUENCES", "500"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def hooked(params: Any, **options: Any) -> torch.optim.Optimizer:
 def overridden(params: Any, **options: Any) -> torch.optim.Optimizer:
     optim = torch.optim.AdamW(params, **options)
     optim.step = optim.step  # type: ignore[method-assign]
+    return optim
+
+
+def overridden_below_a_scheduler(params: Any, **options: Any) -> torch.optim.Optimizer:
+    optim = torch.optim.AdamW(params, **options)
+
+    def step(self: torch.optim.AdamW, closure: Any = None) -> None:
+        assert any(group["params"] for group in self.param_groups)
+        torch.optim.AdamW.step(self, closure)
+
+    optim.step = MethodType(step, optim)  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.StepLR(optim, 1)
     return optim
 
 
@@ -196,6 +209,7 @@ def declined(rank: int, world: int) -> None:
         (torch.optim.SGD, {}),
         (hooked, {}),
         (overridden, {}),
+        (overridden_below_a_scheduler, {}),
         (torch.optim.AdamW, {"amsgrad": True}),
         (torch.optim.AdamW, {"foreach": True}),
         (torch.optim.AdamW, {"foreach": False}),
